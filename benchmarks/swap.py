@@ -81,7 +81,7 @@ def publish(folder: Path, model: Any, version: int) -> Snapshot:
 def start(model: Path, packed: bool) -> Any:
     """Start a vLLM engine on the CPU."""
     from tba.searcher.engines.vllm.engine import VllmEngine
-    from tba.tests.helpers.end_tokens import end_tokens
+    from tba.tests.helpers.engines import end_tokens
 
     search = SearchSection(max_model_len=256, max_in_flight=IN_FLIGHT, kv_cache_gib=0.5, enforce_eager=True)
     section = ModelSection(path=str(model), dtype="bfloat16")
@@ -133,7 +133,7 @@ def reload(engine: Any, snapshot: Snapshot) -> float:
     found = []
     for _ in range(3):
         unit = flat_copy(snapshot.weight_files[0].stat().st_size)
-        call = partial(engine._running.call, "tba_reload", [*map(str, snapshot.weight_files)], 1)
+        call = partial(engine.call, "tba_reload", [*map(str, snapshot.weight_files)], 1)
         found.append(timed(call)[0].wall / unit)
     return statistics.median(found)
 

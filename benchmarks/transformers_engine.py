@@ -69,7 +69,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tba.searcher.engines.transformers_engine import TransformersEngine
-    from tba.tests.helpers.end_tokens import end_tokens
+    from tba.tests.helpers.engines import end_tokens
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -44,7 +44,7 @@ _SAVED_EVERY = 10
 _SAMPLE_SECONDS = 0.5
 # The role of a process, by a word of its command line.
 _ROLES = {
-    "tba.searcher.scoring.task_worker": "rewards",
+    "tba.searcher.scoring.task_scorer": "rewards",
     "serve": "buffer",
     "search": "searchers",
     "train": "trainer",

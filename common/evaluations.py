@@ -38,10 +38,10 @@ def represents(failed: float, total: float) -> bool:
     return failed <= _MOST_FAILED * total
 
 
-def why_not_measured(errors: Sequence[str | None], what: str = "answers") -> str:
-    """Return "300 of 300 answers could not be scored: ConnectError", or "" if the rest represents them.
+def why_not_measured(errors: Sequence[str | None], what: str = "responses") -> str:
+    """Return "300 of 300 responses could not be scored: ConnectError", or "" if the rest represents them.
 
-    `errors` has None for each answer with a score; the most frequent error is quoted.
+    `errors` has None for each response with a score; the most frequent error is quoted.
     """
     failed = Counter(error for error in errors if error is not None)
     if represents(failed.total(), len(errors)):

@@ -38,6 +38,11 @@ from tba.deploy.log_relay import Relay
 log = get_logger(__name__)
 
 _POLL_SECONDS = 0.1
+# The delay before a restart doubles with each failure in a row, up to a minute. The count of failures is reset when a
+# child has run for ten minutes.
+RESTART_DELAY_SECONDS = 1.0
+_LONGEST_DELAY_SECONDS = 60.0
+_STABLE_SECONDS = 600.0
 _LAST_LINES_SECONDS = 2.0
 _ORPHANS_SECONDS = 5.0
 _REAP_SECONDS = 0.005
@@ -172,7 +177,7 @@ class Supervisor:
     def _check_running(self, child: Child) -> None:
         """Process the end of a child's process, if it has ended."""
         assert child.process is not None
-        if time.monotonic() - child.started_at > self._launch.stable_seconds:
+        if time.monotonic() - child.started_at > _STABLE_SECONDS:
             child.failures = 0
         if child.running:
             return
@@ -185,7 +190,7 @@ class Supervisor:
             child.exit_code = code
             log.info("child ended", child=child.name, exit_code=code)
             return
-        delay = backoff(child.failures, self._launch.restart_delay_seconds, self._launch.restart_delay_max_seconds)
+        delay = backoff(child.failures, RESTART_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         child.start_at = time.monotonic() + delay
         # Code 0 is not a failure: a searcher leaves a finished run.
         log_end = log.warning if code else log.info

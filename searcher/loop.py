@@ -5,8 +5,11 @@ away, the searcher answers the prompts it has leased, then prompts of its own ch
 full, generation pauses. The engine's batch never runs empty meanwhile: another load of requests is queued behind it.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+
+import numpy as np
 
 from tba.common.clock import Clock
 from tba.common.config import Config
@@ -24,16 +27,13 @@ from tba.common.wire.joining import own_hello
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping
-from tba.searcher.exploration import Exploration
-from tba.searcher.pipeline import GenerationStage, Pipeline, ScoringStage
-from tba.searcher.prompts import outage_prompts, register_prompts
+from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.run_end import RESUME_SECONDS, RunEnd
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
-from tba.searcher.tasks.task import Task
-from tba.searcher.weights.follower import WeightsFollower
-from tba.searcher.weights.preparation import Preparation
-from tba.searcher.weights.serving import Serving
+from tba.searcher.tasks.task import Prompt, Task, fingerprint
+from tba.searcher.weights.fetch import Serving
+from tba.searcher.weights.follower import Preparation, WeightsFollower
 
 log = get_logger(__name__)
 
@@ -45,6 +45,11 @@ _SCORE_WAIT_SECONDS = 0.01
 _DRAIN_SECONDS = 5.0
 # Prompts are leased when an eighth of the two loads is used up.
 _REFILLS = 8
+_REGISTER_CHUNK = 10_000
+# Characters of the texts in one message, which must fit a header also if each takes four bytes.
+_REGISTER_CHARACTERS = 1 << 20
+# Between two questions of a searcher whose prompts another one registers.
+_WAIT_SECONDS = 0.2
 
 
 class Searcher:
@@ -123,7 +128,14 @@ class Searcher:
             refuse_other_server(self._client.address, welcome.run_name, self._config.run.name)
             register_prompts(self._client, self._task, self._renderer, stop)
             self._delivery.open()
-            self._find_sources(stop)
+            self._serving.update()
+            # Which nodes to ask for snapshots: the first one is fetched whole.
+            if self._serving.address:
+                heartbeat = messages.Heartbeat(
+                    activity="connected", reason="", weights_version=None, metrics={}, serves=self._serving.address
+                )
+                sources, _ = self._client.call(heartbeat, messages.Sources, stop=stop)
+                self._weights.ask(sources.addresses)
         # Raised only after `stop()`.
         except BufferUnavailable:
             return
@@ -132,16 +144,6 @@ class Searcher:
         if self._run.finished:
             log.info("run is finished", waits_for="a trainer that resumes it", at_most_seconds=RESUME_SECONDS)
         notify_systemd("READY=1")
-
-    def _find_sources(self, stop: Callable[[], bool]) -> None:
-        """Learn which nodes to ask for snapshots: the first one is fetched whole."""
-        self._serving.update()
-        if self._serving.address:
-            heartbeat = messages.Heartbeat(
-                activity="connected", reason="", weights_version=None, metrics={}, serves=self._serving.address
-            )
-            sources, _ = self._client.call(heartbeat, messages.Sources, stop=stop)
-            self._weights.ask(sources.addresses)
 
     def _lease_prompts(self) -> None:
         """Keep two loads of requests: one in the engine, and one that is queued behind it.
@@ -199,11 +201,7 @@ class Searcher:
 
     @property
     def _unscored(self) -> int:
-        return self._rewards.waiting + self._references_waiting
-
-    @property
-    def _references_waiting(self) -> int:
-        return self._references.waiting if self._references is not None else 0
+        return self._rewards.waiting + (self._references.waiting if self._references is not None else 0)
 
     def _heartbeat(self) -> None:
         now = self._clock.monotonic()
@@ -228,7 +226,7 @@ class Searcher:
     def _activity(self) -> tuple[str, str]:
         if self._weights.current is None:
             over = f"the run is finished: ends after {RESUME_SECONDS:.0f} s unless a trainer resumes it"
-            return "waiting", over if self._run.finished else self._weights.trouble or "no snapshot is published yet"
+            return "waiting", over if self._run.finished else self._weights.reason or "no snapshot is published yet"
         if self._delivery.pause:
             return "waiting", self._delivery.pause
         if self._unscored and not self._engine.in_flight:
@@ -236,8 +234,8 @@ class Searcher:
         if self._delivery.groups and not self._engine.in_flight:
             return "waiting", f"the buffer has not acknowledged {quantity(self._delivery.groups, 'group')}"
         if not self._engine.in_flight:
-            return "waiting", self._weights.trouble or self._wait_reason or "prompts"
-        return "generating", self._weights.trouble
+            return "waiting", self._weights.reason or self._wait_reason or "prompts"
+        return "generating", self._weights.reason
 
     def _metrics(self, now: float) -> dict[str, float]:
         since, tokens, trajectories = self._last
@@ -256,7 +254,7 @@ class Searcher:
             "reward_seconds": self._rewards.latency_seconds,
             "reward_errors": float(self._rewards.errors),
             "reward_timeouts": float(self._rewards.timeouts),
-            "references_waiting": float(self._references_waiting),
+            "references_waiting": float(self._references.waiting if self._references is not None else 0),
             "reference_errors": float(self._references.errors if self._references is not None else 0),
             "weights_load_seconds": self._weights.last_load_seconds,
             "weights_prepare_seconds": self._weights.last_prepare_seconds,
@@ -281,3 +279,66 @@ class Searcher:
             log.warning("left without goodbye", reason=str(error))
         reason = "the run is finished" if self._run.finished else "stopped"
         log.info("left", rows=self._delivery.rows, errors=self._scoring.errors, reason=reason)
+
+
+def register_prompts(client: BufferClient, task: Task, renderer: PromptRenderer, stop: Callable[[], bool]) -> None:
+    """Send keys, rendered texts and answers of the prompts that the buffer lacks, unless another searcher does.
+
+    Raises Refused if it has others, or if another searcher renders them with other settings; BufferUnavailable after
+    `stop()`.
+    """
+    prompts = task.prompts()
+    digest = fingerprint(prompts, renderer.settings(prompts))
+
+    def ask(offset: int, chunk: Sequence[tuple[str, str, str]]) -> messages.Registered:
+        message = messages.RegisterPrompts(
+            task=task.name,
+            fingerprint=digest,
+            total=len(prompts),
+            offset=offset,
+            keys=[key for key, _, _ in chunk],
+            texts=[text for _, text, _ in chunk],
+            answers=[answer for _, _, answer in chunk],
+        )
+        return client.call(message, messages.Registered, stop=stop)[0]
+
+    registered = ask(0, [])
+    while not registered.complete:
+        if stop():
+            raise BufferUnavailable("stopped before the prompts were registered")
+        if registered.wait:
+            time.sleep(_WAIT_SECONDS)
+        chunk = [] if registered.wait else _chunk(prompts, registered.known, renderer)
+        registered = ask(registered.known, chunk)
+
+
+def _chunk(prompts: Sequence[Prompt], start: int, renderer: PromptRenderer) -> Sequence[tuple[str, str, str]]:
+    """Return keys, texts and answers of as many prompts from a position on as fit one message, at least one."""
+    chunk: list[tuple[str, str, str]] = []
+    characters = 0
+    for prompt in prompts[start : start + _REGISTER_CHUNK]:
+        text = renderer.text(prompt)[: fields.MAX_PROMPT_TEXT]
+        answer = prompt.answer[: fields.MAX_PROMPT_TEXT]
+        characters += len(text) + len(answer)
+        if chunk and characters > _REGISTER_CHARACTERS:
+            break
+        chunk.append((prompt.key, text, answer))
+    return chunk
+
+
+def outage_prompts(prompts: Sequence[Prompt], config: Config, sender: str) -> Iterator[messages.Visit]:
+    """Yield prompts without a lease, for an outage of the buffer: an endless shuffle per searcher and start.
+
+    They become rows without a visit, which are trained on. The buffer's epoch order is not affected, so no prompt is
+    skipped. Where the configuration limits how far searchers may run ahead, only the buffer can keep that limit, and
+    no prompt is generated without a lease.
+    """
+    if config.max_staleness is not None or config.samples_per_insert is not None:
+        return
+    rng = np.random.default_rng([config.run.seed, *sender.encode()])
+    # The seed of a response follows from its epoch, so these epochs must be ones that no other searcher uses.
+    epoch = int(rng.integers(1 << 40, 1 << 62))
+    while prompts:
+        for index in rng.permutation(len(prompts)):
+            yield messages.Visit(lease=fields.NO_VISIT, epoch=epoch, prompt_key=prompts[index].key)
+        epoch += 1

@@ -7,14 +7,16 @@ Each stage has `submit` and `done`. `done` returns what is finished without wait
 not block the engine. Without configured reference log-probabilities there is no reference stage.
 """
 
+import hashlib
+import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
 
-from tba.common.config import Truncated
+from tba.common.config import Explored, SearchSection, Truncated
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
@@ -24,7 +26,6 @@ from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Trajec
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
-from tba.searcher.exploration import Exploration
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Group, Scored, failed, storable
@@ -34,11 +35,60 @@ log = get_logger(__name__)
 
 # A prompt that does not fit the context is a row with an error. When nothing else comes, the settings are wrong.
 _MAX_FAILURES_IN_A_ROW = 1_000
-# How many show whether responses end by themselves.
+# The number of responses that show whether responses end by themselves.
 _FIRST_RESPONSES = 200
 _ERROR_CHARACTERS = 2_000
+# Both a torch.Generator and a msgpack integer accept this many bits.
+_SEED_BITS = 63
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
+
+
+class Exploration:
+    """Draws the sampling settings of a run's responses: temperature, top-p and seed.
+
+    All draws follow from (run seed, prompt, epoch, sample), and not from the order of leases or the batch that a
+    response happens to be in. So a run can be repeated, and a visit that is leased again after its searcher died is
+    explored in the same way. `searcher` is this one's name, for `explore = "searcher"`.
+    """
+
+    def __init__(self, config: SearchSection, *, run_seed: int, searcher: str) -> None:
+        self._config = config
+        self._run_seed = run_seed
+        self._searcher = searcher
+        # Per-response seeds cost vLLM one generator per row of its batch (docs/design.md), and would not make a run
+        # repeatable: in vLLM the rounding of a row depends on the other rows.
+        self._seeded = config.engine == "transformers"
+
+    def settings(self, visit: Visit, sample: int) -> SamplingSettings:
+        """Return the settings of one sample of a visit."""
+        unit = {"sample": (visit.prompt_key, visit.epoch, sample), "group": (visit.prompt_key, visit.epoch)}
+        drawn_for = unit.get(self._config.explore, (self._searcher,))
+        generator = random.Random(self._hash("settings", *drawn_for))  # noqa: S311
+        return SamplingSettings(
+            temperature=draw(self._config.temperature, generator),
+            top_p=draw(self._config.top_p, generator),
+            max_tokens=self._config.max_tokens,
+            seed=self._hash("response", visit.prompt_key, visit.epoch, sample) if self._seeded else None,
+        )
+
+    def _hash(self, *parts: str | int) -> int:
+        # repr distinguishes ("a", 11) from ("a1", 1).
+        digest = hashlib.blake2b(repr((self._run_seed, *parts)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest) >> (64 - _SEED_BITS)
+
+
+def draw(explored: Explored, generator: random.Random) -> float:
+    """Draw one value: the only one, one of a list with equal probability, or one of a range in steps of 0.01.
+
+    The steps keep the number of distinct settings small and the recorded values readable.
+    """
+    if isinstance(explored, tuple):
+        return generator.choice(explored)
+    if isinstance(explored, dict):
+        low, high = explored["min"], explored["max"]
+        return min(max(round(generator.uniform(low, high), 2), low), high)
+    return explored
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +194,7 @@ class ScoringStage:
         group, generation = response.group, response.generation
         self.errors += scored.error is not None
         if generation.stop_reason == STOP_LENGTH and scored.error is None:
-            scored = _of_truncated(scored, self._truncated, len(generation.response_ids))
+            scored = self._cut(scored, len(generation.response_ids))
         self.trajectories += not response.error
         self._cut_off += generation.stop_reason == STOP_LENGTH
         if self.trajectories == _FIRST_RESPONSES and not response.error and 2 * self._cut_off > _FIRST_RESPONSES:
@@ -171,69 +221,63 @@ class ScoringStage:
         if len(group.done) == group.size:
             self._complete.append(group)
 
+    def _cut(self, scored: Scored, tokens: int) -> Scored:
+        """Apply `task.truncated` to a response that was cut off. A row with an error is stored and not trained on."""
+        if self._truncated == "mask":
+            reason = f'not trained on: cut off after {tokens} tokens, and task.truncated is "mask"'
+            return replace(scored, error=reason)
+        if self._truncated == "score":
+            return scored
+        return replace(scored, reward=Reward(self._truncated, scored.reward.parts))
 
-def _of_truncated(scored: Scored, truncated: Truncated, tokens: int) -> Scored:
-    """Apply `task.truncated` to a response that was cut off. A row with an error is stored and not trained on."""
-    if truncated == "score":
-        return scored
-    if truncated == "mask":
-        return replace(scored, error=f'not trained on: cut off after {tokens} tokens, and task.truncated is "mask"')
-    return replace(scored, reward=Reward(truncated, scored.reward.parts))
 
-
+@dataclass(slots=True)
 class Pipeline:
     """The stages in a row. The leases of all groups that are in them are held."""
 
-    def __init__(
-        self,
-        generation: GenerationStage,
-        scoring: ScoringStage,
-        references: ReferenceScorer | None,
-        delivery: Delivery,
-    ) -> None:
-        self._generation = generation
-        self._scoring = scoring
-        self._references = references
-        self._delivery = delivery
-        self._leases: set[int] = set()
+    generation: GenerationStage
+    scoring: ScoringStage
+    references: ReferenceScorer | None
+    delivery: Delivery
+    _leases: set[int] = field(default_factory=set)
 
     @property
     def generating(self) -> bool:
         """Whether the engine has something to do."""
-        return self._generation.waiting > 0
+        return self.generation.waiting > 0
 
     @property
     def leases(self) -> set[int]:
         """The leases of the groups that the buffer has not acknowledged."""
-        return {*self._leases, *self._delivery.leases}
+        return {*self._leases, *self.delivery.leases}
 
     def submit(self, visits: Iterable[Visit]) -> None:
         """Start the groups of some visits."""
         for visit in visits:
             if visit.lease != NO_VISIT:
                 self._leases.add(visit.lease)
-            self._generation.submit(visit)
+            self.generation.submit(visit)
 
     def step(self, *, generate: bool, wait_seconds: float) -> None:
         """Move everything that is ready to its next stage. Waits at most `wait_seconds` for the first score.
 
         Without `generate` the engine is not stepped, and the later stages continue.
         """
-        for response in self._generation.done() if generate else ():
-            self._scoring.submit(response)
-        for group in self._scoring.done(wait_seconds):
-            if self._references is None:
+        for response in self.generation.done() if generate else ():
+            self.scoring.submit(response)
+        for group in self.scoring.done(wait_seconds):
+            if self.references is None:
                 self._deliver(group)
             else:
-                self._references.submit(group)
-        for group in self._references.done() if self._references is not None else ():
+                self.references.submit(group)
+        for group in self.references.done() if self.references is not None else ():
             self._deliver(group)
 
     def close(self) -> None:
         """Deliver the groups that wait for reference log-probabilities, without these."""
-        for group in self._references.close() if self._references is not None else ():
+        for group in self.references.close() if self.references is not None else ():
             self._deliver(group)
 
     def _deliver(self, group: Group) -> None:
         self._leases.discard(group.visit.lease)
-        self._delivery.submit(group.done, group.visit.lease)
+        self.delivery.submit(group.done, group.visit.lease)

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 
-from tba.common.clock import Clock, SystemClock
+from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
@@ -17,8 +17,8 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
 from tba.searcher.engines.stopping import Stopping, read_stopping, unstopped_turn
-from tba.searcher.exploration import Exploration
 from tba.searcher.loop import Searcher
+from tba.searcher.pipeline import Exploration
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Task, check_prompts, check_rendering
@@ -43,7 +43,8 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     clock = SystemClock()
     # The same after a restart, so that the buffer recognizes the searcher.
     name = f"{socket.gethostname()}-{label}"
-    client = _connect(config, name, clock)
+    keys = buffer_client_keys(config.security, config.address)
+    client = BufferClient(config.address, role="searcher", name=name, clock=clock, keys=keys)
     with contextlib.ExitStack() as ending:
         ending.callback(_clear_weights, config, client)
         ending.callback(client.close)
@@ -59,7 +60,13 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             engine = make_engine(config, stopping, device=device, name=name, prompt_tokens=prompt_tokens)
             ending.callback(engine.close)
             # After the engine, which claims a fraction of the GPU's free memory.
-            references = _make_references(config, device, ending)
+            references = None
+            if config.search.reference_logprobs:
+                from tba.searcher.scoring.reference_model import ReferenceModel
+
+                reference = ReferenceModel(config.model.path, device=device, dtype=config.model.dtype)
+                references = ReferenceScorer(reference.logprobs)
+                ending.callback(references.close)
         searcher = Searcher(
             config,
             engine=engine,
@@ -86,23 +93,6 @@ def _load_prompts(config: Config) -> tuple[Task, PromptRenderer, Stopping]:
     if warning := unstopped_turn(stopping, renderer, task.prompts()):
         log.warning("responses may not end", reason=warning)
     return task, renderer, stopping
-
-
-def _connect(config: Config, name: str, clock: Clock) -> BufferClient:
-    keys = buffer_client_keys(config.security, config.address)
-    return BufferClient(config.address, role="searcher", name=name, clock=clock, keys=keys)
-
-
-def _make_references(config: Config, device: str, ending: contextlib.ExitStack) -> ReferenceScorer | None:
-    """Load the frozen reference if the searcher is to compute its log-probabilities. `ending` closes it."""
-    if not config.search.reference_logprobs:
-        return None
-    from tba.searcher.scoring.reference_model import ReferenceModel
-
-    model = ReferenceModel(config.model.path, device=device, dtype=config.model.dtype)
-    references = ReferenceScorer(model.logprobs)
-    ending.callback(references.close)
-    return references
 
 
 def _clear_weights(config: Config, client: BufferClient) -> None:

@@ -177,11 +177,11 @@ def _scores(section: TaskSection, task: Task, scores: _Scores) -> Iterator[Findi
         own = scored[:: len(_ODD) + 1]
         right = sum(one.reward.parts.get(CORRECT) == 1 for one in own)
         detail = f"{min(totals):g} to {max(totals):g}, parts {', '.join(parts) or 'none'}"
-        trouble = "" if CORRECT in parts else f"; without the part {CORRECT!r} there is no accuracy"
+        warning = "" if CORRECT in parts else f"; without the part {CORRECT!r} there is no accuracy"
         if fractions := {reward.parts.get(CORRECT, 0.0) for reward in good} - {0.0, 1.0}:
-            trouble = f"; the part {CORRECT!r} is {min(fractions):g}, and accuracy needs 1 or 0"
+            warning = f"; the part {CORRECT!r} is {min(fractions):g}, and accuracy needs 1 or 0"
         yield _found(
-            "rewards", "warn" if trouble else "ok", f"{detail}; {right} of {len(own)} answers are correct{trouble}"
+            "rewards", "warn" if warning else "ok", f"{detail}; {right} of {len(own)} answers are correct{warning}"
         )
     if scores.seconds:
         workers = max(1, section.reward_workers)

@@ -37,7 +37,7 @@ def report(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The file; default: report.html there.")] = None,
     name: Annotated[str | None, typer.Option("--run", help="Name of the run, if the file holds several.")] = None,
 ) -> None:
-    """Write a run as one HTML file: numbers, charts, best and worst answers."""
+    """Write a run as one HTML file: numbers, charts, best and worst responses."""
     need("jinja2", "ui")
     from tba.ui.report import write_report
 

@@ -57,7 +57,7 @@ def _speed(findings: Findings) -> None:
     findings.note("bfloat16 products, TFLOP/s", rate / 1e12)
     exact = left[:64].double() @ right.double()
     findings.check("bfloat16 products: error against float64", error((left @ right)[:64], exact), 0.0, 1e-2)
-    if peak := peak_flops(torch.device("cuda"), "auto"):
+    if peak := peak_flops(torch.device("cuda")):
         findings.at_most("bfloat16 products as a share of the peak in tba's table", rate / peak, 1.05)
     device = torch.full((1 << 31,), 7, dtype=torch.uint8, device="cuda")
     pinned = torch.empty_like(device, device="cpu", pin_memory=True)

@@ -68,7 +68,6 @@ class DrawnBatches:
             groups=message.prompts,
             samples=message.samples,
             rng=np.random.default_rng([state.run.seed, message.step]),
-            train_step=message.step,
         )
         state.too_little_data = isinstance(draw, Shortage)
         if isinstance(draw, Shortage):

@@ -14,7 +14,7 @@ from pathlib import Path
 from tba.buffer.store.views import VIEWS
 from tba.common.errors import StorageError
 
-# Whoever changes a table, an index or a view increments it. It is stored with "tba" as the file's application id.
+# Increment it with each change of a table, an index or a view. It is stored with "tba" as the file's application id.
 VERSION = 11
 _APPLICATION = int.from_bytes(b"tba") << 8
 # What ANALYZE makes, without expressions that could compute anything.

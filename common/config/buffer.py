@@ -27,10 +27,6 @@ class BufferSection(Section):
     """A searcher that is silent for this many seconds loses its leases, and its prompts go to other searchers."""
     recency_fraction: Fraction = 0.95
     """m: the probability that a group is drawn from recent data. Otherwise it is drawn by priority."""
-    recency_fraction_final: Fraction | Literal["same"] = "same"
-    """m from training step `recency_anneal_steps` on, linear in between; same keeps `recency_fraction`."""
-    recency_anneal_steps: NonNegative = 0
-    """Training steps over which m is annealed from `recency_fraction` to `recency_fraction_final`."""
     recency_window: NonNegative | Literal["auto"] = "auto"
     """Data with at most this staleness, in optimiser steps, is recent. auto: the age of the newest sampleable data plus
     train.publish_every, so that the window follows the lag of the searchers (the paper, without a lag: 2k - 1). If no
@@ -38,15 +34,12 @@ class BufferSection(Section):
     prompt_priority: Literal["uniform", "recency", "softmax", "rank"] = "uniform"
     """The priority rule across prompts. uniform: all equal; recency: those with recent data that was never trained on,
     then those with recent data, then older ones in tiers of age; softmax: by inverse_temperature x score; rank: by
-    rank_exponent and the rank of the score. The score of a prompt is the mean reward of its sampleable trajectories."""
+    1 / the rank of the score. The score of a prompt is the mean reward of its sampleable trajectories."""
     trajectory_priority: Literal["uniform", "recency", "softmax", "rank"] = "softmax"
     """The priority rule within a prompt. uniform: all equal; recency: the recent ones equal, or, without any,
-    those of the newest tier of age; softmax: by inverse_temperature x reward; rank: by rank_exponent and the rank of
-    the reward."""
+    those of the newest tier of age; softmax: by inverse_temperature x reward; rank: by 1 / the rank of the reward."""
     inverse_temperature: NonNegativeFloat = 0.0
     """softmax: the probability is proportional to exp(inverse_temperature x reward); 0 is uniform."""
-    rank_exponent: NonNegativeFloat = 1.0
-    """rank: the probability of the i-th best is proportional to 1 / i^rank_exponent; 0 is uniform."""
     flat_group_weight: Fraction = 1.0
     """Factor on the probability of a prompt whose sampleable rewards are all equal, or that has only one. 1 is no
     preference; 0 draws such a prompt only if there is no other of the same recency. With

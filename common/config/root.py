@@ -214,7 +214,7 @@ def _check_group(config: Config) -> None:
 def _check_eval(config: Config) -> None:
     for key in ("kl", "embedder"):
         if getattr(config.eval, key) and not config.eval.samples:
-            raise ValueError(f"eval.{key} measures sampled answers, and eval.samples is 0: set it, such as to 16")
+            raise ValueError(f"eval.{key} measures sampled responses, and eval.samples is 0: set it, such as to 16")
 
 
 def _check_offload(config: Config) -> None:

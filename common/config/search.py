@@ -78,9 +78,6 @@ class SearchSection(Section):
     vllm: dict[str, Any] = Field(default_factory=dict)
     """vLLM: further engine arguments, such as `{ kv_cache_dtype = "fp8", max_num_batched_tokens = 8192 }`. Arguments
     that other keys or tba itself set are refused."""
-    keep_prefix_cache: bool = False
-    """vLLM: keep the prefix cache after a reload, with keys and values of older weights. Faster, but the recorded
-    log-probabilities are then those of mixed weights."""
     weights_from: Literal["auto", "path", "trainer"] = "auto"
     """The source of snapshots. path: the trainer's directory, on a shared file system; trainer: its
     `train.serve_snapshots`; auto: the path if it exists on this node, else the trainer."""

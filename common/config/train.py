@@ -37,9 +37,6 @@ class TrainSection(Section):
     """B: prompt groups in a batch."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 20
     """K: trajectories per prompt in a batch; at least 2, since log Z is estimated from them."""
-    prefetch: bool = True
-    """Request the next batch during the current step. It is then sampled about one step earlier, from the data that
-    has arrived by then. Has no effect with buffer.max_staleness = 0, where that data does not exist yet."""
     micro_batch_tokens: Positive = 16384
     """Maximum tokens (without padding, a prompt for each of its samples) per micro-batch, whose activations are in
     memory together; at least one trajectory. A group with more tokens is split, which costs one more forward pass."""
@@ -73,9 +70,6 @@ class TrainSection(Section):
     beta_anneal_stop: NonNegative | Literal["off"] = "off"
     """Step from which beta is `beta_final`, even if annealing has not reached it. off anneals to the end. The paper's
     TL;DR runs anneal over half of the run and cut at an eighth of it."""
-    max_skipped_steps: Positive = 5
-    """The trainer saves a checkpoint and stops after this many skipped steps in a row. A step is skipped, changing no
-    weights, if its loss or gradient is not finite (docs/metrics.md)."""
     publish_every: Positive = 2
     """k: steps between two snapshots for the searchers."""
     snapshots_in: Literal["auto", "memory", "disk"] = "auto"
@@ -95,8 +89,6 @@ class TrainSection(Section):
     checkpoint_every: Positive = 50
     """Steps between checkpoints. They are written in the background; one that is due while the previous one is still
     being written is skipped. Resume repeats the steps after the newest checkpoint, with the same batches."""
-    keep_checkpoints: Positive = 2
-    """Number of newest checkpoints to keep on disk."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time. It needs training mode, in which dropout and
     noise of routers are turned off; a model that is then still random is refused."""
@@ -151,14 +143,8 @@ class ObjectiveSection(Section):
     """Policy gradients (reinforce to cispo, tb_stale, tba_prime): the anchor of the KL term in the reward. reference:
     the reference policy; ema: a moving average of the weights, estimated from the recorded log-probabilities without a
     forward pass; none: no KL term. auto is reference for tb_stale and tba_prime, and none for the others."""
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """kl = "ema": decay rate of the moving average per optimiser step."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio below 1 - this is clipped."""
     clip_high: PositiveFloat = 0.2
-    """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio above 1 + this is clipped."""
-    cispo_cap: PositiveFloat = 5.0
-    """cispo: the maximum importance weight of a token."""
+    """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio above 1 + this is clipped, and one below 0.8."""
     truncation: PositiveFloat | Literal["off"] = 8.0
     """tb_stale, tba_prime: the maximum importance weight of a token; off gives every token weight 1, as in the paper's
     Eq. 7."""
@@ -168,8 +154,6 @@ class ObjectiveSection(Section):
     value_beta: PositiveFloat | Literal["beta"] = 1.0
     """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data
     (docs/evidence.md)."""
-    log_z_learning_rate: PositiveFloat = 1e-3
-    """tb_learned_z: constant learning rate of the head that predicts log Z from the prompt."""
 
     @property
     def floor(self) -> float | Literal["group"]:
@@ -298,5 +282,3 @@ class MetricsSection(Section):
     evenly over the batch; 0 sends none. Prompts and answers then leave this machine, if the tracker is elsewhere."""
     entropy: bool = True
     """Measure the entropy of the policy, in the same pass as the log-probabilities."""
-    peak_tflops: PositiveFloat | Literal["auto"] = "auto"
-    """Peak TFLOP/s of the trainer's device, for the model FLOPs utilisation; auto knows some GPUs, but no CPU."""

@@ -8,25 +8,89 @@ the effect of once. Memory holds only the window, however long the buffer is awa
 """
 
 import socket
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
-from tba.common.errors import RecordLost, StorageError
+from tba.common.errors import StorageError
 from tba.common.log import get_logger
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import Frames, Reply
 from tba.common.wire.trajectory import Trajectory, pack
-from tba.searcher.delivery.spool import Owner, Spool, quarantined, read_put
-from tba.searcher.delivery.takeover import DeadSpool, find_dead_spools, left_by_other_hosts
-from tba.searcher.delivery.window import Put, Window
+from tba.searcher.delivery.spool import Owner, Spool, find_dead_spools
 
 log = get_logger(__name__)
 
 # Longer than a busy buffer takes: it answers lease requests within a second, and heartbeats before everything else.
 _AWAY_SECONDS = 5.0
+# Enough for one searcher to keep every stage of the buffer busy while it delivers what was spooled during an outage.
+_MAX_PUTS = 64
+_MAX_BYTES = 32 << 20
+
+
+@dataclass(slots=True)
+class Put:
+    """An unacknowledged put: its request id, its size in bytes and the lease it closes."""
+
+    id: int
+    size: int
+    lease: int = fields.NO_VISIT
+    frames: Frames | None = None
+    """The request, until it is posted; None if it has to be read from the spool."""
+    spooled: bool = True
+
+
+class Window:
+    """Puts in order: those in the window are posted, the others wait.
+
+        add ──► waiting ──► post, while there is room ──► posted ──► acknowledge
+
+    A put larger than the window is posted alone.
+    """
+
+    def __init__(self, client: BufferClient, puts: Iterable[Put] = ()) -> None:
+        self._client = client
+        self._waiting = deque(puts)
+        self._posted: dict[int, Put] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._posted)
+
+    def __iter__(self) -> Iterator[Put]:
+        """All unacknowledged puts, in order."""
+        yield from self._posted.values()
+        yield from self._waiting
+
+    def add(self, put: Put) -> None:
+        """Append a put."""
+        self._waiting.append(put)
+
+    def post(self, read: Callable[[int], Frames | None]) -> None:
+        """Post waiting puts while there is room.
+
+        `read` returns the frames of a put that is only in the spool, or None if it is lost, which drops it. If it
+        raises, the put stays first.
+        """
+        while self._waiting and self._has_room(self._waiting[0].size):
+            frames = self._waiting[0].frames or read(self._waiting[0].id)
+            put = self._waiting.popleft()
+            if frames is None:
+                continue
+            self._client.post_encoded(put.id, frames)
+            # From here on the client keeps the frames until the reply.
+            put.frames = None
+            self._posted[put.id] = put
+
+    def acknowledge(self, id_: int) -> Put:
+        """Remove the posted put that a reply belongs to. Raises KeyError for any other id."""
+        return self._posted.pop(id_)
+
+    def _has_room(self, size: int) -> bool:
+        posted_bytes = sum(put.size for put in self._posted.values())
+        return not self._posted or (len(self._posted) < _MAX_PUTS and posted_bytes + size <= _MAX_BYTES)
 
 
 class Delivery:
@@ -39,10 +103,11 @@ class Delivery:
         self._limit_mib = limit_mib
         self._spool: Spool | None = None
         self._window = Window(client)
-        self._dead: deque[DeadSpool] = deque()
+        # The spools of dead searchers, and the deliveries of those that are not delivered yet.
+        self._dead: list[Spool] = []
+        self._deliveries: deque[Generator[bool, None, None]] = deque()
         self._logged = ""
-        self._disk_trouble = ""
-        self._damaged = 0
+        self._disk_error = ""
         # Rows put by this start, which is the next sequence number.
         self.rows = 0
         # Acknowledged puts that the disk refused to delete.
@@ -55,28 +120,23 @@ class Delivery:
 
         Raises StorageError if the spool cannot be created.
         """
-        host = socket.gethostname()
-        dead = find_dead_spools(self._root, host)
-        for directory, other in left_by_other_hosts(self._root, host, time.time()).items():
-            log.warning(
-                "spool of another host left alone: start a searcher there, or, if it is this machine under an earlier "
-                f'name, write "host": "{host}" into its owner.json',
-                directory=directory,
-                host=other,
-            )
-        owner = Owner(self._client.run, self._run_name, self._client.sender, host, self._client.secret.hex())
-        self._spool = Spool(self._root, owner, limit_bytes=int(self._limit_mib * (1 << 20)))
-        for spool in dead:
-            if spool.owner.run == self._client.run:
+        client, host = self._client, socket.gethostname()
+        found = find_dead_spools(self._root, host)
+        self._spool = Spool.create(
+            self._root, Owner(client.run, self._run_name, client.sender, host, client.secret.hex())
+        )
+        for spool in found:
+            if spool.owner.run == client.run:
                 self._dead.append(spool)
+                self._deliveries.append(_deliver(spool, client))
                 continue
             log.warning(
                 "spool of another run left alone: start its buffer and a searcher of it, or remove the directory",
                 directory=spool.directory,
                 run=f"{spool.owner.run_name} ({spool.owner.run})",
-                ours=f"{self._run_name} ({self._client.run})",
+                ours=f"{self._run_name} ({client.run})",
             )
-            spool.close()
+            spool.release()
 
     @property
     def groups(self) -> int:
@@ -90,21 +150,23 @@ class Delivery:
 
     @property
     def pause(self) -> str:
-        """Why generation has to pause; empty if it need not."""
+        """The reason why generation has to pause; empty if it need not."""
         buffer = f"waiting for the buffer at {self._client.address}"
-        if self._disk_trouble and self.groups:
-            return f"{self._disk_trouble}: {buffer}"
-        if self._spool is not None and self._spool.is_full:
+        if self._disk_error and self.groups:
+            return f"{self._disk_error}: {buffer}"
+        # Above the limit puts are still written, so that complete groups are not lost.
+        if self._spool is not None and self._spool.bytes >= self._limit_mib * (1 << 20):
             return f"the spool is full ({self._limit_mib:g} MiB): {buffer}"
         return ""
 
     @property
     def metrics(self) -> dict[str, float]:
         """Figures for the heartbeat."""
+        spools = [*self._dead, *([self._spool] if self._spool is not None else [])]
         return {
             "unacknowledged_groups": float(self.groups),
-            "spool_bytes": float(self._spool_bytes),
-            "spool_damaged": float(self._damaged + sum(spool.damaged for spool in self._dead)),
+            "spool_bytes": float(0 if self._spool is None else self._spool.bytes),
+            "spool_damaged": float(sum(spool.damaged for spool in spools)),
             "spool_undeleted": float(self.undeleted),
             "paused": float(bool(self.pause)),
         }
@@ -112,7 +174,7 @@ class Delivery:
     @property
     def is_done(self) -> bool:
         """Whether everything is acknowledged, including the puts of dead searchers."""
-        return not (self.groups or self._dead)
+        return not (self.groups or self._deliveries)
 
     def submit(self, trajectories: Sequence[Trajectory], lease: int) -> None:
         """Spool a complete group, and post it if the window has room. Raises StorageError like `step`."""
@@ -121,34 +183,53 @@ class Delivery:
         message = messages.PutTrajectories(first_sequence=self.rows, rows=messages.Rows(**columns))
         self.rows += len(trajectories)
         id_, frames = self._client.encode(message, arrays)
-        spooled = self._append(self._spool, id_, frames)
-        put = Put(id_, sum(map(len, frames)), lease, frames, spooled)
+        put = Put(id_, sum(map(len, frames)), lease, frames)
+        try:
+            self._spool.append(id_, frames)
+            self._disk_error = ""
+        except StorageError as error:
+            # The put waits in memory, and generation pauses.
+            if not self._disk_error:
+                log.error("the spool cannot be written", reason=str(error))
+            self._disk_error = str(error)
+            put.spooled = False
         self._window.add(put)
-        self._window.post(self._read)
-        if spooled:
+        self._window.post(self._spool.read)
+        if put.spooled:
             put.frames = None
 
     def acknowledge(self, reply: Reply) -> None:
         """Release the put that the buffer has stored."""
-        if self._window.acknowledge(reply.header.id).spooled:
-            self._release(reply.header.id)
+        assert self._spool is not None
+        if not self._window.acknowledge(reply.header.id).spooled:
+            return
+        try:
+            self._spool.acknowledge(reply.header.id)
+        # It costs space only.
+        except StorageError as error:
+            self.undeleted += 1
+            log.error("acknowledged puts stay on the disk", reason=str(error), files=self.undeleted)
 
     def step(self) -> None:
         """Post what the window has room for. Call it after each `poll` of the client.
 
-        Raises StorageError if the disk does not read a put back. It stays: the next searcher delivers everything.
+        The lease of a put that is lost is no longer reported, so its prompt is leased again. Raises StorageError if the
+        disk does not read a put back. It stays: the next searcher delivers everything.
         """
         self.away = self._client.unanswered_seconds > _AWAY_SECONDS
-        self._window.post(self._read)
+        if self._spool is not None:
+            self._window.post(self._spool.read)
         # One dead spool at a time: each has a window of its own.
-        if self._dead and self._dead[0].step(self._client.address, self._client.keys):
-            self._damaged += self._dead.popleft().damaged
+        if self._deliveries and not next(self._deliveries[0], False):
+            self._deliveries.popleft()
         self._log_change()
 
     def close(self) -> None:
         """Leave what is not acknowledged to the next searcher."""
-        for dead in self._dead:
-            dead.close()
+        for delivery in self._deliveries:
+            delivery.close()
+        for spool in self._dead:
+            spool.release()
         if self._spool is None:
             return
         if self.groups:
@@ -159,57 +240,81 @@ class Delivery:
             )
         self._spool.close()
 
-    @property
-    def _spool_bytes(self) -> int:
-        return 0 if self._spool is None else self._spool.bytes
-
-    def _append(self, spool: Spool, id_: int, frames: Frames) -> bool:
-        """Write a put to disk. False if the disk refuses it: then the put waits in memory, and generation pauses."""
-        try:
-            spool.append(id_, frames)
-        except StorageError as error:
-            if not self._disk_trouble:
-                log.error("the spool cannot be written", reason=str(error))
-            self._disk_trouble = str(error)
-            return False
-        self._disk_trouble = ""
-        return True
-
-    def _read(self, put: Put) -> Frames | None:
-        """The frames of a put. None if it is lost: its lease is then no longer reported, so the prompt is leased again.
-
-        Raises StorageError if the disk does not read it now.
-        """
-        assert self._spool is not None
-        try:
-            return put.frames or read_put(self._spool.path(put.id))
-        except RecordLost as error:
-            self._damaged += 1
-            kept = quarantined(self._spool.path(put.id))
-            log.warning("a put is lost, and kept aside", reason=str(error), kept=kept)
-            self._release(put.id, lost=True)
-            return None
-
-    def _release(self, id_: int, *, lost: bool = False) -> None:
-        """Remove a put from the spool. A disk that refuses costs space only: the put is stored, or lost anyway."""
-        assert self._spool is not None
-        try:
-            if lost:
-                self._spool.quarantine(id_)
-            else:
-                self._spool.acknowledge(id_)
-        except StorageError as error:
-            self.undeleted += 1
-            log.error("acknowledged puts stay on the disk", reason=str(error), files=self.undeleted)
-
     def _log_change(self) -> None:
         """Log when a pause or an absence of the buffer begins or ends."""
         news = self.pause or ("the buffer is away: what is generated goes into the spool" if self.away else "")
         if news == self._logged:
             return
-        size = {"groups": self.groups, "mebibytes": self._spool_bytes / (1 << 20)}
+        size = {"groups": self.groups, "mebibytes": self.metrics["spool_bytes"] / (1 << 20)}
         if news:
             log.warning(news, **size)
         else:
-            log.info("delivery to the buffer goes on", **size)
+            log.info("delivery resumed", **size)
         self._logged = news
+
+
+def _deliver(spool: Spool, own: BufferClient) -> Generator[bool, None, None]:
+    """Deliver a dead searcher's spool under its sender id, one step per item. `own` is the client of this searcher.
+
+        connect ──► post every put ──► all acknowledged ──► Goodbye ──► delete the directory
+
+    The buffer knows each put by sender id and sequence number, so puts that were stored before the death count as
+    duplicates. Deliveries keep the dead searcher's leases alive; the Goodbye releases them when everything is stored.
+    One bad put does not stop the others: what cannot be read now stays for the next start.
+    """
+    owner, counts = spool.owner, Counter[str]()
+    log.info("delivering the spool of a searcher that died", sender=owner.sender)
+
+    def read(id_: int) -> Frames | None:
+        try:
+            return spool.read(id_)
+        except StorageError as error:
+            counts["unread"] += 1
+            log.warning("a put is not readable now, and stays for the next start", reason=str(error))
+            return None
+
+    client = BufferClient(
+        own.address,
+        role="searcher",
+        name=owner.sender,
+        sender=owner.sender,
+        secret=bytes.fromhex(owner.secret),
+        run=owner.run,
+        keys=own.keys,
+    )
+    with closing(client):
+        try:
+            window = Window(client, [Put(id_, size) for id_, size in spool.load().items()])
+            window.post(read)
+            while window:
+                for reply in client.poll(0.0):
+                    _accept(spool, window.acknowledge(reply.header.id).id, reply, counts)
+                window.post(read)
+                yield True
+            goodbye = client.post(messages.Goodbye())
+            while client.is_pending(goodbye):
+                yield True
+                client.poll(0.0)
+            log.info(
+                "delivered the spool of a searcher that died", sender=owner.sender, damaged=spool.damaged, **counts
+            )
+        except StorageError as error:
+            log.error("a spool is left as it is", sender=owner.sender, reason=str(error))
+            spool.release()
+        else:
+            spool.close()
+
+
+def _accept(spool: Spool, id_: int, reply: Reply, counts: Counter[str]) -> None:
+    """Release a put of a dead searcher. Raises StorageError if the spool has to stay as it is."""
+    if isinstance(reply.message, messages.PutAck):
+        counts["stored"] += reply.message.stored
+        counts["duplicates"] += reply.message.duplicates
+        spool.acknowledge(id_)
+    elif isinstance(reply.message, messages.Failure):
+        # Not the fault of the put: another searcher, or a later start, may deliver it.
+        if reply.message.code in ("not_allowed", "other_sender"):
+            raise StorageError(f"the buffer does not let this searcher deliver it: {reply.message.message}")
+        counts["refused"] += 1
+        spool.quarantine(id_)
+        log.error("a put of a dead searcher was refused, and kept aside", reason=reply.message.message)

@@ -19,23 +19,29 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import xxhash
 
-from tba.common.errors import RecordLost, StorageError
+from tba.common.errors import ConfigError, RecordLost, StorageError
+from tba.common.log import get_logger
 from tba.common.system.durable import exclusive_lock
 from tba.common.wire.codec import Frames
 
-LOCK, OWNER, ASIDE = "lock", "owner.json", "aside"
-PUT_SUFFIX = ".put"
+log = get_logger(__name__)
+
+_LOCK, _OWNER, _ASIDE = "lock", "owner.json", "aside"
+_PUT_SUFFIX = ".put"
 # A file takes whole blocks of the file system; counting them keeps the limit honest for small puts.
 _BLOCK_BYTES = 4096
 # The first bytes of a file: xxh3 of the rest, which is the number of frames (uint32), the length of each (uint64), and
 # the frames.
 _CHECKSUM_BYTES = 8
+# A put this old was not delivered, though a searcher delivers within seconds, unless the buffer is away.
+_UNDELIVERED_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +57,42 @@ class Owner:
     host: str
     secret: str = ""
 
-    def __post_init__(self) -> None:
-        # Raises ValueError for a file that is damaged.
-        bytes.fromhex(self.secret)
-
 
 class Spool:
-    """The puts of one start of a searcher. Used by one thread.
+    """The puts of one start of a searcher: `create` it, or `find_dead_spools`. Used by one thread."""
 
-    Raises StorageError if the directory cannot be created.
-    """
-
-    def __init__(self, root: Path, owner: Owner, *, limit_bytes: int) -> None:
-        self.directory = root / owner.sender
-        self.limit_bytes = limit_bytes
+    def __init__(self, directory: Path, owner: Owner, lock: contextlib.ExitStack) -> None:
+        self.directory = directory
+        self.owner = owner
         # Bytes on disk of the puts that are not acknowledged.
         self.bytes = 0
+        # Puts that were damaged or missing.
+        self.damaged = 0
         self._sizes: dict[int, int] = {}
-        self._lock = contextlib.ExitStack()
-        with storage_errors(root):
-            _create(self.directory, owner, self._lock)
+        self._lock = lock
 
-    @property
-    def is_full(self) -> bool:
-        """Whether generation has to pause. `append` still accepts puts, so that complete groups are not lost."""
-        return self.bytes >= self.limit_bytes
+    @classmethod
+    def create(cls, root: Path, owner: Owner) -> "Spool":
+        """Create a directory that is owned and locked from the moment it has its name. Raises StorageError."""
+        directory, lock = root / owner.sender, contextlib.ExitStack()
+        temporary = root / f".{owner.sender}.tmp"
+        with _storage_errors(root):
+            temporary.mkdir(parents=True, exist_ok=True)
+            # A full disk is found here, as an OSError: `exclusive_lock` reports it as a mistake of the configuration.
+            (temporary / _LOCK).touch()
+            lock.enter_context(exclusive_lock(temporary / _LOCK, f"another process holds the spool {directory}"))
+            (temporary / _OWNER).write_text(json.dumps(asdict(owner)), encoding="utf-8")
+            temporary.rename(directory)
+        return cls(directory, owner, lock)
+
+    def load(self) -> dict[int, int]:
+        """Find the puts that an earlier process left: size in bytes by id, in order. Raises StorageError."""
+        with _storage_errors(self.directory):
+            files = sorted(path for path in self.directory.glob(f"*{_PUT_SUFFIX}") if path.stem.isdigit())
+            sizes = {int(path.stem): path.stat().st_size for path in files}
+        for id_, size in sizes.items():
+            self._count(id_, size)
+        return sizes
 
     def path(self, id_: int) -> Path:
         """The file of a put."""
@@ -86,43 +103,73 @@ class Spool:
         parts = _encode(frames)
         name = self._name(id_)
         temporary = f"{name}.tmp"
-        with storage_errors(self.directory):
+        size = sum(map(len, parts))
+        with _storage_errors(self.directory):
             try:
-                _write(temporary, parts)
+                with open(temporary, "wb", buffering=0) as file:
+                    if os.writev(file.fileno(), parts) != size:
+                        raise OSError("the disk took only a part of a put: it is full, or a limit is reached")
                 os.rename(temporary, name)
             except OSError:
                 # A half-written file would keep space that the disk may lack.
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
                 raise
-        self._sizes[id_] = -(-sum(map(len, parts)) // _BLOCK_BYTES) * _BLOCK_BYTES
-        self.bytes += self._sizes[id_]
+        self._count(id_, size)
+
+    def read(self, id_: int) -> Frames | None:
+        """Return the frames of a put. None if it is lost; then it is moved to `spool/aside`.
+
+        Raises StorageError if the disk does not read it now.
+        """
+        try:
+            return read_put(self.path(id_))
+        except RecordLost as error:
+            self.damaged += 1
+            log.warning("a put is lost, and kept aside", reason=str(error), kept=self._aside(id_))
+        # Where it cannot be moved, the next searcher finds it again.
+        try:
+            self.quarantine(id_)
+        except StorageError as error:
+            log.error("a damaged put stays where it is", reason=str(error))
+        return None
 
     def acknowledge(self, id_: int) -> None:
         """Release the file of a put that the buffer has stored.
 
         Raises StorageError if the disk refuses. Nothing is lost: a put that stays is delivered again as a duplicate.
         """
-        self._forget(id_)
-        with storage_errors(self.directory):
+        self.bytes -= self._sizes.pop(id_)
+        with _storage_errors(self.directory):
             self.path(id_).unlink(missing_ok=True)
 
     def quarantine(self, id_: int) -> None:
-        """Move a put to `spool/aside`. Raises StorageError and leaves it to the next searcher if the disk refuses."""
-        quarantine(self.path(id_))
-        self._forget(id_)
+        """Move a put to `spool/aside`; a missing file is ignored. Raises StorageError if the disk refuses."""
+        target = self._aside(id_)
+        with _storage_errors(self.path(id_)), contextlib.suppress(FileNotFoundError):
+            target.parent.mkdir(exist_ok=True)
+            self.path(id_).rename(target)
+        self.bytes -= self._sizes.pop(id_)
 
     def close(self) -> None:
         """Release the lock. Puts that are left wait for the next searcher; without any, the directory is deleted."""
         if not self._sizes:
             shutil.rmtree(self.directory, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Release the lock and leave the directory as it is. Releasing twice is fine."""
         self._lock.close()
 
     def _name(self, id_: int) -> str:
-        return f"{self.directory}/{id_:016}{PUT_SUFFIX}"
+        return f"{self.directory}/{id_:016}{_PUT_SUFFIX}"
 
-    def _forget(self, id_: int) -> None:
-        self.bytes -= self._sizes.pop(id_)
+    def _aside(self, id_: int) -> Path:
+        return self.directory.parent / _ASIDE / f"{self.directory.name}-{self.path(id_).name}"
+
+    def _count(self, id_: int, size: int) -> None:
+        self._sizes[id_] = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+        self.bytes += self._sizes[id_]
 
 
 def read_put(path: Path) -> Frames:
@@ -131,7 +178,7 @@ def read_put(path: Path) -> Frames:
     Raises RecordLost if the file is damaged or missing, which is final, and StorageError if the disk cannot read it,
     which may be transient.
     """
-    with storage_errors(path):
+    with _storage_errors(path):
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -141,44 +188,57 @@ def read_put(path: Path) -> Frames:
     return frames
 
 
-def quarantined(path: Path) -> Path:
-    """Where `quarantine` moves the file of a put."""
-    return path.parent.parent / ASIDE / f"{path.parent.name}-{path.name}"
+def find_dead_spools(root: Path, host: str) -> list[Spool]:
+    """Lock and return the spools of dead searchers of a host, oldest name first.
+
+    Those of other hosts are left alone, because their locks may be invisible here. Logs a warning of one with old puts:
+    a container that starts under another host name does not find its own spool.
+    """
+    found = []
+    for directory in sorted(path for path in root.glob("*") if path.name != _ASIDE):
+        owner = _read_owner(directory)
+        if owner is None:
+            continue
+        if owner.host != host:
+            with contextlib.suppress(OSError):
+                written = [put.stat().st_mtime for put in directory.glob(f"*{_PUT_SUFFIX}")]
+                if written and min(written) < time.time() - _UNDELIVERED_SECONDS:
+                    log.warning(
+                        "spool of another host left alone: start a searcher there, or, if it is this machine under an "
+                        f'earlier name, write "host": "{host}" into its owner.json',
+                        directory=directory,
+                        host=owner.host,
+                    )
+            continue
+        lock = contextlib.ExitStack()
+        with contextlib.suppress(OSError, ConfigError):
+            lock.enter_context(exclusive_lock(directory / _LOCK, f"another process holds the spool {directory}"))
+            if (directory / _OWNER).is_file():
+                found.append(Spool(directory, owner, lock))
+            else:
+                # Delivered and deleted since it was read; locking may have created the directory again.
+                shutil.rmtree(directory, ignore_errors=True)
+                lock.close()
+    return found
 
 
-def quarantine(path: Path) -> None:
-    """Move the file of a put to `spool/aside`; a missing file is ignored. Raises StorageError if the disk refuses."""
-    target = quarantined(path)
-    with storage_errors(path), contextlib.suppress(FileNotFoundError):
-        target.parent.mkdir(exist_ok=True)
-        path.rename(target)
+def _read_owner(directory: Path) -> Owner | None:
+    try:
+        owner = Owner(**json.loads((directory / _OWNER).read_text(encoding="utf-8")))
+        bytes.fromhex(owner.secret)
+    # Just deleted by the searcher that delivered it, damaged, or not a spool.
+    except (OSError, ValueError, TypeError):
+        return None
+    return owner
 
 
 @contextlib.contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
+def _storage_errors(path: Path) -> Iterator[None]:
     """Raise OSError as StorageError that names the spool."""
     try:
         yield
     except OSError as error:
         raise StorageError(f"the spool {path}: {error.strerror or error}") from error
-
-
-def _create(directory: Path, owner: Owner, lock: contextlib.ExitStack) -> None:
-    """Create a spool directory that is owned and locked from the moment it has its name."""
-    temporary = directory.with_name(f".{directory.name}.tmp")
-    temporary.mkdir(parents=True, exist_ok=True)
-    # A full disk is found here, as an OSError: `exclusive_lock` reports it as a mistake of the configuration.
-    (temporary / LOCK).touch()
-    lock.enter_context(exclusive_lock(temporary / LOCK, f"another process holds the spool {directory}"))
-    (temporary / OWNER).write_text(json.dumps(asdict(owner)), encoding="utf-8")
-    temporary.rename(directory)
-
-
-def _write(name: str, parts: Sequence[bytes]) -> None:
-    """Write `parts` to a new file. Raises OSError."""
-    with open(name, "wb", buffering=0) as file:
-        if os.writev(file.fileno(), parts) != sum(map(len, parts)):
-            raise OSError("the disk took only a part of a put: it is full, or a limit is reached")
 
 
 def _encode(frames: Frames) -> list[bytes]:

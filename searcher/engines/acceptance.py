@@ -17,7 +17,7 @@ from tba.common.log import get_logger
 from tba.common.quantity import quantity
 from tba.common.system.load_errors import out_of_memory
 from tba.common.weights import adapter
-from tba.common.weights.snapshot import Canary, Snapshot
+from tba.common.weights.snapshot import Snapshot
 from tba.common.wire.trajectory import Float32
 from tba.searcher.engines.engine import Mismatch, in_vocabulary
 
@@ -25,11 +25,12 @@ log = get_logger(__name__)
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
-# Of the tolerance. Rounding makes single tokens differ far more than their mean; wrong weights make all of them differ.
+# As a fraction of the tolerance: rounding makes single tokens differ far more than their mean, and wrong weights make
+# all of them differ.
 _MEAN_FRACTION = 0.25
-# Of the deviation that was measured on the same weights: what later snapshots may reach.
+# Later snapshots may deviate by this multiple of the calibrated deviation.
 _MARGIN = 3.0
-# Of the limits without calibration: what the calibration may reach. Wrong weights differ by more.
+# The calibration may reach this multiple of the limits without it. Wrong weights differ by more.
 _WIDEST = 8.0
 # In config.json, for models with routed experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -114,8 +115,13 @@ class Acceptance:
             raise SnapshotRefused(f"{name} does not hold the weights of the model that is served: {difference}")
         if snapshot.adapter is not None and (problem := self._adapter_problem(snapshot.adapter)):
             raise SnapshotRefused(f"{name} is an adapter of another model: {problem}")
-        if problem := canary_problem(snapshot.manifest.canary, self.vocabulary):
-            raise SnapshotRefused(f"{name} has an unusable canary: {problem}")
+        sequences, logprobs = snapshot.manifest.canary.sequences, snapshot.manifest.canary.logprobs
+        fits = [len(ids) - 1 for ids in sequences] == [len(one) for one in logprobs]
+        if not (sequences and fits and all(in_vocabulary(ids, self.vocabulary) for ids in sequences)):
+            raise SnapshotRefused(
+                f"{name} has an unusable canary: it needs a sequence, token ids of a vocabulary of {self.vocabulary}, "
+                "and one log-probability for each but the first"
+            )
 
     def _adapter_problem(self, directory: Path) -> str | None:
         for name, one in adapter.load(directory).factors.items():
@@ -217,18 +223,4 @@ def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:
             return f"{name!r} has shape {list(found_shape)}, not {list(shape)}"
         if found_dtype != dtype and not {dtype, found_dtype} <= FLOAT_DTYPES:
             return f"{name!r} has dtype {found_dtype}, not {dtype}"
-    return None
-
-
-def canary_problem(canary: Canary, vocabulary: int) -> str | None:
-    """Describe why an engine cannot score this canary, or return None."""
-    if not canary.sequences:
-        return "it has no sequence"
-    if len(canary.sequences) != len(canary.logprobs):
-        return f"{len(canary.sequences)} sequences with {len(canary.logprobs)} lists of log-probabilities"
-    for ids, logprobs in zip(canary.sequences, canary.logprobs, strict=True):
-        if len(ids) != len(logprobs) + 1:
-            return f"a sequence of {len(ids)} tokens has {len(logprobs)} log-probabilities"
-        if not in_vocabulary(ids, vocabulary):
-            return f"a token id is outside the vocabulary of {vocabulary}"
     return None

@@ -66,7 +66,7 @@ def read_stopping(config: Config, tokenizer: Tokenizer) -> Stopping:
 def unstopped_turn(stopping: Stopping, renderer: PromptRenderer, prompts: Iterable[Content]) -> str:
     """Return a warning if the chat template ends an answer with a special token at which no response ends, else "".
 
-    The model was trained to write that token, so that most responses would go on behind it up to their length limit.
+    The model was trained to write that token, so that most responses would continue behind it up to their length limit.
     """
     rendered = (prompt for prompt in prompts if not prompt.ids and renderer.conversation(prompt) is not None)
     if (first := next(rendered, None)) is None:

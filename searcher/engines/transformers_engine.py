@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +38,15 @@ from tba.searcher.engines.acceptance import (
     routes_or_quantizes,
     tensor_shapes,
 )
-from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, fit_request
+from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, SamplingSettings, fit_request
 from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache, cache_argument
 from tba.searcher.engines.stopping import Stopping
-from tba.searcher.engines.token_sampling import sample
 
-# Shape suffixes: B rows of the batch, P distinct prompts, T positions, V vocabulary.
+# Shape suffixes: B rows of the batch, P distinct prompts, T positions, V vocabulary, C chunks of it, K tokens of one.
+
+_CHUNK = 64
+# Rounding must not turn a number in [0, 1) into 1, which is past the last token.
+_BELOW_ONE = 1 - 2.0**-40
 
 # The layer types that the KV cache supports. With a sliding window it keeps all positions, and the mask hides those
 # outside.
@@ -82,7 +85,7 @@ class TransformersEngine:
         self._cache_argument = cache_argument(self._model)
         self._device = device
         self.max_in_flight = max_in_flight
-        # It has no state that people need to watch.
+        # No engine metrics.
         self.metrics: dict[str, float] = {}
         self._generator = np.random.default_rng(seed)
         self._stopping = stopping
@@ -168,7 +171,10 @@ class TransformersEngine:
         """Copy a snapshot's weights and check them. Restores those that serve after any error."""
         times = [time.perf_counter()]
         targets, values = self._targets(), _read(snapshot)
-        calibrate = self._acceptance.uncalibrated and (self._acceptance.routed or _are_equal(targets, values))
+        calibrate = self._acceptance.uncalibrated and (
+            self._acceptance.routed
+            or all(torch.equal(one, values[name].to(one.device, one.dtype)) for name, one in targets.items())
+        )
         times.append(time.perf_counter())
         try:
             _copy(targets, values)
@@ -195,12 +201,18 @@ class TransformersEngine:
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
         """Teacher-forced log-probabilities at temperature 1: for T tokens an array [T - 1]."""
-        return [self._score_one(list(sequence)) for sequence in sequences]
+        scores: list[Float32] = []
+        for sequence in sequences:
+            if len(sequence) < 2:
+                scores.append(np.zeros(0, np.float32))
+                continue
+            ids_1T = torch.tensor([list(sequence)], device=self._device)
+            logprobs_TV = self._model(input_ids=ids_1T).logits[0, :-1].float().log_softmax(-1)
+            scores.append(logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy())
+        return scores
 
     def close(self) -> None:
         """Nothing to close: the memory is freed with the object."""
-
-    # ------------------------------------------------------------ generation
 
     def _admit(self) -> list[Generation]:
         """Fill the free rows from the queue. The forward pass over the prompts gives the first tokens."""
@@ -278,8 +290,6 @@ class TransformersEngine:
             return STOP_EOS
         return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
 
-    # ------------------------------------------------------------ weights
-
     def _targets(self) -> dict[str, torch.Tensor]:
         """The tensors that a snapshot overwrites, by name in its files. A tied head is not among them: it is the
         embedding."""
@@ -291,17 +301,12 @@ class TransformersEngine:
         written, tied = {self._names[name] for name in self._shapes}, tied_names(self._model)
         return sorted(name for name, _ in self._model.named_parameters() if tied.get(name, name) not in written)
 
-    def _score_one(self, sequence: list[int]) -> Float32:
-        if len(sequence) < 2:
-            return np.zeros(0, np.float32)
-        ids_1T = torch.tensor([sequence], device=self._device)
-        logprobs_TV = self._model(input_ids=ids_1T).logits[0, :-1].float().log_softmax(-1)
-        scores: Float32 = logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0].cpu().numpy()
-        return scores
-
 
 def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
-    """Load a model for generation. Raises ConfigError for one that this engine cannot serve, MemoryShort."""
+    """Load a model for generation. Raises MemoryShort, or ConfigError for one that this engine cannot serve.
+
+    That is one whose state is more than the keys and values of attention.
+    """
     with loading(f"the model in {directory}", device):
         model, info = from_directory(
             AutoModelForCausalLM, directory, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -310,12 +315,6 @@ def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
             # transformers would initialise them at random.
             raise ConfigError(f"the files in {directory} lack weights of the model, {min(missing)} for one")
         model.to(device).eval().requires_grad_(False)
-    _use_grouped_attention(model, directory)
-    return model
-
-
-def _use_grouped_attention(model: Any, directory: Path) -> None:
-    """Raise ConfigError for a model whose state is more than the keys and values of attention."""
     if other := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES:
         raise ConfigError(
             f"the model in {directory} has layers of type {min(other)!r}, which this engine cannot batch: "
@@ -324,6 +323,7 @@ def _use_grouped_attention(model: Any, directory: Path) -> None:
     # A model without sdpa, such as one with extra terms in its attention, keeps its own implementation.
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED)
+    return model
 
 
 def _names_in_files(model: Any) -> dict[str, str]:
@@ -332,10 +332,6 @@ def _names_in_files(model: Any) -> dict[str, str]:
     names = {id(tensor): name for name, tensor in state.items()}
     saved = revert_weight_conversion(model, state)
     return {name: names[id(tensor)] for name, tensor in saved.items() if id(tensor) in names}
-
-
-def _are_equal(targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(target, values[name].to(target.device, target.dtype)) for name, target in targets.items())
 
 
 def _copy(targets: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
@@ -368,3 +364,64 @@ def _generation(row: _Row, reason: str) -> Generation:
         stop_reason=reason,
         seconds=time.perf_counter() - row.started,
     )
+
+
+class Drawn(NamedTuple):
+    """A token for each row, and its natural-log probability under the distribution that it was drawn from."""
+
+    tokens_B: torch.Tensor
+    logprobs_B: torch.Tensor
+
+
+def sample(logits_BV: torch.Tensor, settings: Sequence[SamplingSettings], uniform_B: torch.Tensor) -> Drawn:
+    """Draw one token per row. Row b's depends only on its logits, its settings and uniform_B[b], float64 in [0, 1).
+
+    At temperature 0 it is the token with the largest logit, with its probability at temperature 1.
+    """
+    device = logits_BV.device
+    temperatures = [s.temperature or 1.0 for s in settings]
+    scaled_BV = logits_BV / torch.tensor(temperatures, device=device)[:, None]
+    nucleus = [row for row, s in enumerate(settings) if s.top_p < 1 and s.temperature > 0]
+    if nucleus:
+        rows = torch.tensor(nucleus, device=device)
+        top_p = torch.tensor([settings[row].top_p for row in nucleus], device=device)
+        scaled_BV[rows] = keep_top_p(scaled_BV[rows], top_p)
+    greedy = torch.tensor([s.temperature == 0 for s in settings])
+    fixed_B = logits_BV.argmax(-1) if bool(greedy.any()) else None
+    return inverse_cdf(scaled_BV, uniform_B, greedy.to(device), fixed_B)
+
+
+def keep_top_p(logits_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
+    """Set the logits of all tokens outside the nucleus (Holtzman et al. 2020) to minus infinity."""
+    sorted_BV, order_BV = logits_BV.sort(-1, descending=True)
+    probabilities_BV = sorted_BV.softmax(-1)
+    outside_BV = probabilities_BV.cumsum(-1) - probabilities_BV >= top_p_B[:, None]
+    return logits_BV.masked_fill(outside_BV.scatter(1, order_BV, outside_BV), float("-inf"))
+
+
+def inverse_cdf(
+    logits_BV: torch.Tensor, uniform_B: torch.Tensor, greedy_B: torch.Tensor, fixed_B: torch.Tensor | None
+) -> Drawn:
+    """Return the token whose interval of the CDF contains the number, never one of probability 0; `fixed_B` if greedy.
+
+    It searches in two levels, first among chunks of the vocabulary. So each logit costs one exponential in float32, and
+    only sums of few numbers are float64.
+    """
+    largest_B1 = logits_BV.max(-1, keepdim=True).values
+    weights_BV = (logits_BV - largest_B1).exp()
+    padded_BV = torch.nn.functional.pad(weights_BV, (0, -weights_BV.shape[1] % _CHUNK))
+    weights_BCK = padded_BV.view(len(padded_BV), -1, _CHUNK)
+    sums_BC = weights_BCK.sum(-1).double()
+    cdf_BC = sums_BC.cumsum(-1)
+    total_B1 = cdf_BC[:, -1:]
+    target_B1 = uniform_B[:, None].clamp(max=_BELOW_ONE) * total_B1
+    chunk_B1 = torch.searchsorted(cdf_BC, target_B1, right=True)
+    sum_B1 = sums_BC.gather(1, chunk_B1)
+    within_B1 = ((target_B1 - cdf_BC.gather(1, chunk_B1) + sum_B1) / sum_B1).clamp(0, _BELOW_ONE)
+    rows_B = torch.arange(len(chunk_B1), device=chunk_B1.device)
+    cdf_BK = weights_BCK[rows_B, chunk_B1[:, 0]].double().cumsum(-1)
+    tokens_B1 = chunk_B1 * _CHUNK + torch.searchsorted(cdf_BK, within_B1 * cdf_BK[:, -1:], right=True)
+    if fixed_B is not None:
+        tokens_B1 = torch.where(greedy_B[:, None], fixed_B[:, None], tokens_B1)
+    logprobs_B1 = logits_BV.gather(1, tokens_B1) - largest_B1 - total_B1.log().float()
+    return Drawn(tokens_B1[:, 0], logprobs_B1[:, 0])

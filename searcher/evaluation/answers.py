@@ -21,7 +21,7 @@ log = get_logger(__name__)
 _WAIT_SECONDS = 1.0
 # Failed answers that are logged one by one; the evaluation counts all of them.
 _MAX_LOGGED = 20
-# Of the texts of an evaluation, which must fit the header of a message.
+# Limit of the texts of an evaluation, which must fit the header of a message.
 _STORED_BYTES = 8 << 20
 
 # Called with the number of finished answers. False ends the evaluation without a result.
@@ -67,14 +67,15 @@ def answer(
     least: Least = lambda _: 0.0,
 ) -> list[Answer] | None:
     """Return the answers in the order of the questions, None if `go_on` returned False."""
-    answering = _Answering(engine, rewards, decode, prompts, questions, least)
-    while not answering.done:
+    answers = [Answer(question) for question in questions]
+    answering = _Answering(engine, rewards, decode, prompts, least, answers, deque(range(len(answers))))
+    while answering.finished < len(answers):
         answering.step()
         if not go_on(answering.finished):
             return None
     if answering.failures > _MAX_LOGGED:
-        log.warning("further answers failed", answers=answering.failures - _MAX_LOGGED)
-    return answering.answers
+        log.warning("further responses failed", responses=answering.failures - _MAX_LOGGED)
+    return answers
 
 
 def for_storage(texts: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -92,48 +93,35 @@ def for_storage(texts: Sequence[str], prompts: Sequence[Prompt], answers: Sequen
     return found
 
 
+@dataclass(slots=True)
 class _Answering:
     """Questions on their way through engine and scorer. The ids of requests and tickets are positions of answers."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        rewards: Rewards,
-        decode: Decode,
-        prompts: Sequence[Prompt],
-        questions: Sequence[Question],
-        least: Least,
-    ) -> None:
-        self._least = least
-        self._engine = engine
-        self._rewards = rewards
-        self._decode = decode
-        self._prompts = prompts
-        self.answers = [Answer(question) for question in questions]
-        self._waiting = deque(range(len(questions)))
-        self.finished = 0
-        self.failures = 0
-
-    @property
-    def done(self) -> bool:
-        """Whether every question has its answer."""
-        return self.finished == len(self.answers)
+    engine: Engine
+    rewards: Rewards
+    decode: Decode
+    prompts: Sequence[Prompt]
+    least: Least
+    answers: list[Answer]
+    waiting: deque[int]
+    finished: int = 0
+    failures: int = 0
 
     def step(self) -> None:
         """Step the engine, and collect the scores that are there."""
         # One load in the engine and one behind it, as in a searcher.
-        while self._waiting and self._engine.in_flight < 2 * self._engine.max_in_flight:
-            self._submit(self._waiting.popleft())
-        for generation in self._engine.step() if self._engine.in_flight else ():
+        while self.waiting and self.engine.in_flight < 2 * self.engine.max_in_flight:
+            self._submit(self.waiting.popleft())
+        for generation in self.engine.step() if self.engine.in_flight else ():
             self._score(generation)
-        if self._rewards.waiting:
-            for scored in self._rewards.wait(0.0 if self._engine.in_flight or self._waiting else _WAIT_SECONDS):
+        if self.rewards.waiting:
+            for scored in self.rewards.wait(0.0 if self.engine.in_flight or self.waiting else _WAIT_SECONDS):
                 self._finish(scored.ticket, scored.reward, scored.error)
 
     def _submit(self, number: int) -> None:
         question = self.answers[number].question
         try:
-            self._engine.submit(GenerationRequest(number, question.ids, question.sampling))
+            self.engine.submit(GenerationRequest(number, question.ids, question.sampling))
         except EngineError as error:
             self._finish(number, *failed(f"not generated: {error}"))
 
@@ -143,12 +131,12 @@ class _Answering:
         one.logprob = float(generation.logprobs.astype(np.float64).sum())
         one.unfinished = generation.stop_reason != STOP_EOS
         try:
-            one.text = storable(self._decode(generation.response_ids.tolist()))
+            one.text = storable(self.decode(generation.response_ids.tolist()))
         # The ids are of another vocabulary.
         except Exception as error:  # noqa: BLE001
             self._finish(generation.id, *failed(f"not decoded: {type(error).__name__}: {error}"))
             return
-        self._rewards.submit(generation.id, self._prompts[one.question.prompt], one.text, not one.unfinished)
+        self.rewards.submit(generation.id, self.prompts[one.question.prompt], one.text, not one.unfinished)
 
     def _finish(self, number: int, reward: Reward, error: str | None) -> None:
         one = self.answers[number]
@@ -156,9 +144,9 @@ class _Answering:
         self.finished += 1
         if error is None:
             return
-        prompt = self._prompts[one.question.prompt]
+        prompt = self.prompts[one.question.prompt]
         # Where every reward is negative, 0 would be better than any answer.
-        one.reward = Reward(self._least(prompt), {})
+        one.reward = Reward(self.least(prompt), {})
         self.failures += 1
         if self.failures <= _MAX_LOGGED:
-            log.warning("answer failed", prompt=prompt.key, reason=error)
+            log.warning("response failed", prompt=prompt.key, reason=error)

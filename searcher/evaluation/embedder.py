@@ -13,10 +13,10 @@ from transformers import AutoModel, AutoTokenizer
 from tba.common.system.load_errors import loading
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.pretrained import from_directory
-from tba.searcher.evaluation.statistics import Floats
+from tba.searcher.evaluation.measure import Floats
 
 _BATCH = 64
-# Of a model that names no limit of its own.
+# The longest input of a model that names no limit of its own.
 _MAX_TOKENS = 512
 
 

@@ -1,40 +1,48 @@
-"""Evaluate snapshots with one engine: task, scorers, reference and sentence encoder are loaded once."""
+"""Evaluate snapshots with one engine: task, scorers, reference and sentence encoder are loaded once.
+
+`tba eval` evaluates one snapshot, the newest, or all that a run has kept (`evaluate_snapshots`); `follower.py` those of
+a run in progress.
+"""
 
 import contextlib
 import hashlib
+import itertools
 import json
+import multiprocessing.connection
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import TaskError
+from tba.common.errors import SnapshotError, TaskError
 from tba.common.evaluations import Row
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
+from tba.common.system.durable import sha256_of
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.node_store import PinnedSnapshot, weights_directory
-from tba.common.weights.snapshot import Manifest, Snapshot
+from tba.common.weights.node_store import PinnedSnapshot, pin_newest, weights_directory
+from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
 from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
-from tba.common.wire.messages import Visit
+from tba.common.wire.messages import Visit, WeightsRef
 from tba.common.wire.trajectory import STOP_EOS, Trajectory
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
 from tba.searcher.engines.engine import Engine, SamplingSettings
 from tba.searcher.engines.stopping import Stopping, read_stopping
 from tba.searcher.evaluation import measure
 from tba.searcher.evaluation.answers import Answer, Question, answer, for_storage
-from tba.searcher.evaluation.win_rate import GoldModel, check_references
-from tba.searcher.exploration import Exploration
+from tba.searcher.pipeline import Exploration
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import Item, storable
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import (
     Prompt,
@@ -46,17 +54,19 @@ from tba.searcher.tasks.task import (
     name_of,
 )
 from tba.searcher.weights.assembly import SnapshotAssembler
-from tba.searcher.weights.progress import Progress
+from tba.searcher.weights.fetch import Progress
 
 log = get_logger(__name__)
 
-# Of [task]: what changes neither prompts nor scores, or is part of the prompts' own hash.
-_NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency", "load_seconds"}
+# Keys of [task] that change neither prompts nor scores, or are part of the prompts' own hash.
+_NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency"}
 _OF_CLASSIFIER = {"path", "weight", "template"}
-_NOT_MEASURED = {"at_end", "gpu", "stored_responses"}
-_OF_EMBEDDINGS = {"duplicate_distance"}
+_NOT_MEASURED = {"at_end", "gpu"}
+# Held-out prompts whose greedy response is stored with each evaluation.
+_STORED_RESPONSES = 500
 _REFERENCE_ROWS = 256
 _HASH_DIGITS = 16
+_WAIT_SECONDS = 1.0
 # The sampled answers of an evaluation have seeds of their own, as those of an epoch do.
 _EPOCH = 0
 
@@ -82,21 +92,22 @@ class Subject:
 
 
 def read_subject(config: Config) -> Subject:
-    """Load the held-out prompts. Raises TaskError if there are none."""
+    """Load the held-out prompts. Raises TaskError without any, or without the answers that `[gold_model]` needs."""
     task = load_task(config.task)
     renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
     # A prompt that occurs twice counts once.
     prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
     if not prompts:
         raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
+    if config.gold_model.configured and not any(prompt.answer for prompt in prompts):
+        raise TaskError("gold_model compares with the answers of the held-out prompts, and none has one: remove it")
     check_answers(task)
     check_rendering(task, prompts, renderer, context_of(config))
     # What changes no number must not have a curve of evaluations repeated.
-    unused = _NOT_MEASURED if config.eval.embedder else _NOT_MEASURED | _OF_EMBEDDINGS
     settings = {
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
         **_scoring_models(config),
-        "eval": config.eval.model_dump(mode="json", exclude=unused),
+        "eval": config.eval.model_dump(mode="json", exclude=_NOT_MEASURED),
         "max_tokens": max_tokens(config),
         "stop": config.search.stop,
         "seed": config.run.seed,
@@ -109,7 +120,7 @@ def read_subject(config: Config) -> Subject:
 
 def _scoring_models(config: Config) -> dict[str, Any]:
     """Return the settings of the classifiers that change scores."""
-    reward, gold = config.reward_model, config.gold_model
+    reward, gold = config.reward_model, config.gold_model.classifier
     served = {"url", "api", "served_model"}
     found = {"reward_model": reward.model_dump(mode="json", include=_OF_CLASSIFIER | (served if reward.url else set()))}
     if gold.configured:
@@ -119,33 +130,75 @@ def _scoring_models(config: Config) -> dict[str, Any]:
 
 def max_tokens(config: Config) -> int:
     """Return the maximum length of an answer in tokens."""
-    return config.eval.max_tokens or config.search.max_tokens
+    return config.search.max_tokens
 
 
+class GoldModel:
+    """Scores of the classifier of `[gold_model]` for answers, and for the reference answers (`answer`) of prompts."""
+
+    def __init__(self, scorer: ModelScorer, prompts: Sequence[Prompt]) -> None:
+        self._scorer = scorer
+        self._prompts = prompts
+        self._tickets = itertools.count()
+        self._references: list[float | None] = [None] * len(prompts)
+
+    def compare(
+        self, texts: Sequence[str], go_on: Callable[[], bool]
+    ) -> tuple[list[float | None], list[float | None]] | None:
+        """Return the scores of the texts, one per prompt, and of the reference answers; None if `go_on` is False.
+
+        A prompt without a reference answer has neither. A reference is scored until it has a score.
+        """
+        missing = [place for place, score in enumerate(self._references) if score is None]
+        found = self._score({place: self._prompts[place].answer for place in missing}, go_on)
+        scores = self._score(dict(enumerate(texts)), go_on) if found is not None else None
+        if found is None or scores is None:
+            return None
+        for place, score in found.items():
+            self._references[place] = score
+        return [scores.get(place) for place in range(len(texts))], list(self._references)
+
+    def _score(self, texts: Mapping[int, str], go_on: Callable[[], bool]) -> dict[int, float | None] | None:
+        """Return the scores of texts by the numbers of their prompts, without those of prompts without a reference."""
+        found: dict[int, float | None] = {}
+        places: dict[int, int] = {}
+        for place, text in texts.items():
+            prompt = self._prompts[place]
+            if prompt.answer:
+                item = Item(next(self._tickets), prompt, storable(text), True, time.monotonic())
+                places[item.ticket] = place
+                self._scorer.submit(item)
+        reasons = []
+        while places:
+            multiprocessing.connection.wait(self._scorer.channels, _WAIT_SECONDS)
+            for result in self._scorer.poll():
+                # Results of an evaluation that was given up may still arrive.
+                if result.item.ticket not in places:
+                    continue
+                found[places.pop(result.item.ticket)] = result.value
+                reasons += [result.error] if result.error is not None else []
+            if not go_on():
+                return None
+        if reasons:
+            log.warning("the gold model failed", texts=len(reasons), reason=reasons[0])
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Evaluates one snapshot after the other. `open_evaluator` makes it and frees what it holds."""
+    """Evaluates one snapshot after the other. `open_evaluator` makes it and frees what it holds.
 
-    def __init__(
-        self,
-        config: Config,
-        subject: Subject,
-        *,
-        engine: Engine,
-        rewards: Rewards,
-        references: LogprobsOf | None,
-        embed: measure.Embed | None,
-        gold: GoldModel | None,
-        serving: contextlib.ExitStack,
-    ) -> None:
-        self._config = config
-        self.subject = subject
-        self._engine = engine
-        self._rewards = rewards
-        self._references = references
-        self._embed = embed
-        self._gold = gold
-        self._serving = serving
-        self._questions = questions(config, subject)
+    `serving` releases the snapshot that the engine serves.
+    """
+
+    config: Config
+    subject: Subject
+    engine: Engine
+    rewards: Rewards
+    references: LogprobsOf | None
+    embed: measure.Embed | None
+    gold: GoldModel | None
+    serving: contextlib.ExitStack
 
     def evaluate(self, snapshot: Snapshot, pinned: PinnedSnapshot, report: Report = lambda *_: True) -> Row | None:
         """Load a snapshot, which stays pinned until the next one is loaded, and return its evaluation.
@@ -153,92 +206,78 @@ class Evaluator:
         Returns None if `report` returned False. Raises SnapshotError if the engine refuses the snapshot.
         """
         manifest, started = snapshot.manifest, time.monotonic()
-        doing, total = f"v{manifest.version}", len(self._questions)
+        asked = questions(self.config, self.subject)
+        doing, total = f"v{manifest.version}", len(asked)
 
         def step(finished: int) -> bool:
             watchdog.beat(warm=finished > 0)
             return report(doing, finished, total)
 
-        with self._watched() as watchdog:
+        # It ends the process if the engine hangs, as in a searcher.
+        watchdog = Watchdog(limit_seconds=self.config.search.step_seconds, setting="search.step_seconds")
+        watchdog.start()
+        try:
             # The weights are read here, not in another thread as in a searcher, so a load has four times as long.
             watchdog.beat(warm=False)
-            self._serve(snapshot, pinned)
+            with contextlib.ExitStack() as refused:
+                refused.callback(pinned.release)
+                self.engine.load_weights(snapshot)
+                refused.pop_all()
+            # Until then the one before stays pinned: the engine reads it again after an error.
+            self.serving.pop_all().close()
+            self.serving.callback(pinned.release)
             answers = answer(
-                self._engine,
-                self._rewards,
+                self.engine,
+                self.rewards,
                 self.subject.stopping.scored_text,
                 self.subject.prompts,
-                self._questions,
+                asked,
                 step,
                 partial(least_reward_for, self.subject.task),
             )
+        finally:
+            watchdog.stop()
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         if answers is None or measured is None:
             return None
-        most = min(len(self.subject.prompts), self._config.eval.stored_responses)
+        most = min(len(self.subject.prompts), _STORED_RESPONSES)
         texts = [self.subject.renderer.text(prompt) for prompt in self.subject.prompts[:most]]
         row = self._row(manifest, measured, time.monotonic() - started)
         return row | {"responses": for_storage(texts, self.subject.prompts, answers)}
 
-    def _serve(self, snapshot: Snapshot, pinned: PinnedSnapshot) -> None:
-        """Load a snapshot. Until it serves, the one before stays pinned: the engine reads it again after an error."""
-        try:
-            self._engine.load_weights(snapshot)
-        except BaseException:
-            pinned.release()
-            raise
-        self._serving.pop_all().close()
-        self._serving.callback(pinned.release)
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[Watchdog]:
-        """End the process if the engine hangs, as a searcher does."""
-        watchdog = Watchdog(limit_seconds=self._config.search.step_seconds, setting="search.step_seconds")
-        watchdog.start()
-        try:
-            yield watchdog
-        finally:
-            watchdog.stop()
-
     def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
-        prompts, samples = len(self.subject.prompts), self._config.eval.samples
-        measured = measure.Measured(self._config.run.seed)
+        prompts, samples = len(self.subject.prompts), self.config.eval.samples
+        measured = measure.Measured(self.config.run.seed)
         names = [name_of(self.subject.task, prompt) for prompt in self.subject.prompts]
         tasks = names if len(set(names)) > 1 else ()
         measure.measure_greedy(measured, answers[:prompts], tasks)
-        if self._gold is not None and not self._compare(measured, answers[:prompts], self._gold, go_on):
-            return None
+        if self.gold is not None:
+            scores = self.gold.compare([one.text for one in answers[:prompts]], go_on)
+            if scores is None:
+                return None
+            golds = [prompt.answer for prompt in self.subject.prompts]
+            measure.measure_win_rate(measured, answers[:prompts], golds, *scores)
         if not samples:
             return measured
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
-        measure.measure_sampled(measured, groups, self._config.eval.pass_at, tasks)
-        if self._references is not None:
+        measure.measure_sampled(measured, groups, tasks)
+        if self.references is not None:
             found = self._reference_logprobs(answers[prompts:], go_on)
             if found is None:
                 return None
             references = [found[start : start + samples] for start in range(0, len(found), samples)]
             measure.measure_divergence(measured, groups, references)
-        if self._embed is not None:
-            least = self._config.eval.duplicate_distance
-            measure.measure_diversity(measured, groups, self._embed, least_distance=least, tasks=tasks, go_on=go_on)
+        if self.embed is not None:
+            measure.measure_diversity(measured, groups, self.embed, tasks=tasks, go_on=go_on)
         return measured if go_on() else None
 
-    def _compare(
-        self, measured: measure.Measured, answers: Sequence[Answer], gold: GoldModel, go_on: Callable[[], bool]
-    ) -> bool:
-        """Add the win rate. Returns False if `go_on` did."""
-        scores = gold.compare([one.text for one in answers], go_on)
-        if scores is not None:
-            measure.measure_win_rate(measured, answers, [prompt.answer for prompt in self.subject.prompts], *scores)
-        return scores is not None
-
     def _reference_logprobs(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> list[float | None] | None:
-        assert self._references is not None
+        assert self.references is not None
         found: list[float | None] = []
         for start in range(0, len(answers), _REFERENCE_ROWS):
             if not go_on():
                 return None
-            found += self._references([_as_row(one) for one in answers[start : start + _REFERENCE_ROWS]])
+            found += self.references([_as_row(one) for one in answers[start : start + _REFERENCE_ROWS]])
         return found
 
     def _row(self, manifest: Manifest, measured: measure.Measured, seconds: float) -> Row:
@@ -264,7 +303,7 @@ def questions(config: Config, subject: Subject) -> list[Question]:
     length, section = max_tokens(config), config.eval
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=length)
     asked = [Question(number, ids[number], greedy) for number in range(len(prompts))]
-    sampled = {"temperature": section.temperature, "top_p": section.top_p, "max_tokens": length}
+    sampled = {"temperature": section.temperature, "top_p": 1.0, "max_tokens": length}
     exploration = Exploration(config.search.model_copy(update=sampled), run_seed=config.run.seed, searcher="eval")
     for number, prompt in enumerate(prompts):
         visit = Visit(lease=NO_VISIT, epoch=_EPOCH, prompt_key=prompt.key)
@@ -294,48 +333,111 @@ def open_evaluator(
         # Before the engine, as `WorkerPool` says.
         rewards = make_rewards(config, subject.task, device, stop)
         ending.callback(rewards.close)
-        gold = _load_gold(config, subject.prompts, device, stop)
-        if gold is not None:
-            ending.callback(gold.close)
+        gold = None
+        if config.gold_model.configured:
+            scorer = ModelScorer(config.gold_model.classifier, device, stop, section="gold_model")
+            ending.callback(scorer.close)
+            gold = GoldModel(scorer, subject.prompts)
         # Entered before the engine, so released after it: the engine may read the files of the weights it serves.
         serving = ending.enter_context(contextlib.ExitStack())
         prompt_tokens = mean_tokens(subject.prompts, subject.renderer)
         engine = make_engine(config, subject.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
         ending.callback(engine.close)
+        references = embed = None
+        if config.eval.kl and config.eval.samples:
+            from tba.searcher.scoring.reference_model import ReferenceModel
+
+            references = ReferenceModel(config.model.path, device=device, dtype=config.model.dtype).logprobs
+        if config.eval.embedder and config.eval.samples:
+            from tba.searcher.evaluation.embedder import SentenceEncoder
+
+            embed = SentenceEncoder(config.eval.embedder, device=device).embed
         evaluator = Evaluator(
-            config,
-            subject,
+            config=config,
+            subject=subject,
             engine=engine,
             rewards=rewards,
-            references=_load_reference(config, device),
-            embed=_load_embedder(config, device),
+            references=references,
+            embed=embed,
             gold=gold,
             serving=serving,
         )
         yield evaluator, assembler
 
 
-def _load_gold(config: Config, prompts: Sequence[Prompt], device: str, stop: Callable[[], bool]) -> GoldModel | None:
-    if not config.gold_model.configured:
+def evaluate_snapshots(
+    config: Config,
+    named: Path | None,
+    *,
+    every: bool,
+    device: str,
+    known: Mapping[tuple[Any, ...], Row],
+    report: Report,
+) -> Iterator[tuple[Row, bool]]:
+    """Evaluate the named snapshot, every snapshot that a run has kept, or its newest one, with a single engine.
+
+    Yields each evaluation, and whether it is new: with `every` those in `known` are not repeated, and come first.
+    Each snapshot is verified, and a delta is assembled to complete weights. The trainer may be running: snapshots that
+    it deletes meanwhile are left out, and the newest one is chosen when the engine is ready. Raises UsageError if there
+    is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts.
+    """
+    # First, so that a mistake in the arguments is reported before the engine starts, which may take minutes.
+    paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
+    subject = read_subject(config)
+    if every:
+        new = []
+        for path in paths:
+            row = None
+            # One that cannot be read is reported when it is evaluated.
+            with contextlib.suppress(SnapshotError):
+                row = known.get(subject.key(read(path).manifest))
+            if row is None:
+                new.append(path)
+            else:
+                yield row, False
+        paths = new
+        if not paths:
+            return
+    with open_evaluator(config, subject, device=device, name="eval") as (evaluator, assembler):
+        for snapshot, pinned in _prepared(config, assembler, named, paths if every else None):
+            row = evaluator.evaluate(snapshot, pinned, report)
+            if row is None:
+                return
+            yield row, True
+
+
+def _prepared(
+    config: Config, assembler: SnapshotAssembler, named: Path | None, paths: Sequence[Path] | None
+) -> Iterator[tuple[Snapshot, PinnedSnapshot]]:
+    """Yield the named snapshot; or those of `paths` that still exist; or the newest."""
+    if named is not None:
+        yield assembler.assemble(ref_of(named))
+    elif paths is None:
+        yield pin_newest(config, partial(unless_deleted, assembler))
+    else:
+        for path in paths:
+            if prepared := unless_deleted(assembler, path):
+                yield prepared
+            else:
+                log.warning("snapshot not evaluated: the trainer has deleted it", path=path)
+
+
+def unless_deleted(assembler: SnapshotAssembler, path: Path) -> tuple[Snapshot, PinnedSnapshot] | None:
+    """Assemble a snapshot. None if the trainer has deleted it, of which the manifest goes first."""
+    try:
+        return assembler.assemble(ref_of(path))
+    except (SnapshotError, OSError):
+        if (path / MANIFEST).is_file():
+            raise
         return None
-    check_references(prompts)
-    return GoldModel(ModelScorer(config.gold_model, device, stop, section="gold_model"), prompts)
 
 
-def _load_reference(config: Config, device: str) -> LogprobsOf | None:
-    if not (config.eval.kl and config.eval.samples):
-        return None
-    from tba.searcher.scoring.reference_model import ReferenceModel
-
-    return ReferenceModel(config.model.path, device=device, dtype=config.model.dtype).logprobs
-
-
-def _load_embedder(config: Config, device: str) -> measure.Embed | None:
-    if not (config.eval.embedder and config.eval.samples):
-        return None
-    from tba.searcher.evaluation.embedder import SentenceEncoder
-
-    return SentenceEncoder(config.eval.embedder, device=device).embed
+def ref_of(path: Path) -> WeightsRef:
+    """Return the announcement of a snapshot on this machine."""
+    manifest = read(path).manifest
+    return WeightsRef(
+        version=manifest.version, step=manifest.step, path=str(path), manifest_sha256=sha256_of(path / MANIFEST)
+    )
 
 
 def _as_row(one: Answer) -> Trajectory:

@@ -1,4 +1,4 @@
-"""`tba search --eval`: evaluate the kept snapshots of a run while it goes on.
+"""`tba search --eval`: evaluate the kept snapshots of a run while it is in progress.
 
     kept snapshot, on disk or announced ──► queue ──► evaluate ──► eval.jsonl, and the buffer
 
@@ -24,18 +24,17 @@ from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.joining import own_hello
 from tba.common.wire.keys import buffer_client_keys
-from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject
-from tba.searcher.evaluation.snapshots import ref_of
+from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject, ref_of
 from tba.searcher.run_end import RunEnd
 from tba.searcher.weights.assembly import SnapshotAssembler
-from tba.searcher.weights.progress import Progress
+from tba.searcher.weights.fetch import Progress
 
 log = get_logger(__name__)
 
 _HEARTBEAT_SECONDS = 1.0
 _IDLE_SECONDS = 0.5
 _FLUSH_SECONDS = 5.0
-# Of a snapshot that cannot be read or that the engine refuses, before it is left out.
+# Attempts with a snapshot that cannot be read or that the engine refuses, before it is skipped.
 _MAX_ATTEMPTS = 3
 
 
@@ -111,14 +110,18 @@ class Follower:
         while not stop():
             self._watchdog.beat()
             self._find()
-            ref = self._next()
-            if ref is not None:
-                self._evaluate(ref, stop)
+            if self._queue:
+                self._evaluate(self._queue[min(self._queue)], stop)
             elif self._run.over:
                 break
             else:
                 self._heartbeat("waiting", "no snapshot is to be evaluated", _IDLE_SECONDS)
-        self._leave()
+        try:
+            # The buffer has the last evaluation, which was sent before.
+            self._client.call(messages.Goodbye(), messages.Done, deadline_seconds=_FLUSH_SECONDS)
+        except BufferUnavailable as error:
+            log.warning("left without goodbye", reason=str(error))
+        log.info("left", evaluations=len(self._done))
 
     def _join(self, stop: Callable[[], bool]) -> None:
         welcome, _ = self._client.call(own_hello(), messages.Welcome, stop=stop)
@@ -157,15 +160,12 @@ class Follower:
         if ref.version not in self._done:
             self._queue[ref.version] = ref
 
-    def _next(self) -> messages.WeightsRef | None:
-        return self._queue[min(self._queue)] if self._queue else None
-
     def _evaluate(self, ref: messages.WeightsRef, stop: Callable[[], bool]) -> None:
         """Evaluate one snapshot, and record the result. One that cannot be loaded is tried again, then left out."""
 
         def report(doing: str, done: int, total: int) -> bool:
             self._watchdog.beat()
-            self._heartbeat("evaluating", f"{doing}: {done} of {total} answers", 0.0)
+            self._heartbeat("evaluating", f"{doing}: {done} of {total} responses", 0.0)
             return not stop()
 
         def wait() -> bool:
@@ -229,11 +229,3 @@ class Follower:
         newest = self._client.state.weights if self._client.state else None
         if newest is not None and self._config.train.keeps_snapshot(newest.step):
             self._add(newest)
-
-    def _leave(self) -> None:
-        """Say goodbye, and wait a few seconds until the buffer has the last evaluation, which comes before it."""
-        try:
-            self._client.call(messages.Goodbye(), messages.Done, deadline_seconds=_FLUSH_SECONDS)
-        except BufferUnavailable as error:
-            log.warning("left without goodbye", reason=str(error))
-        log.info("left", evaluations=len(self._done))

@@ -1,4 +1,7 @@
-"""The metrics of an evaluation, from its answers. docs/evaluation.md lists them."""
+"""The metrics of an evaluation, from its answers, and their estimators. docs/evaluation.md lists them.
+
+Shape suffixes: N prompts, n samples of one prompt, m of these that are left, E dimensions of an embedding.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,22 +9,23 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
 from tba.common.evaluations import why_not_measured
 from tba.common.wire.evaluation_messages import MAX_NOT_MEASURED
 from tba.searcher.evaluation.answers import Answer
-from tba.searcher.evaluation.statistics import (
-    Floats,
-    Interval,
-    bootstrap,
-    cosine_distance,
-    distinct,
-    pass_at_k,
-    without_near_duplicates,
-)
 from tba.searcher.tasks.task import CORRECT
 
+Floats = npt.NDArray[np.float64]
+Interval = tuple[float, float]
+
 _GRAMS = (1, 2, 4)
+# The k of pass@k, up to the number of sampled responses.
+_PASS_AT = (1, 4, 16, 64)
+# The cosine distance of embeddings below which a correct response is a near-duplicate of another one.
+NEAR_DUPLICATE_DISTANCE = 0.2
+_RESAMPLES = 1000
+_CONFIDENCE = 0.95
 
 # The embeddings [n, E] of some texts.
 Embed = Callable[[Sequence[str]], Floats]
@@ -74,22 +78,20 @@ def measure_greedy(measured: Measured, answers: Sequence[Answer], tasks: Sequenc
         measured.add("accuracy", [_correct(answer) for answer in answers], graded)
     for task in sorted(set(tasks)):
         own = [answer for answer, name in zip(answers, tasks, strict=True) if name == task]
-        if not measured.has_scores(f"answers of {task}", _errors([own], [_has_correct(own)])[0]):
+        if not measured.has_scores(f"responses of {task}", _errors([own], [_has_correct(own)])[0]):
             continue
         measured.add(f"reward_of_{task}", [answer.reward.total for answer in own])
         if _has_correct(own):
             measured.add(f"accuracy_of_{task}", [_correct(answer) for answer in own])
 
 
-def measure_sampled(
-    measured: Measured, groups: Sequence[Sequence[Answer]], pass_at: Sequence[int], tasks: Sequence[str] = ()
-) -> None:
+def measure_sampled(measured: Measured, groups: Sequence[Sequence[Answer]], tasks: Sequence[str] = ()) -> None:
     """Add the metrics of the sampled answers, n per prompt. `tasks` are the tasks of a mixture, one per prompt."""
     graded = _graded(groups, tasks)
     has_scores = _measure_rewards(measured, groups, graded, "sampled_")
     # A part between 0 and 1 counts as correct at 1. Without the part there is no correct answer, and no count.
     right = [sum(_correct(answer) >= 1 for answer in group) for group in groups]
-    for k in sorted({k for k in pass_at if has_scores and k <= len(groups[0])}):
+    for k in (k for k in _PASS_AT if has_scores and k <= len(groups[0])):
         estimates = [pass_at_k(len(group), c, k) for group, c in zip(groups, right, strict=True)]
         measured.add(f"pass_at_{k}", estimates, graded)
     if len(groups[0]) > 1:
@@ -123,7 +125,7 @@ def measure_win_rate(
     errors = [
         a.error or (None if there else "the gold model failed") for (a, *_), there in zip(pairs, known, strict=True)
     ]
-    if not measured.has_scores("pairs of an answer and a reference", errors):
+    if not measured.has_scores("pairs of a response and a reference", errors):
         return
     measured.add("win_rate", wins, known)
     _add_known(measured, "gold_reward", [mine for _, _, mine, _ in pairs])
@@ -139,7 +141,7 @@ def measure_divergence(
     """
     flat = [r for found in references for r in found]
     if not measured.has_scores(
-        "sampled answers (reference)", [None if r is not None else "no tokens, or not finite" for r in flat]
+        "sampled responses (reference)", [None if r is not None else "no tokens, or not finite" for r in flat]
     ):
         return
     ratios, logprobs, tokens, counts, prompts = [], [], [], [], []
@@ -164,13 +166,12 @@ def measure_diversity(
     groups: Sequence[Sequence[Answer]],
     embed: Embed,
     *,
-    least_distance: float,
     tasks: Sequence[str] = (),
     go_on: Callable[[], bool] = lambda: True,
 ) -> None:
     """Add the metrics of the embeddings of the sampled answers, without empty ones; nothing if `go_on` is False.
 
-    Of correct answers closer than `least_distance`, in cosine distance, one counts. `tasks` as in `measure_sampled`.
+    Of correct answers closer than NEAR_DUPLICATE_DISTANCE one counts. `tasks` as in `measure_sampled`.
     """
     distances: list[float | None] = []
     found: list[int] = []
@@ -184,10 +185,10 @@ def measure_diversity(
         for number, answer in enumerate(answers):
             if _correct(answer) >= 1:
                 right.setdefault(answer.text, number)
-        found.append(len(without_near_duplicates(embeddings_nE[list(right.values())], least_distance)))
+        found.append(len(without_near_duplicates(embeddings_nE[list(right.values())], NEAR_DUPLICATE_DISTANCE)))
     _add_known(measured, "embedding_distance", distances)
     graded = _graded(groups, tasks)
-    if len(groups[0]) > 1 and measured.has_scores("sampled answers", list(chain(*_errors(groups, graded)))):
+    if len(groups[0]) > 1 and measured.has_scores("sampled responses", list(chain(*_errors(groups, graded)))):
         measured.add("distinct_correct_by_embedding", found, graded)
 
 
@@ -199,7 +200,7 @@ def _measure_rewards(
     measured.add(f"{prefix}response_tokens", [sum(len(a.response_ids) for a in group) for group in groups], size)
     measured.add(f"{prefix}unfinished", [sum(a.unfinished for a in group) for group in groups], size)
     measured.add(f"{prefix}failed", [sum(error is not None for error in group) for group in errors], size)
-    if not measured.has_scores("sampled answers" if prefix else "answers", list(chain(*errors))):
+    if not measured.has_scores("sampled responses" if prefix else "responses", list(chain(*errors))):
         return False
     measured.add(f"{prefix}reward", [sum(a.reward.total for a in group) for group in groups], size)
     for part in sorted({part for group in groups for answer in group for part in answer.reward.parts}):
@@ -247,3 +248,76 @@ def _win(answer: Answer, reference: str, mine: float | None, theirs: float | Non
 
 def _correct(answer: Answer) -> float:
     return answer.reward.parts.get(CORRECT, 0.0)
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k) with n `samples`, of which c are `correct`.
+
+    It is the probability that k samples drawn without replacement include a correct one. Chen et al. 2021, "Evaluating
+    Large Language Models Trained on Code", Eq. 1. It is defined for 1 <= k <= n and 0 <= c <= n.
+    """
+    # Exact integers, so that no product of many factors is rounded.
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def bootstrap(values_N: Floats, weights_N: Floats | None = None, *, seed: int) -> Interval:
+    """Return the 95 % percentile interval of a mean over prompts (Efron 1979), from 1,000 seeded resamples.
+
+    With `weights_N` it is the interval of sum(values) / sum(weights), such as nats per token: a resample draws whole
+    prompts. One prompt has no spread: both ends are its value.
+    """
+    count = len(values_N)
+    weights_N = np.ones(count) if weights_N is None else weights_N
+    generator = np.random.default_rng(seed)
+    means = np.full(_RESAMPLES, np.nan)
+    # One resample at a time: all of them at once would need a gigabyte for 100,000 prompts.
+    for resample in range(_RESAMPLES):
+        drawn = generator.integers(count, size=count)
+        total = weights_N[drawn].sum()
+        if total > 0:
+            means[resample] = values_N[drawn].sum() / total
+    tail = (1 - _CONFIDENCE) / 2
+    low, high = np.nanquantile(means, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def distinct(responses: Sequence[Sequence[int]], n: int) -> float | None:
+    """Return distinct-n: the number of different n-grams of tokens, divided by the number of all n-grams.
+
+    Li et al. 2016, "A Diversity-Promoting Objective Function for Neural Conversation Models". None without an n-gram.
+    """
+    grams = [tuple(tokens[i : i + n]) for tokens in responses for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def cosine_distance(embeddings_nE: Floats) -> float | None:
+    """Return the mean cosine distance, 1 - cos, over all pairs of rows. None for fewer than two rows."""
+    count = len(embeddings_nE)
+    if count < 2:
+        return None
+    units_nE = _units(embeddings_nE)
+    # The sum over all ordered pairs is |sum of units|^2 - n, so that no matrix [n, n] is needed.
+    total = float((units_nE.sum(axis=0) ** 2).sum() - (units_nE**2).sum())
+    return 1.0 - total / (count * (count - 1))
+
+
+def without_near_duplicates(embeddings_nE: Floats, least_distance: float) -> list[int]:
+    """Return the rows that are left, in order, when near-duplicates are removed.
+
+    Greedy: a row is kept if its cosine distance, 1 - cos, to every row kept before it is at least `least_distance`.
+    """
+    kept: list[int] = []
+    left_m, units_mE = np.arange(len(embeddings_nE)), _units(embeddings_nE)
+    # One kept row at a time, so that no matrix [n, n] is needed.
+    while len(left_m):
+        kept.append(int(left_m[0]))
+        # A cosine is above 1 by rounding alone.
+        far_m = 1.0 - np.minimum(units_mE @ units_mE[0], 1.0) >= least_distance
+        far_m[0] = False
+        left_m, units_mE = left_m[far_m], units_mE[far_m]
+    return kept
+
+
+def _units(embeddings_nE: Floats) -> Floats:
+    units_nE: Floats = embeddings_nE / np.maximum(np.linalg.norm(embeddings_nE, axis=1, keepdims=True), 1e-12)
+    return units_nE

@@ -2,8 +2,13 @@
 
 The score of a pair does not depend on the batch that it is computed in, beyond rounding: padding is on the right and
 masked. Shape suffixes: N pairs, T tokens of the longest.
+
+`python -m tba.searcher.scoring.classifier FD` is the reward model's process, started by `model_scorer.py`. Its messages
+are those of `worker_pool.py`: `begin` before each forward pass, and one `results` after each batch. An error of the
+model other than a lack of memory ends the process: a CUDA context does not survive one.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from tba.common.config import ScoringModelSection
 from tba.common.errors import ConfigError
+from tba.common.log import get_logger
 from tba.common.quantity import quantity
 from tba.common.rendering import Message, as_map
 from tba.common.rotation import Rotation
@@ -22,8 +29,14 @@ from tba.common.system.load_errors import loading, not_loaded, out_of_memory
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory, weight_files
 from tba.common.weights.pretrained import from_config, from_directory
+from tba.searcher.scoring.scoring import storable
+from tba.searcher.scoring.worker_pool import Connection
+from tba.searcher.tasks.task import Prompt
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
+log = get_logger(__name__)
+
+# Maximum tokens of one forward pass, including padding; a single pair may have more.
+BATCH_TOKENS = 16_384
 
 # A score, or a sentence why there is none.
 Score = float | str
@@ -40,15 +53,15 @@ class RewardModel:
         self, directory: Path, config: ScoringModelSection, device: str, section: str = "reward_model"
     ) -> None:
         self._config = config
-        self._section = section
+        self._section, self._name = section, section.replace("_", " ")
         self._device = torch.device(device)
-        self._model = _load(directory, config.dtype, self._device, section)
+        self._model = _load(directory, self._device, section)
         self._tokenizer = _read_tokenizer(directory, section, chat=config.template == "chat")
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
         self._own_pad_id = _own_pad_id(self._model.config)
-        # Of a pair: limited by the model's positions, and by the configuration or the tokenizer.
+        # The length of a pair is limited by the model's positions and by the tokenizer.
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        limits = (config.max_length or self._tokenizer.model_max_length, positions)
+        limits = (self._tokenizer.model_max_length, positions)
         self._max_tokens = int(min(limit for limit in limits if limit))
 
     def encode(self, prompt: str, response: str, messages: Sequence[Message] = ()) -> list[int]:
@@ -71,19 +84,17 @@ class RewardModel:
                 raise ValueError(f'the prompt has messages and no text: set {self._section}.template = "chat"')
             ids = self._tokenizer.encode(prompt + response, verbose=False)
         if not 0 < len(ids) <= self._max_tokens:
-            raise ValueError(
-                f"{quantity(len(ids), 'token')}; it takes 1 to {self._max_tokens} ({self._section}.max_length)"
-            )
+            raise ValueError(f"{quantity(len(ids), 'token')}; the {self._name} takes 1 to {self._max_tokens}")
         if max(ids) >= self._vocabulary:
             raise ValueError(f"token {max(ids)} is outside the vocabulary of {self._vocabulary}")
         return ids
 
     def batches(self, pairs: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Indices of pairs, longest first, in batches of at most `batch_tokens`, padding included.
+        """Indices of pairs, longest first, in batches of at most BATCH_TOKENS, padding included.
 
         A batch has fewer pairs than the vocabulary has tokens, so that there is a token that none of them ends with.
         """
-        cut = partial(cut_by_tokens, limit=self._config.batch_tokens, padded=True, max_rows=self._vocabulary - 1)
+        cut = partial(cut_by_tokens, limit=BATCH_TOKENS, padded=True, max_rows=self._vocabulary - 1)
         return Rotation.of(self._model.config).split([len(pair) for pair in pairs], cut)
 
     def score(self, pairs: Sequence[Sequence[int]], begin: Callable[[int, int], None]) -> list[Score]:
@@ -167,14 +178,14 @@ def _model_in(directory: Path, section: str) -> str:
     return f"the {section.replace('_', ' ')} in {directory}"
 
 
-def _load(directory: Path, dtype: str, device: torch.device, section: str) -> Any:
+def _load(directory: Path, device: torch.device, section: str) -> Any:
     config = _read_config(directory, section)
     with loading(_model_in(directory, section), device):
         model, found = from_directory(
             AutoModelForSequenceClassification,
             directory,
             config=config,
-            dtype=_DTYPES[dtype],
+            dtype="auto",
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -225,3 +236,60 @@ def _own_pad_id(config: Any) -> int | None:
     """The padding token that a model was trained with. None if there is none, which some files write as -1."""
     pad = config.get_text_config().pad_token_id
     return None if pad is None or pad < 0 else int(pad)
+
+
+def main() -> None:
+    """Serve until the searcher closes the socket."""
+    connection = Connection()
+    transformers_logging.disable_progress_bar()
+    settings = next(connection.messages)
+    try:
+        config = ScoringModelSection.model_validate(settings["config"])
+        model = RewardModel(Path(settings["directory"]), config, settings["device"], settings["section"])
+    except ConfigError as error:
+        connection.send(["refused", storable(str(error))])
+        sys.exit(1)
+    except Exception as error:
+        log.exception("the model was not loaded")
+        connection.send(["failed", storable(f"{type(error).__name__}: {error}")])
+        sys.exit(1)
+    connection.send(["ready"])
+    for items in connection.messages:
+        _score(connection, model, items)
+
+
+def _score(connection: Connection, model: RewardModel, items: Sequence[Any]) -> None:
+    # A process that ends while it tokenizes may have ended because of any of these.
+    connection.send(["begin", [item[0] for item in items]])
+    tickets, pairs, refused = [], [], []
+    for ticket, fields, response, _ in items:
+        prompt = Prompt(*fields)
+        try:
+            pairs.append(model.encode(prompt.text, response, prompt.messages))
+            tickets.append(ticket)
+        except ValueError as error:
+            refused.append([ticket, None, storable(f"not scored: {error}")])
+    if refused:
+        connection.send(["results", refused])
+
+    def begin(numbers: Sequence[int], start: int, stop: int) -> None:
+        connection.send(["begin", [tickets[n] for n in numbers[start:stop]]])
+
+    for batch in model.batches(pairs):
+        batch_tickets = [tickets[n] for n in batch]
+        try:
+            scores = model.score([pairs[n] for n in batch], partial(begin, batch))
+        except Exception as error:
+            log.exception("the model failed", pairs=len(batch))
+            reason = storable(f"{type(error).__name__}: {error}")
+            connection.send(["results", [[ticket, None, reason] for ticket in batch_tickets]])
+            sys.exit(1)
+        results = [
+            [ticket, None, score] if isinstance(score, str) else [ticket, score, None]
+            for ticket, score in zip(batch_tickets, scores, strict=True)
+        ]
+        connection.send(["results", results])
+
+
+if __name__ == "__main__":
+    main()

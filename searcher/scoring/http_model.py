@@ -6,15 +6,24 @@
 
 With template = "chat", `messages` replaces `input`. `use_activation` false asks for the logit; by default vLLM applies
 a sigmoid to a single label. All in vLLM 0.32, vllm/entrypoints/pooling.
+
+`python -m tba.searcher.scoring.http_model FD` is the process that asks it, started by `model_scorer.py`. Its messages
+are those of `worker_pool.py`. A failure of the server is an error of the responses that waited for it, never the end of
+the process.
 """
 
+import asyncio
 import math
+import sys
+from collections.abc import Sequence
 from typing import Any, Self
 
 from tba.common.config import ScoringModelSection
-from tba.common.errors import HttpRefused
+from tba.common.errors import HttpRefused, HttpUnavailable
 from tba.common.http_json import JsonClient
 from tba.common.rendering import as_map
+from tba.searcher.scoring.scoring import storable
+from tba.searcher.scoring.worker_pool import Connection
 from tba.searcher.tasks.task import Prompt
 
 _ROUTES = {"classify": "/classify", "pooling": "/pooling", "score": "/score"}
@@ -85,3 +94,40 @@ class HttpModel:
                 f"{self._config.url} answered with the score {str(values[0])[:40]!r}: not a finite number"
             )
         return score
+
+
+def main() -> None:
+    """Serve until the searcher closes the socket."""
+    connection = Connection()
+    settings = next(connection.messages)
+    config = ScoringModelSection.model_validate(settings["config"])
+    # One event loop for all batches: connections belong to a loop.
+    with asyncio.Runner() as runner:
+        model = HttpModel(config, settings["key"], settings["section"])
+        try:
+            runner.run(model.try_out(seconds=settings["load_seconds"]))
+        except (HttpRefused, HttpUnavailable) as error:
+            connection.send(["refused" if isinstance(error, HttpRefused) else "failed", storable(str(error))])
+            sys.exit(1)
+        connection.send(["ready"])
+        for items in connection.messages:
+            runner.run(_score(connection, model, config, items))
+
+
+async def _score(connection: Connection, model: HttpModel, config: ScoringModelSection, items: Sequence[Any]) -> None:
+    free = asyncio.Semaphore(config.concurrency)
+
+    async def score_one(ticket: int, fields: Sequence[Any], response: str) -> None:
+        async with free:
+            outcome: list[float | str | None]
+            try:
+                outcome = [await model.score(Prompt(*fields), response, seconds=config.time_limit_seconds), None]
+            except (HttpRefused, HttpUnavailable, ValueError) as error:
+                outcome = [None, storable(f"not scored: {error}")]
+        connection.send(["results", [[ticket, *outcome]]])
+
+    await asyncio.gather(*(score_one(*item[:3]) for item in items))
+
+
+if __name__ == "__main__":
+    main()

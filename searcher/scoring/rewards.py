@@ -37,7 +37,7 @@ class Rewards:
         self._by_task: dict[int, Scored] = {}
         self._by_model: dict[int, Result] = {}
         self.errors = 0
-        # Of the last response.
+        # Latency of the last response.
         self.latency_seconds = 0.0
 
     @property

@@ -123,7 +123,7 @@ def _raised(error: BaseException, task: Task, prompt: Prompt, memory_mib: int | 
         return failed(f"out of memory (limit {memory_mib} MiB)" if memory_mib else "out of memory", name)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     trace = storable("".join(traceback.format_exception(error)))
-    # Of the errors of one line only the first is written; the others are counted (DuplicateFilter).
+    # Only the first of the errors of one line is written; the others are counted (DuplicateFilter).
     log.warning("reward failed", task=name, at=f"{frame.filename}:{frame.lineno}", prompt=prompt.key, trace=trace)
     return failed(f"{type(error).__name__}: {error}", name)
 

@@ -6,18 +6,28 @@
 
 The searcher never waits for a worker. One that dies or exceeds its time is replaced immediately; one that fails before
 it is ready, as when memory is short, is started again with backoff. Whether failed starts end the searcher is for the
-owner to decide, from `refusal`, `failed_starts` and `trouble`.
+owner to decide, from `refusal`, `failed_starts` and `last_error`.
 
 Messages of a worker: `["ready"]` once it has loaded, or a sentence why not: `["refused", sentence]` if it never will,
 `["failed", sentence]` if another start may succeed. Then `["begin", tickets]` before it works on these items, and
 `["results", [[ticket, value, error], ...]]`. Each `begin` replaces the one before it, and results end it. A worker that
 does not send `begin` works on the first item without a result. So the items that a worker died of are known.
+
+A worker is a Python module, connected by a socket pair that carries msgpack messages: `WorkerProcess` is the searcher's
+side, `Connection` the worker's. Outgoing messages wait in memory until the worker reads them, and incoming ones are
+polled. Pickle is not used, since a worker runs code that is not ours; fork is not used, since the searcher has threads.
 """
 
+import contextlib
+import os
+import resource
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -25,28 +35,137 @@ import msgpack
 
 from tba.common.log import get_logger
 from tba.common.system.backoff import backoff
-from tba.common.system.orphan_guard import SessionGuard
+from tba.common.system.orphan_guard import SessionGuard, kill_sessions
+from tba.common.system.process import PARENT_VARIABLE, die_with_parent, signal_name
 from tba.searcher.scoring.scoring import Item, timed_out
-from tba.searcher.scoring.worker_process import WorkerProcess
 
 log = get_logger(__name__)
 
+# Time limit of a worker's start.
+LOAD_SECONDS = 600.0
 _FIRST_PAUSE_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 60.0
+_CHUNK_BYTES = 1 << 18
+# The limits of one side's unread messages.
+_REPLY_BYTES = 1 << 24
+_REQUEST_BYTES = 1 << 30
+
+
+class WorkerProcess:
+    """`python -m MODULE FD`. Its first message is `settings`; it dies with the thread that started it."""
+
+    def __init__(self, module: str, settings: Any, guard: SessionGuard, environment: Mapping[str, str]) -> None:
+        self._guard = guard
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            # In its own session: Ctrl-C is for the searcher alone, and the programs that a reward starts can be ended
+            # with the worker.
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, **environment, PARENT_VARIABLE: str(os.getpid())},
+            )
+        self.pid = self._process.pid
+        guard.add(self.pid)
+        self.channel.setblocking(False)
+        self._outbox = bytearray()
+        self._unpacker: Any = msgpack.Unpacker(max_buffer_size=_REPLY_BYTES)
+        # Monotonic: the start, the last message received, or the last byte that the worker has read.
+        self.progress_at = time.monotonic()
+        # Sent now, so that the worker loads while the engine starts, which may take minutes.
+        self.send(settings)
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the worker has neither replied nor read anything."""
+        return time.monotonic() - self.progress_at
+
+    def send(self, message: Any) -> None:
+        """Queue a message."""
+        self._outbox += msgpack.packb(message)
+        self.progress_at = time.monotonic()
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as fits in the socket's buffer.
+
+        Counts as progress: the worker cannot reply to what it has not received, so its time runs from the last byte.
+        """
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while self._outbox:
+                del self._outbox[: self.channel.send(self._outbox)]
+                self.progress_at = time.monotonic()
+
+    def receive(self) -> Iterator[Any]:
+        """The messages that have arrived."""
+        # A dead worker is detected by its exit code, not here.
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while chunk := self.channel.recv(_CHUNK_BYTES):
+                self._unpacker.feed(chunk)
+        for message in self._unpacker:
+            self.progress_at = time.monotonic()
+            yield message
+
+    def death(self) -> str | None:
+        """How the process ended; None while it runs."""
+        if (code := self._process.poll()) is None:
+            return None
+        return (
+            f"the worker was killed by {signal_name(-code)}" if code < 0 else f"the worker died with exit code {code}"
+        )
+
+    def kill(self) -> None:
+        """Kill the worker and the programs it started, except those that made a session of their own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if sys.platform == "linux":
+            kill_sessions({self.pid})
+        # Before `wait`: after it the number may belong to another process.
+        self._guard.discard(self.pid)
+        self._process.wait()
+        self.channel.close()
+
+
+class Connection:
+    """The worker's side. `messages` yields the searcher's messages until it closes the socket."""
+
+    def __init__(self) -> None:
+        die_with_parent()
+        self._channel = socket.socket(fileno=int(sys.argv[1]))
+        # A program that a reward starts must not reply.
+        self._channel.set_inheritable(False)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if sys.platform == "linux":
+            # When memory is short the kernel kills workers first.
+            with open("/proc/self/oom_score_adj", "w") as file:
+                file.write("1000")
+        self.messages = self._read()
+
+    def send(self, message: Any) -> None:
+        """Send a message to the searcher."""
+        self._channel.sendall(msgpack.packb(message))
+
+    def _read(self) -> Iterator[Any]:
+        unpacker = msgpack.Unpacker(max_buffer_size=_REQUEST_BYTES)
+        while chunk := self._channel.recv(_CHUNK_BYTES):
+            unpacker.feed(chunk)
+            yield from unpacker
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
     """What a pool runs, and its limits.
 
-    A worker runs `module` and receives `settings` first. It must be ready within `load_seconds`, a key of the
-    configuration's `section`, and while it has items it must send a message every `work_seconds`. It is sent at most
+    A worker runs `module` and receives `settings` first. It must be ready within `load_seconds`, and while it has
+    items it must send a message every `work_seconds`. It is sent at most
     `batch` items at a time, and waits up to `gather_seconds` for that many. While no worker is ready, items fail that
     wait longer than `max_wait_seconds`, if that is set. `name` is for log messages.
     """
 
     name: str
-    section: str
     module: str
     settings: Any
     workers: int
@@ -92,10 +211,10 @@ class WorkerPool:
         self.timeouts = 0
         # Why a worker will never load; empty while none has said so.
         self.refusal = ""
-        # In a row. Workers that fail at about the same time count as one.
+        # Failed starts in a row. Workers that fail at about the same time count as one.
         self.failed_starts = 0
         # The last failure of a worker.
-        self.trouble = ""
+        self.last_error = ""
         self._waiting: deque[Item] = deque()
         self._results: list[Result] = []
         self._guard = SessionGuard()
@@ -170,46 +289,38 @@ class WorkerPool:
             return death
         if worker.malformed:
             return worker.sentence
-        if self._is_late(worker):
+        if worker.items and worker.process.silent_seconds > self.settings.work_seconds:
             return timed_out(self.settings.work_seconds)
         if not worker.ready and worker.process.silent_seconds > self.settings.load_seconds:
-            limit = f"{self.settings.section}.load_seconds = {self.settings.load_seconds:g}"
-            return f"the worker was not ready within {limit}"
+            return f"the worker was not ready within {self.settings.load_seconds:g} s"
         return None
 
-    def _is_late(self, worker: Worker) -> bool:
-        return bool(worker.items) and worker.process.silent_seconds > self.settings.work_seconds
-
     def _replace(self, worker: Worker, failure: str) -> None:
-        is_late = self._is_late(worker)
+        is_late = failure == timed_out(self.settings.work_seconds)
         # Results that it sent before its end count.
         self._receive(worker)
-        self.trouble = worker.sentence or failure
+        self.last_error = worker.sentence or failure
         worker.process.kill()
         self.workers.remove(worker)
         if not worker.ready:
-            # The owner of the pool raises a refusal, or goes on without a worker: then starts have pauses, too.
-            self._start_failed()
+            # The owner of the pool raises a refusal, or continues without a worker, and starts one with a backoff.
+            now = time.monotonic()
+            # Only the first failure of several workers that were started together counts.
+            if now >= self._start_at:
+                self.failed_starts += 1
+                pause = backoff(self.failed_starts, _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS)
+                self._start_at = now + pause
+                log.warning(f"{self.settings.name} did not start", reason=self.last_error, again_in_seconds=pause)
             return
-        log.warning(f"{self.settings.name} replaced", reason=self.trouble, pid=worker.process.pid)
+        log.warning(f"{self.settings.name} replaced", reason=self.last_error, pid=worker.process.pid)
         # At least one item fails, so that a batch which kills every worker comes to an end.
         failed = worker.running or list(worker.items)[:1]
         self.timeouts += is_late * len(failed)
         for ticket in failed:
-            self._results.append(Result(worker.items.pop(ticket), None, self.trouble))
+            self._results.append(Result(worker.items.pop(ticket), None, self.last_error))
         self._waiting.extendleft(reversed(worker.items.values()))
         if not self.ready:
             self._down_since = time.monotonic()
-
-    def _start_failed(self) -> None:
-        now = time.monotonic()
-        # Of several workers that were started together only the first failure counts.
-        if now < self._start_at:
-            return
-        self.failed_starts += 1
-        pause = backoff(self.failed_starts, _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS)
-        self._start_at = now + pause
-        log.warning(f"{self.settings.name} did not start", reason=self.trouble, again_in_seconds=pause)
 
     def _send_batches(self) -> None:
         for worker in self.workers:
@@ -230,4 +341,4 @@ class WorkerPool:
             return
         latest = time.monotonic() - self.settings.max_wait_seconds
         while self._waiting and max(self._waiting[0].submitted_at, self._down_since) < latest:
-            self._results.append(Result(self._waiting.popleft(), None, f"no worker: {self.trouble}"))
+            self._results.append(Result(self._waiting.popleft(), None, f"no worker: {self.last_error}"))

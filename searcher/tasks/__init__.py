@@ -1,7 +1,12 @@
 """Tasks: prompts with stable keys, and a scorer for their responses."""
 
+import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tba.common.config import TaskSection
@@ -11,8 +16,7 @@ from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
-from tba.searcher.tasks.mixture import make_mixture
-from tba.searcher.tasks.own import ATTRIBUTES, find_own
+from tba.searcher.tasks.mixture import MixtureTask
 from tba.searcher.tasks.reasoning import ReasoningGymTask
 from tba.searcher.tasks.task import LimitedTask, Task, least_reward
 
@@ -26,6 +30,8 @@ def _make_red_team(**options: Any) -> Task:
     return RedTeamTask(**options)
 
 
+# What every task has.
+_ATTRIBUTES = ("name", "prompts", "held_out", "score")
 # The names are those of `tba.common.config.task.TASKS`, without the mixture.
 _SHIPPED: dict[str, Callable[..., Task]] = {
     "answers": AnswersTask,
@@ -42,18 +48,18 @@ def load_task(config: TaskSection) -> Task:
     if config.name != MIXTURE:
         return _load(config)
     parts = [(part.label or None, _load(part), part.weight) for part in config.mixture]
-    return LimitedTask(make_mixture(parts), config.limit, config.held_out_limit)
+    return LimitedTask(MixtureTask(parts), config.limit, config.held_out_limit)
 
 
 def declared_floor(config: TaskSection) -> float:
     """Return the least reward of the configured task, without loading the data of a built-in one."""
-    return min(_declared(source) for source in config.sources)
-
-
-def _declared(source: TaskSource) -> float:
-    shipped = _SHIPPED.get(source.name)
-    # A class states it as an attribute. A function has to be called.
-    return least_reward(shipped if inspect.isclass(shipped) else _load(source))  # type: ignore[arg-type]
+    floors = []
+    for source in config.sources:
+        shipped = _SHIPPED.get(source.name)
+        # A class states it as an attribute. A function has to be called.
+        stated: Any = shipped if inspect.isclass(shipped) else _load(source)
+        floors.append(least_reward(stated))
+    return min(floors)
 
 
 def _load(source: TaskSource) -> Task:
@@ -66,7 +72,7 @@ def _task(source: TaskSource) -> Task:
     if source.reads_files:
         arguments |= {"train": source.train, "test": source.test}
     try:
-        make = shipped or find_own(source.name)
+        make = shipped or _find_own(source.name)
         _check_options(source, make)
         task = make(**arguments)
     # A shortage of memory may be transient, so it must not count as a mistake of the configuration.
@@ -75,9 +81,9 @@ def _task(source: TaskSource) -> Task:
     # User code may raise anything.
     except Exception as error:
         raise TaskError(f"task.name {source.name} cannot be loaded: {type(error).__name__}: {error}") from error
-    if missing := [attribute for attribute in ATTRIBUTES if not hasattr(task, attribute)]:
+    if missing := [attribute for attribute in _ATTRIBUTES if not hasattr(task, attribute)]:
         raise TaskError(
-            f"task {source.name} has no {', '.join(missing)}: a task has {', '.join(ATTRIBUTES)}, as the file that "
+            f"task {source.name} has no {', '.join(missing)}: a task has {', '.join(_ATTRIBUTES)}, as the file that "
             "`tba task new` writes"
         )
     return task
@@ -102,3 +108,87 @@ def _check_options(source: TaskSource, make: Callable[..., Task]) -> None:
     if unknown := [name for name in source.options if name not in known]:
         has = f"it has {', '.join(known)}" if known else "it has none"
         raise TaskError(f"task {source.name} has no option {', '.join(unknown)}: {has}")
+
+
+def _find_own(name: str) -> Callable[..., Any]:
+    """Return the class or function that a `task.name` denotes: `package.module:Class`, `file.py:Class`, or `file.py`.
+
+    A file without a name of a class must define exactly one class with the attributes of a task. Raises TaskError if it
+    does not, and whatever the import raises.
+    """
+    place, _, wanted = name.partition(":")
+    module = _load_file(Path(place)) if place.endswith(".py") else _import(name, place)
+    if not wanted:
+        return _only_task(module, place)
+    if not hasattr(module, wanted):
+        raise TaskError(f"task.name {name}: {place} has no {wanted}; {_found(_classes(module))}")
+    found: Callable[..., Any] = getattr(module, wanted)
+    return found
+
+
+def _import(name: str, place: str) -> ModuleType:
+    _search_last(Path.cwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        # One that the module itself imports is reported by its own name.
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise
+        raise TaskError(
+            f"task.name {name}: there is no Python module {error.name} here: name the file of the task, such as "
+            "my_task.py, or add the directory of the module to PYTHONPATH"
+        ) from None
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TaskError(f"task.name {path}: the file does not exist; it is relative to the working directory")
+    module_name = f"tba_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look up the module of a class by its name.
+    sys.modules[module_name] = module
+    _search_last(path.parent.absolute())
+    spec.loader.exec_module(module)
+    return module
+
+
+def _search_last(folder: Path) -> None:
+    """Find modules in a folder too. At the end: a file next to a task must not hide a module of another package."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _classes(module: ModuleType) -> list[type]:
+    """Return the classes that a module defines, without those that it imports."""
+    return [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+
+
+def _lacks(kind: type) -> list[str]:
+    # The name may be set by `__init__`.
+    return [attribute for attribute in _ATTRIBUTES[1:] if not hasattr(kind, attribute)]
+
+
+def _found(classes: list[type]) -> str:
+    """Return which classes a file defines, and what each one lacks to be a task."""
+    described = [
+        f"{kind.__name__}, which has no {', '.join(lacking)}" if (lacking := _lacks(kind)) else kind.__name__
+        for kind in classes
+    ]
+    return f"it defines {'; '.join(described) or 'no class'}"
+
+
+def _only_task(module: ModuleType, place: str) -> Callable[..., Any]:
+    classes = _classes(module)
+    tasks = [kind for kind in classes if not _lacks(kind)]
+    if len(tasks) > 1:
+        names = ", ".join(task.__name__ for task in tasks)
+        raise TaskError(f"task.name {place} has several tasks, {names}: name one, as {place}:{tasks[-1].__name__}")
+    if not tasks:
+        raise TaskError(
+            f"task.name {place} has no task, which is a class with {', '.join(_ATTRIBUTES)}; {_found(classes)}: "
+            "`tba task new` writes one that runs"
+        )
+    return tasks[0]

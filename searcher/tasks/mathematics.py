@@ -5,8 +5,6 @@ finds. Which answers are right, `verdict.py` decides.
 """
 
 import re
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from tba.common.errors import TaskError
@@ -64,7 +62,7 @@ class MathTask(RowsTask):
     def check(self) -> None:
         """Raise TaskError for a gold answer that math-verify cannot read: no response to it could be right."""
         for prompt in (*self._prompts, *self._held_out):
-            if not self._verdict(prompt, partial(is_readable, prompt.answer)):
+            if not self._is_readable(prompt):
                 raise TaskError(
                     f"task math: the gold answer {prompt.answer!r} of prompt {prompt.key} cannot be read as "
                     f"mathematics: correct or remove it; the prompt begins {prompt.text[:80]!r}"
@@ -73,25 +71,22 @@ class MathTask(RowsTask):
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         """Return 1 for a right answer in a finished response, else 0.
 
-        The part `verify_error` is 1 if math-verify failed or took too long: its answer is then unknown, and the reward
-        0. Raises RuntimeError outside the main thread, where its time limits do not work.
+        Raises what SymPy and math-verify raise, also for a time limit: whether the answer is right is then unknown.
+        Raises RuntimeError outside the main thread, where their time limits do not work.
         """
         boxed, gold = last_boxed(response), prompt.answer
-        right = finished and self._verdict(prompt, lambda: is_right(gold, _answer(response, boxed, gold)))
-        correct = float(bool(right))
-        parts = {CORRECT: correct, "has_boxed": float(boxed is not None), "verify_error": float(right is None)}
-        return Reward(correct, parts)
+        correct = float(finished and is_right(gold, _answer(response, boxed, gold)))
+        return Reward(correct, {CORRECT: correct, "has_boxed": float(boxed is not None)})
 
-    def _verdict(self, prompt: Prompt, verdict: Callable[[], bool]) -> bool | None:
-        """Return a verdict on a prompt's answer, None if it is unknown because SymPy or math-verify failed."""
+    def _is_readable(self, prompt: Prompt) -> bool:
         try:
-            return verdict()
+            return is_readable(prompt.answer)
         except (MemoryError, OutsideMainThread):
             raise
         # They raise many types for what they cannot read, and for a time limit a BaseException.
         except (Exception, math_verify().errors.TimeoutException) as error:  # noqa: BLE001
-            log.warning("answer not verified", task=self.name, prompt=prompt.key, error=repr(error)[:200])
-            return None
+            log.warning("gold answer not read", task=self.name, prompt=prompt.key, error=repr(error)[:200])
+            return False
 
     def _prompt(self, row: Any, *columns: str) -> Prompt:
         (answer,) = answers_in(row, columns[1])

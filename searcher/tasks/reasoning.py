@@ -1,21 +1,24 @@
 """Procedural problems of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760), with its scorers.
 
-The problems are made once per process that needs them, in a child process (`reasoning_items.py`), and each prompt
-carries its problem, so that a reward worker scores what the searcher generated.
+The problems are made once per process that needs them, in a child process, and each prompt carries its problem, so
+that a reward worker scores what the searcher generated. The child is `python -m tba.searcher.tasks.reasoning`: it reads
+`Items` as JSON on stdin, and prints [training problems, held-out problems] as JSON on stdout. With PYTHONHASHSEED = 0
+the problems depend on nothing but the settings and the version of reasoning-gym.
 """
 
+import hashlib
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.log import get_logger
-from tba.searcher.tasks.reasoning_items import Items, decode_entry
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 log = get_logger(__name__)
@@ -25,6 +28,31 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 _GENERATION_SECONDS = 600
 # Keys of a generator's table that are not settings of the generator.
 _WEIGHT = "weight"
+# Problems that are made for each one that is asked for, before a generator counts as exhausted.
+_ATTEMPTS = 4
+# Between the seeds of training and of held-out problems.
+_SEED_DISTANCE = 1_000_000_007
+_TUPLE, _DICT = "!tuple", "!dict"
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The problems to make: (weight, settings) by generator, their numbers, and the seed."""
+
+    generators: Mapping[str, tuple[float, Mapping[str, Any]]]
+    size: int
+    held_out_size: int
+    seed: int
+
+    @property
+    def counts(self) -> Mapping[str, tuple[int, ...]]:
+        """(training, held-out) problems of each generator, in proportion to the weights, at least one of each."""
+        total = sum(weight for weight, _ in self.generators.values())
+        shares = {name: weight / total for name, (weight, _) in self.generators.items()}
+        sizes = (self.size, self.held_out_size)
+        return {
+            name: tuple(max(1, round(size * share)) if size else 0 for size in sizes) for name, share in shares.items()
+        }
 
 
 class ReasoningGymTask:
@@ -62,23 +90,23 @@ class ReasoningGymTask:
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         """Return the score of the generator's own scorer, 0 to 1; 0 for a response that was cut off.
 
-        `correct` is 1 for a full score: some scorers give a little for a wrong answer of the right form. `score_error`
-        is 1 if the scorer failed on this answer, as some do on what is not a number; the score is then 0.
+        `correct` is 1 for a full score: some scorers give a little for a wrong answer of the right form. An answer for
+        which the scorer fails, as some do on what is not a number, is wrong if it can score the problem's own answer.
+        Raises what the scorer raises if it cannot: it then measures nothing.
         """
         problem = json.loads(prompt.answer)
-        score, failed = 0.0, False
+        scorer, entry = self._scorer(problem["generator"]), decode_entry(problem["entry"])
+        score = 0.0
         if finished:
             try:
-                score = float(self._scorer(problem["generator"])(_answer(response), decode_entry(problem["entry"])))
-                failed = not math.isfinite(score)
+                score = _finite(scorer(_answer(response), entry))
             except MemoryError:
                 raise
             # The scorers are programs for well-formed answers, and raise many types for others.
             except Exception as error:  # noqa: BLE001
+                _finite(scorer(entry["answer"], entry))
                 log.info("scorer failed", generator=problem["generator"], prompt=prompt.key, error=repr(error)[:200])
-                failed = True
-        score = 0.0 if failed else score
-        return Reward(score, {CORRECT: float(score >= 1), "score": score, "score_error": float(failed)})
+        return Reward(score, {CORRECT: float(score >= 1), "score": score})
 
     @cached_property
     def _made(self) -> tuple[list[Prompt], list[Prompt]]:
@@ -103,6 +131,12 @@ class ReasoningGymTask:
             dataset = self._library.create_dataset(generator, size=1, seed=self._seed, **settings)
             self._scorers[generator] = dataset.score_answer
         return self._scorers[generator]
+
+
+def _finite(score: Any) -> float:
+    if not math.isfinite(number := float(score)):
+        raise ValueError(f"the scorer returned {number}")
+    return number
 
 
 def _answer(response: str) -> str:
@@ -136,10 +170,10 @@ def _make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
     Some generators iterate over sets, whose order depends on the hash seed of the process, so it is set to 0.
     """
-    command = [sys.executable, "-m", "tba.searcher.tasks.reasoning_items"]
+    command = [sys.executable, "-m", "tba.searcher.tasks.reasoning"]
     try:
         made = subprocess.run(  # noqa: S603
-            command, input=items.to_json(), capture_output=True, text=True, timeout=_GENERATION_SECONDS,
+            command, input=json.dumps(asdict(items)), capture_output=True, text=True, timeout=_GENERATION_SECONDS,
             env={**os.environ, "PYTHONHASHSEED": "0"}, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -160,3 +194,76 @@ def _reasoning_gym() -> Any:
     except ImportError:
         raise MissingExtra("reasoning_gym", "reasoning") from None
     return reasoning_gym
+
+
+def make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the training and the held-out problems. No question occurs twice, in either or in both."""
+    training: list[dict[str, Any]] = []
+    held_out: list[dict[str, Any]] = []
+    for name, (size, held_out_size) in items.counts.items():
+        _, settings = items.generators[name]
+        seen: set[str] = set()
+        # Held-out ones first: a generator with few different questions then has fewer training problems.
+        held_out += _different(name, held_out_size, items.seed + _SEED_DISTANCE, settings, seen)
+        training += _different(name, size, items.seed, settings, seen)
+    # The first N, of `task.limit`, then have the proportions of all.
+    return sorted(training, key=_order), sorted(held_out, key=_order)
+
+
+def _order(problem: dict[str, Any]) -> str:
+    return hashlib.sha256(problem["key"].encode()).hexdigest()
+
+
+def _different(
+    name: str, size: int, seed: int, settings: Mapping[str, Any], seen: set[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield up to `size` problems whose questions are not in `seen`, and add them."""
+    import reasoning_gym
+
+    dataset = reasoning_gym.create_dataset(name, size=size * _ATTEMPTS, seed=seed, **settings) if size else []
+    made = 0
+    for index in range(size * _ATTEMPTS):
+        if made == size:
+            return
+        entry = dataset[index]
+        if entry["question"] in seen:
+            continue
+        seen.add(entry["question"])
+        made += 1
+        yield {
+            "key": f"{name}-{seed}-{index}",
+            "generator": name,
+            "question": entry["question"],
+            "entry": encode_entry(entry),
+        }
+
+
+def encode_entry(value: Any) -> Any:
+    """Return a value as JSON holds it, with tuples and other keys than strings marked, so that it can be restored."""
+    if isinstance(value, tuple):
+        return {_TUPLE: [encode_entry(item) for item in value]}
+    if isinstance(value, list):
+        return [encode_entry(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: encode_entry(item) for key, item in value.items()}
+    if isinstance(value, dict):
+        return {_DICT: [[encode_entry(key), encode_entry(item)] for key, item in value.items()]}
+    # Scalars of NumPy.
+    return value.item() if hasattr(value, "item") else value
+
+
+def decode_entry(value: Any) -> Any:
+    """Return the value that `encode_entry` was given."""
+    if isinstance(value, list):
+        return [decode_entry(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_TUPLE}:
+        return tuple(decode_entry(value[_TUPLE]))
+    if value.keys() == {_DICT}:
+        return {decode_entry(key): decode_entry(item) for key, item in value[_DICT]}
+    return {key: decode_entry(item) for key, item in value.items()}
+
+
+if __name__ == "__main__":
+    json.dump(make(Items(**json.load(sys.stdin))), sys.stdout)

@@ -7,12 +7,17 @@ What the trainer wrote into the directory of this node is complete already. Ever
 never change, so that an engine can reload the weights it served before. Deltas are fetched if they are fewer bytes than
 the weights. If one is missing or damaged, or the result has another hash, the weights are fetched. The base of the
 newest adapters is kept however old it is: every one of them needs it.
+
+The searchers of one node share the snapshots: each is assembled once, in a `.part` directory that is resumed after a
+crash, kept while in use, then deleted. Names and locks: `tba.common.weights.node_store`.
 """
 
 import contextlib
 import functools
+import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,16 +27,30 @@ from tba.common.errors import DamagedInUse, SnapshotCorrupt, SnapshotError, Snap
 from tba.common.log import get_logger
 from tba.common.system.durable import copy_file, link_or_copy
 from tba.common.weights import delta
-from tba.common.weights.node_store import MEMORY, PinnedSnapshot, pin
+from tba.common.weights.node_store import (
+    DELETED,
+    MEMORY,
+    SNAPSHOT,
+    PinnedSnapshot,
+    delete,
+    is_named,
+    is_verified,
+    make_directory,
+    mark_verified,
+    modified_at,
+    pin,
+    try_lock,
+    unmark_verified,
+)
 from tba.common.weights.snapshot import (
     MANIFEST,
     FileEntry,
-    Manifest,
     Snapshot,
     SnapshotKey,
     check_file,
     check_hash,
     check_manifest,
+    check_size,
     directory_name,
     read,
     read_error,
@@ -39,24 +58,167 @@ from tba.common.weights.snapshot import (
 from tba.common.weights.tensor_file import map_tensors
 from tba.common.wire.keys import KeyPair
 from tba.common.wire.messages import WeightsRef
-from tba.searcher.weights.fetch import Nodes
-from tba.searcher.weights.node_cache import NodeCache
-from tba.searcher.weights.progress import Progress
+from tba.searcher.weights.fetch import Nodes, Progress
 
 log = get_logger(__name__)
 
 _CHAIN = "chain"
-# Fetches a snapshot's file to a path, which may hold a prefix of it already: version, name, path, and the size in bytes
-# if it is known. Returns the BLAKE3 of the file if that was computed on the way. Raises SnapshotError.
-Fetch = Callable[[int, str, Path, int | None], str | None]
+# Unused snapshots to keep: the base of the next delta, and the one before it in case a swap is rolled back.
+_KEPT = 2
+_POLL_SECONDS = 0.1
+
+
+class NodeCache:
+    """The cache as one searcher process uses it; others of the node use the same directory. Used by one thread.
+
+    Raises ConfigError if the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, progress: Progress) -> None:
+        self.directory = directory
+        self._progress = progress
+        self._created: set[Path] = set()
+        make_directory(directory)
+
+    def find(self, key: SnapshotKey, *, trust: bool = True) -> PinnedSnapshot | None:
+        """Pin a complete snapshot; None if it is not here, or is damaged (then it is deleted).
+
+        Its files are hashed unless the process that made it has recorded their hashes and `trust` accepts that. Raises
+        DamagedInUse if it is damaged and another process uses it.
+        """
+        pinned = pin(self.directory, key)
+        if pinned is None:
+            return None
+        try:
+            self._check(key, pinned.path, trust=trust)
+        except SnapshotError as error:
+            # If it is in use it stays, and no other process may trust it.
+            unmark_verified(pinned.path)
+            pinned.release()
+            log.warning("cached weights are damaged", path=pinned.path, reason=str(error))
+            if not delete(pinned.path):
+                raise DamagedInUse(f"{error}, and a process of this node uses it") from error
+            return None
+        return pinned
+
+    def _check(self, key: SnapshotKey, path: Path, *, trust: bool) -> None:
+        """Check a complete snapshot. Raises SnapshotError.
+
+        The files that an adapter shares with its base are checked with the base: else each adapter would cost a hash of
+        all weights.
+        """
+        check_manifest(path, key.manifest_sha256)
+        manifest = read(path).manifest
+        files = {**manifest.files, **manifest.model_files}
+        if trust and is_verified(path, key.manifest_sha256):
+            for name, entry in files.items():
+                check_size(path / name, entry)
+            return
+        base = self.find(manifest.base_key, trust=trust) if manifest.base_key else None
+        try:
+            for name, entry in files.items():
+                with contextlib.suppress(OSError):
+                    if base is not None and (base.path / name).samefile(path / name):
+                        continue
+                check_file(path / name, entry)
+        finally:
+            if base is not None:
+                base.release()
+        # Without space for the record, the next one to use it hashes it again.
+        with contextlib.suppress(OSError):
+            mark_verified(path, key.manifest_sha256)
+
+    @contextlib.contextmanager
+    def assembling(self, key: SnapshotKey) -> Iterator[Path | None]:
+        """Lock a directory to assemble a snapshot in, which becomes the complete one if the block succeeds.
+
+        The block checks all hashes. The directory may hold what an interrupted process left. Waits while another
+        process assembles the same snapshot, and yields None once that one has finished or given up: then `find` it, or
+        try again. Raises SnapshotOutdated if another snapshot is wanted while waiting.
+        """
+        final = self.directory / key.name
+        part = self.directory / f".{key.name}.part"
+        # `clear` deletes the cache of a finished run, which may have been extended since.
+        make_directory(self.directory)
+        part.mkdir(exist_ok=True)
+        try:
+            descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            yield None
+            return
+        try:
+            # A renamed directory stays locked as long as it is in use: waiting for that could take hours.
+            while is_named(descriptor, part) and not try_lock(descriptor):
+                self._progress.report(f"waiting for another searcher of this node to get {key.name.split('-')[0]}")
+                self._progress.check(part.name)
+                time.sleep(_POLL_SECONDS)
+            self._progress.report("")
+            # The name is checked again under the lock: the holder before us may have given the directory its final
+            # name, and then this descriptor is the finished snapshot.
+            if not is_named(descriptor, part) or final.exists():
+                yield None
+                return
+            self._created |= {final, part}
+            yield part
+            mark_verified(part, key.manifest_sha256)
+            os.rename(part, final)
+        finally:
+            os.close(descriptor)
+
+    def collect(self) -> None:
+        """Delete unused snapshots except the newest few, and abandoned parts older than the newest snapshot."""
+        # By age, not by version: another run of this name may have had higher versions.
+        finished = sorted(self.directory.glob(SNAPSHOT), key=modified_at)
+        parts = [
+            path
+            for path in self.directory.glob(f".{SNAPSHOT}.part")
+            if finished and modified_at(path) < modified_at(finished[-1])
+        ]
+        for path in [*finished[:-_KEPT], *parts]:
+            delete(path)
+        for rest in self.directory.glob(DELETED):
+            shutil.rmtree(rest, ignore_errors=True)
+
+    def remove_created(self) -> None:
+        """Delete what this process has created and no process uses, and the directory if it is empty then."""
+        for path in self._created:
+            delete(path)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where the files of snapshots come from. A remote one may have deltas."""
+class _Trainer:
+    """The trainer's directory of the announced snapshot, on this machine or a shared file system."""
 
-    fetch: Fetch
-    remote: bool
+    path: Path
+    remote = False
+
+    def fetch(self, version: int, name: str, target: Path, _size: int | None) -> str | None:
+        """Hard-link a file, so that it outlives the original, or else copy it. Raises SnapshotError.
+
+        The base of the snapshot has the plain name of its version.
+        """
+        own = self.path.name.split("-")[0] == directory_name(version)
+        source = (self.path if own else self.path.with_name(directory_name(version))) / name
+        target.unlink(missing_ok=True)
+        try:
+            reason = link_or_copy(source, target)
+        except OSError as error:
+            raise read_error(
+                error,
+                f"{source}: {error.strerror}: already deleted, or not on this machine: searchers on others need "
+                "a shared file system, or train.serve_snapshots in the trainer's configuration",
+            ) from error
+        # Where searchers read weights from memory, a copy of those that are on disk is due.
+        if reason and name.endswith(".safetensors") and not target.is_relative_to(MEMORY):
+            _log_copy(source.parent.parent, target.parent.parent, reason)
+        return None
+
+
+# `fetch` brings a snapshot's file to a path, which may hold a prefix of it already. It returns the BLAKE3 of the file,
+# if that was computed on the way. A `remote` source may have deltas.
+Source = Nodes | _Trainer
 
 
 class SnapshotAssembler:
@@ -96,7 +258,11 @@ class SnapshotAssembler:
                     f"v{ref.version} cannot be assembled in {self._cache.directory}: {error}"
                 ) from error
         snapshot = read(pinned.path)
-        self._keep_base(snapshot.manifest)
+        base = snapshot.manifest.base_key
+        # Absent if another searcher of the node has assembled this snapshot.
+        if base is not None and (kept := pin(self._cache.directory, base)) is not None:
+            self.close()
+            self._base = kept
         self._cache.collect()
         return snapshot, pinned
 
@@ -110,13 +276,6 @@ class SnapshotAssembler:
         if self._base is not None:
             self._base.release()
             self._base = None
-
-    def _keep_base(self, manifest: Manifest) -> None:
-        """Pin the base of adapters, if it is here: another searcher of the node may have assembled this snapshot."""
-        base = manifest.base_key
-        if base is not None and (pinned := pin(self._cache.directory, base)) is not None:
-            self.close()
-            self._base = pinned
 
     def _complete(self, source: Source, key: SnapshotKey, *, refresh: bool) -> PinnedSnapshot:
         trust = not refresh
@@ -148,7 +307,7 @@ class SnapshotAssembler:
             base, changes = found
             try:
                 for change in changes:
-                    self._fetch_delta(source, published.path, change)
+                    _fetch_delta(source, published.path, change)
                 _patch(base.path, published, changes)
             finally:
                 base.release()
@@ -174,15 +333,6 @@ class SnapshotAssembler:
             directory.mkdir(parents=True, exist_ok=True)
             changes.insert(0, _fetch_manifest(source, change.base_key, directory))
         return None
-
-    def _fetch_delta(self, source: Source, part: Path, change: Snapshot) -> None:
-        assert change.manifest.delta is not None
-        version, unpacked = change.manifest.version, _unpacked(part, change)
-        unpacked.parent.mkdir(exist_ok=True)
-        packed = unpacked.with_suffix(".zst")
-        _fetch_verified(source, version, delta.FILE, packed, change.manifest.delta.file)
-        delta.unpack_delta(packed, unpacked, change.manifest.delta.bytes)
-        packed.unlink()
 
     def _link_base(self, source: Source, published: Snapshot, *, refresh: bool) -> None:
         """Put the files of an adapter's base next to its own."""
@@ -217,6 +367,16 @@ class SnapshotAssembler:
         for name, entry in base.manifest.files.items():
             _fetch_verified(source, key.version, name, directory / name, entry)
         return PinnedSnapshot(directory)
+
+
+def _fetch_delta(source: Source, part: Path, change: Snapshot) -> None:
+    assert change.manifest.delta is not None
+    version, unpacked = change.manifest.version, _unpacked(part, change)
+    unpacked.parent.mkdir(exist_ok=True)
+    packed = unpacked.with_suffix(".zst")
+    _fetch_verified(source, version, delta.FILE, packed, change.manifest.delta.file)
+    delta.unpack_delta(packed, unpacked, change.manifest.delta.bytes)
+    packed.unlink()
 
 
 def _patch(base: Path, published: Snapshot, changes: list[Snapshot]) -> None:
@@ -261,7 +421,7 @@ def _open_source(
         # A trainer on this machine writes to the files of old snapshots again, unless they are held.
         pinned = pin(path.parent, key) if path.name == key.name else None
         try:
-            yield Source(functools.partial(_link, path), remote=False)
+            yield _Trainer(path)
         finally:
             if pinned is not None:
                 pinned.release()
@@ -272,57 +432,35 @@ def _open_source(
             "set train.serve_snapshots"
         )
     with contextlib.closing(Nodes(nodes, ref.address, clock, progress, own)) as fetched:
-        yield Source(fetched.fetch, remote=True)
-
-
-def _link(path: Path, version: int, name: str, target: Path, _size: int | None) -> None:
-    """Hard-link a file of the trainer's directory, so that it outlives the original, or else copy it.
-
-    `path` is the directory of the announced snapshot. Its base has the plain name of its version.
-    """
-    own = path.name.split("-")[0] == directory_name(version)
-    source = (path if own else path.with_name(directory_name(version))) / name
-    target.unlink(missing_ok=True)
-    try:
-        obstacle = link_or_copy(source, target)
-    except OSError as error:
-        raise read_error(
-            error,
-            f"{source}: {error.strerror}: already deleted, or not on this machine: searchers on others need "
-            "a shared file system, or train.serve_snapshots in the trainer's configuration",
-        ) from error
-    # Where searchers read weights from memory, a copy of those that are on disk is due.
-    if obstacle and name.endswith(".safetensors") and not target.is_relative_to(MEMORY):
-        _log_copy(source.parent.parent, target.parent.parent, obstacle)
+        yield fetched
 
 
 @functools.cache
-def _log_copy(source: Path, target: Path, obstacle: str) -> None:
+def _log_copy(source: Path, target: Path, reason: str) -> None:
     """Log once why weights are copied."""
     log.warning(
         "weights are copied, not linked: a search.weights_dir on the file system of the snapshots would save that",
         snapshots=source,
         weights_dir=target,
-        reason=obstacle,
+        reason=reason,
     )
 
 
 def _fetch_verified(source: Source, version: int, name: str, target: Path, entry: FileEntry) -> None:
     """Fetch a file and check its hash; on a mismatch, fetch it once more from the start. Raises SnapshotError."""
-    try:
-        _fetch_once(source, version, name, target, entry)
-    except SnapshotCorrupt as error:
-        log.warning("fetched again", file=name, version=version, reason=str(error))
-        target.unlink(missing_ok=True)
-        _fetch_once(source, version, name, target, entry)
-
-
-def _fetch_once(source: Source, version: int, name: str, target: Path, entry: FileEntry) -> None:
-    found = source.fetch(version, name, target, entry.bytes)
-    if found is None:
-        check_file(target, entry)
-    else:
-        check_hash(target, found, entry.blake3)
+    for last in (False, True):
+        try:
+            found = source.fetch(version, name, target, entry.bytes)
+            if found is None:
+                check_file(target, entry)
+            else:
+                check_hash(target, found, entry.blake3)
+            return
+        except SnapshotCorrupt as error:
+            if last:
+                raise
+            log.warning("fetched again", file=name, version=version, reason=str(error))
+            target.unlink(missing_ok=True)
 
 
 def _fetch_manifest(source: Source, key: SnapshotKey, directory: Path) -> Snapshot:

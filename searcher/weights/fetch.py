@@ -1,4 +1,4 @@
-"""Download snapshot files from the trainer or from other nodes, where no file system is shared.
+"""Download snapshot files from the trainer or from other nodes, where no file system is shared, and serve this node's.
 
 A file is requested in chunks, several at a time, and written from front to back. The part on disk is therefore always
 a prefix of the file, and a download that was interrupted, or whose process died, resumes at its end. The hash is
@@ -14,15 +14,17 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from tba.common.clock import Clock
-from tba.common.errors import ConfigError, SnapshotError, SnapshotMissing, SnapshotOutdated, WireError
+from tba.common.config import Config
+from tba.common.errors import AddressInUse, ConfigError, SnapshotError, SnapshotMissing, SnapshotOutdated, WireError
 from tba.common.log import get_logger
 from tba.common.weights import delta
+from tba.common.weights.node_store import make_directory, weights_directory
+from tba.common.weights.snapshot_server import NodeServer, address_of
 from tba.common.wire.channels import ClientChannel
 from tba.common.wire.codec import PlainReply, decode_plain_reply, encode_request
 from tba.common.wire.file_messages import MAX_CHUNK_BYTES, Chunk, FetchChunk
-from tba.common.wire.keys import KeyPair, announced
+from tba.common.wire.keys import KeyPair, announced, server_keys, with_key
 from tba.common.wire.messages import Failure
-from tba.searcher.weights.progress import Progress
 
 log = get_logger(__name__)
 
@@ -36,6 +38,30 @@ _TIMEOUT_SECONDS = 10.0
 _NODE_SECONDS = 5.0
 # Shorter silences are not reported.
 _REPORT_SECONDS = 3.0
+# Between two attempts to listen while another searcher of the node serves its snapshots.
+_RETRY_SECONDS = 10.0
+
+
+class Progress:
+    """What the preparing thread waits for, and whether it should stop waiting.
+
+    The preparing thread calls `report` and `check`; another thread sets `outdated` and reads `waits_for`.
+    """
+
+    def __init__(self) -> None:
+        # Set when another snapshot is wanted, or none at all: then only work that makes progress continues.
+        self.outdated = False
+        # A sentence for people, empty while nothing is waited for.
+        self.waits_for = ""
+
+    def report(self, waits_for: str) -> None:
+        """Publish what is waited for; an empty string when the wait is over."""
+        self.waits_for = waits_for
+
+    def check(self, what: str) -> None:
+        """Raise SnapshotOutdated if `what` is not needed any more. Called while waiting, not while progressing."""
+        if self.outdated:
+            raise SnapshotOutdated(f"{what} is no longer wanted")
 
 
 class Fetcher:
@@ -80,7 +106,7 @@ class Fetcher:
                 started_at = os.fstat(file.fileno()).st_size
                 digest = blake3()
                 if started_at:
-                    log.info("fetch goes on", file=name, version=version, at_mbytes=started_at / 1e6)
+                    log.info("fetch resumed", file=name, version=version, at_mbytes=started_at / 1e6)
                     digest.update_mmap(target)
                 self._download(version, name, file, started_at, size, digest)
         except OSError as error:
@@ -106,12 +132,19 @@ class Fetcher:
         asked_to = written
         received_at = asked_at = self._clock.monotonic()
         while size is None or written < size:
-            if self._reconnected():
+            # Requests in flight are lost with their connection.
+            if self._channel.connections != self._connections:
+                self._connections = self._channel.connections
                 asked_to, asked_at = written, self._clock.monotonic()
             # While the size is unknown one chunk is requested: its reply holds the size.
             end = written + 1 if size is None else min(size, written + _WINDOW * _CHUNK_BYTES)
             for offset in range(max(asked_to, written), end, _CHUNK_BYTES):
-                if not self._request(FetchChunk(version=version, file=name, offset=offset, length=_CHUNK_BYTES)):
+                self._last_id += 1
+                asked = FetchChunk(version=version, file=name, offset=offset, length=_CHUNK_BYTES)
+                sender = f"fetch.{os.getpid()}"
+                frames = encode_request(asked, id=self._last_id, role="searcher", sender=sender, run="")
+                # False without a connection.
+                if not self._channel.send(frames):
                     break
                 asked_to = offset + _CHUNK_BYTES
             reply = self._receive()
@@ -138,12 +171,6 @@ class Fetcher:
             digest.update(content)
             written += content.nbytes
 
-    def _request(self, message: FetchChunk) -> bool:
-        """Send a request. False if there is no connection."""
-        self._last_id += 1
-        frames = encode_request(message, id=self._last_id, role="searcher", sender=f"fetch.{os.getpid()}", run="")
-        return self._channel.send(frames)
-
     def _receive(self) -> PlainReply | None:
         """The next reply; None if none arrives within the polling interval, or it is malformed."""
         frames = self._channel.receive(_POLL_SECONDS)
@@ -152,11 +179,6 @@ class Fetcher:
         except WireError as error:
             log.warning("chunk dropped", reason=str(error))
             return None
-
-    def _reconnected(self) -> bool:
-        """Whether the connection is another one than at the last call. Requests in flight are lost then."""
-        before, self._connections = self._connections, self._channel.connections
-        return self._connections != before
 
     def _chunk(self, reply: PlainReply, what: str, offset: int, size: int | None) -> tuple[memoryview, int]:
         """The chunk of a reply and the size of the file. Raises SnapshotError for a refusal or unexpected sizes."""
@@ -192,6 +214,8 @@ class Nodes:
     fetched again, because it had another hash, comes from the trainer.
     """
 
+    remote = True
+
     def __init__(
         self, nodes: Sequence[str], trainer: str, clock: Clock, progress: Progress, own: KeyPair | None
     ) -> None:
@@ -226,3 +250,39 @@ class Nodes:
         if address not in self._fetchers:
             self._fetchers[address] = Fetcher(address, self._clock, self._progress, patience, self._own)
         return self._fetchers[address]
+
+
+class Serving:
+    """Runs the node's server in this searcher unless another searcher of the node does. Used by one thread.
+
+    `address` is the node's, whichever of its searchers listens there; empty if the node serves nothing.
+    """
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self._endpoint = config.search.serve_snapshots
+        self._keys = None
+        if self._endpoint:
+            self._keys = server_keys(config.security, self._endpoint, "search.serve_snapshots")
+        self.address = with_key(address_of(self._endpoint), self._keys)
+        self._directory = weights_directory(config)
+        self._clock = clock
+        self._server: NodeServer | None = None
+        # Monotonic.
+        self._retry_at = 0.0
+
+    def update(self) -> None:
+        """Listen if no searcher of this node does. Raises ConfigError, or what ended the server."""
+        if self._server is not None:
+            self._server.check()
+        elif self._endpoint and self._clock.monotonic() >= self._retry_at:
+            try:
+                make_directory(self._directory)
+                self._server = NodeServer(self._endpoint, self._directory, self._keys)
+            except AddressInUse:
+                log.debug("another searcher of this node serves its snapshots", address=self.address)
+                self._retry_at = self._clock.monotonic() + _RETRY_SECONDS
+
+    def close(self) -> None:
+        """End the server. Closing twice is fine."""
+        if self._server is not None:
+            self._server.close()

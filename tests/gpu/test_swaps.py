@@ -32,7 +32,7 @@ def lab(tmp_path_factory):
 
 def addresses(engine):
     """Of all parameters and buffers: what CUDA graphs depend on."""
-    model = engine._running._llm.model_executor.driver_worker.worker.get_model()
+    model = engine._llm.model_executor.driver_worker.worker.get_model()
     return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
@@ -43,7 +43,7 @@ def test_thirty_swaps_in_place_under_cuda_graphs(lab, tied, record_property):
     engine = lab.engine(
         model, dtype="bfloat16", canary_tolerance=TOLERANCE, enforce_eager=False, gpu_memory_utilization=0.3
     )
-    mode = str(engine._running._llm.vllm_config.compilation_config.cudagraph_mode)
+    mode = str(engine._llm.vllm_config.compilation_config.cudagraph_mode)
     assert "NONE" not in mode
     before, pauses, ids = addresses(engine), [], lab.tokens(3, 40)
     for number in range(30):
@@ -86,7 +86,7 @@ def test_the_pause_of_a_swap_is_shorter_than_vllms_own_reload(lab, record_proper
     reloads, reports = [], []
     for snapshot in snapshots * 2:
         started = time.perf_counter()
-        engine._running.call("tba_reload", [*map(str, snapshot.weight_files)], 1)
+        engine.call("tba_reload", [*map(str, snapshot.weight_files)], 1)
         reloads.append(time.perf_counter() - started)
     for snapshot in snapshots * 3:
         requests = [lab.submit(engine, lab.tokens(n, 64), SamplingSettings(1.0, 1.0, 32)) for n in range(64)]

@@ -20,4 +20,5 @@ def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_SECOND
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not true within {seconds} s"
-        time.sleep(0.01)
+        # Many conditions open a database, and the processes that are waited for need the processor.
+        time.sleep(0.03)

@@ -53,7 +53,7 @@ REQUESTS = {
         seconds=0.5,
         metrics={"accuracy": 0.5},
         intervals={"accuracy": (0.25, 0.75)},
-        not_measured="1 of 2 answers could not be scored: ConnectError",
+        not_measured="1 of 2 responses could not be scored: ConnectError",
         responses=[
             HeldOutResponse(
                 prompt="p", prompt_text="1+1=", answer="2", response="3", reward=0.0, reward_parts={"correct": 0.0}

@@ -45,7 +45,7 @@ def engine(model: str, count: int) -> tuple[int, float]:
     from tba.common.config.search import SearchSection
     from tba.searcher.engines.engine import GenerationRequest, SamplingSettings
     from tba.searcher.engines.vllm.engine import VllmEngine
-    from tba.tests.helpers.end_tokens import end_tokens
+    from tba.tests.helpers.engines import end_tokens
 
     search = SearchSection(max_model_len=CONTEXT, max_in_flight=IN_FLIGHT, gpu_memory_utilization=MEMORY)
     running = VllmEngine(

@@ -158,7 +158,7 @@ class HeldBack(HostileTask):
     """Loads in the searcher, but not in a worker."""
 
     def __init__(self):
-        if "task_worker" in sys.argv[0]:
+        if "task_scorer" in sys.argv[0]:
             raise OSError("no licence server")
 
 
@@ -166,7 +166,7 @@ class SlowOnce(HostileTask):
     """The first worker that loads it hangs."""
 
     def __init__(self):
-        if "task_worker" in sys.argv[0] and first("slow"):
+        if "task_scorer" in sys.argv[0] and first("slow"):
             time.sleep(3600)
 
 
@@ -174,5 +174,5 @@ class Unsteady(HostileTask):
     """The first worker that loads it is killed, as the kernel does when memory is short."""
 
     def __init__(self):
-        if "task_worker" in sys.argv[0] and first("killed"):
+        if "task_scorer" in sys.argv[0] and first("killed"):
             os.kill(os.getpid(), 9)

@@ -1,16 +1,20 @@
 """Real `tba` processes, each ended by the test that started it."""
 
+import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from tba.common.system.process import PARENT_VARIABLE
 from tba.tests.conftest import EXAMPLE_MODEL
@@ -29,6 +33,23 @@ class RunConfig:
     @property
     def database(self) -> Path:
         return self.directory / "buffer.sqlite"
+
+    def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        """Return the rows of a query of the database, which a buffer may be writing to."""
+        with closing(sqlite3.connect(f"file:{self.database}?mode=ro", uri=True)) as database, database:
+            return database.execute(sql, values).fetchall()
+
+    def steps_trained(self) -> int:
+        """Return the number of trained steps, 0 as long as there is no database."""
+        try:
+            return int(self.query("SELECT COUNT(trained_at) FROM batches")[0][0])
+        except sqlite3.OperationalError:
+            return 0
+
+    def lines(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """Return the complete lines of a file of the run: the last one may still be being written."""
+        path = self.directory / file
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def free_port() -> int:
@@ -106,8 +127,6 @@ def toml(section: str, values: dict[str, Any]) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    import json
-
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -120,6 +139,16 @@ def _toml_value(value: Any) -> str:
 def run_config(make_config: Callable[..., RunConfig]) -> RunConfig:
     """A minimal configuration, with one prompt per batch."""
     return make_config(train={"prompts_per_step": 1})
+
+
+@pytest.fixture
+def raw(config: RunConfig) -> Iterator[Any]:
+    """A socket that sends arbitrary frames to the buffer of the fixture `config`."""
+    socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(config.address)
+    yield socket
+    socket.close()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import re
 import shutil
 import sqlite3
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tba.tests.helpers.checks import wait_until
 from tba.tests.process.conftest import arithmetic, free_port
 from tba.tests.runner import size
 
@@ -154,9 +154,9 @@ def poison(database: Path) -> None:
 def visit(chromium, runs, start_tba) -> Iterator[Callable[[int], Watched]]:
     """A function that opens a page of a width on `tba ui` over both runs, and notes what goes wrong on it."""
     base, opened = f"http://127.0.0.1:{free_port()}", []
-    wait_for((runs[1] / "buffer.sqlite").exists, "the live run has no database")
+    wait_until((runs[1] / "buffer.sqlite").exists, what="the live run has no database")
     server = start_tba("ui", *map(str, runs), "--port", base.rpartition(":")[2])
-    wait_for(lambda: answers(base, server), "`tba ui` does not answer")
+    wait_until(lambda: answers(base, server), what="`tba ui` does not answer")
 
     def open_page(width: int) -> Watched:
         context = chromium.new_context(viewport={"width": width, "height": 800})
@@ -175,13 +175,6 @@ def answers(base: str, server: subprocess.Popen[bytes]) -> bool:
         return bool(urllib.request.urlopen(base, timeout=5).status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def wait_for(condition: Callable[[], bool], sentence: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, sentence
-        time.sleep(0.1)
 
 
 def kind(address: str) -> str:
@@ -227,7 +220,7 @@ def live_page_follows_the_run(browser: Watched) -> None:
     browser.page.wait_for_selector(".badge.running")
     before = browser.page.inner_text("#live .facts")
     # The page changes without a reload; its policy forbids `wait_for_function`.
-    wait_for(lambda: browser.page.inner_text("#live .facts") != before, "the page does not follow the run")
+    wait_until(lambda: browser.page.inner_text("#live .facts") != before, what="the page does not follow the run")
     browser.page.wait_for_selector(".u-over")
 
 

@@ -15,7 +15,7 @@ from tba.common.errors import StorageError
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.status_messages import GetStatus, Status
-from tba.searcher.delivery import window
+from tba.searcher.delivery import delivery
 from tba.searcher.delivery.delivery import Delivery
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.faults import row
@@ -29,7 +29,7 @@ ROWS = 4
 @pytest.fixture(autouse=True)
 def small_window(monkeypatch):
     """A few puts are then enough to exceed the window."""
-    monkeypatch.setattr(window, "_MAX_PUTS", 32)
+    monkeypatch.setattr(delivery, "_MAX_PUTS", 32)
 
 
 @pytest.fixture

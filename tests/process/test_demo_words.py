@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,11 +26,18 @@ def prepare(out, *arguments: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (out / "pairs.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
+    """What prepare.py writes, and its pairs."""
+    directory = tmp_path_factory.mktemp("words") / "start"
+    return directory, prepare(directory, *size(("--pairs", "400"), ()))
+
+
 @pytest.mark.slow
-def test_the_pairs_are_solutions_of_which_many_misread_an_event(tmp_path):
+def test_the_pairs_are_solutions_of_which_many_misread_an_event(prepared):
     from transformers import AutoTokenizer
 
-    pairs = prepare(tmp_path, "--pairs", "400")
+    directory, pairs = prepared
     task = load_task(TaskSection(name=str(ROOT / "examples/words/words.py")))
     prompts = {prompt.text: prompt for prompt in task.prompts()}
     held_out = {prompt.text for prompt in task.held_out()}
@@ -38,7 +46,7 @@ def test_the_pairs_are_solutions_of_which_many_misread_an_event(tmp_path):
     assert 0.4 < sum(totals) / len(totals) < 0.9
     misread = [pair["response"] for pair, total in zip(pairs, totals, strict=True) if not total]
     assert all(re.search("sells|gives", response) for response in misread)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "untrained")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "untrained")
     ids = [tokenizer.encode(pair["response"]) for pair in pairs]
     assert tokenizer.batch_decode(ids) == [pair["response"] for pair in pairs]
     assert tokenizer.unk_token_id not in {token for row in ids for token in row}
@@ -64,15 +72,14 @@ def test_only_a_finished_right_answer_at_the_end_counts():
 
 
 @pytest.mark.slow
-def test_the_demo_of_word_problems_runs_from_an_untrained_model(tba, tmp_path):
+def test_the_demo_of_word_problems_runs_from_an_untrained_model(prepared, tba, tba_here, tmp_path):
     """In full size it gains 20 points on held-out problems. Small, every stage runs and leaves what it should."""
-    start, directory = tmp_path / "start", tmp_path / "demo"
-    prepare(start, *size(("--pairs", "256"), ()))
-    sft = tba(
-        "sft", str(start / "pairs.jsonl"), "--config", CONFIG, "--model", str(start / "untrained"),
-        "--out", str(start / "model"), timeout=580, cwd=ROOT,
+    start, directory = prepared[0], tmp_path / "demo"
+    sft = tba_here(
+        "sft", start / "pairs.jsonl", "--config", ROOT / CONFIG, "--model", start / "untrained",
+        "--out", start / "model", *size(("--steps", "8"), ()),
     )  # fmt: skip
-    assert sft.returncode == 0, sft.stderr
+    assert sft.exit_code == 0, sft.message
     losses = [json.loads(line)["loss"] for line in (start / "model/sft_metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
     small = ("train.steps=3", "train.prompts_per_step=4", "train.keep_snapshot_every=3", "task.held_out_limit=16")

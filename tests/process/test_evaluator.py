@@ -1,7 +1,5 @@
 """`tba search --eval` next to a run: what it evaluates, and that the run does not notice it."""
 
-import json
-import time
 from contextlib import closing
 
 import pytest
@@ -12,18 +10,12 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.status_messages import GetStatus, Status
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.announcer import Announcer
+from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.reward_server import serving
 from tba.tests.process.conftest import arithmetic
 
 pytestmark = [pytest.mark.torch]
 _SECONDS = 300
-
-
-def wait_until(condition, what: str) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
 
 
 @pytest.fixture
@@ -33,9 +25,7 @@ def gold():
         yield server
 
 
-def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_touched(
-    make_config, start_tba, tba, gold
-):
+def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_touched(make_config, start_tba, gold):
     run = make_config(
         **arithmetic(
             task={"held_out_limit": 8},
@@ -50,9 +40,9 @@ def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_
         announcer.announce(version)
     evaluator = start_tba("search", "--config", run.file, "--eval", "--cpu", "1")
     evaluations = run.directory / "eval.jsonl"
-    wait_until(lambda: [row["version"] for row in read_json_lines(evaluations)] == [0], "v0 is evaluated")
+    wait_until(lambda: [row["version"] for row in read_json_lines(evaluations)] == [0], what="v0 is evaluated")
     announcer.announce(8)
-    wait_until(lambda: [row["version"] for row in read_json_lines(evaluations)] == [0, 8], "v8 is evaluated")
+    wait_until(lambda: [row["version"] for row in read_json_lines(evaluations)] == [0, 8], what="v8 is evaluated")
 
     status, _ = announcer.client.call(GetStatus(), Status, deadline_seconds=60)
     (client,) = [client for client in status.clients if client.role == "evaluator"]
@@ -63,10 +53,10 @@ def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_
         trainer.call(messages.FinishRun(step=8), messages.Done, deadline_seconds=60)
     assert evaluator.wait(_SECONDS) == 0, "it leaves a finished run"
     query = "SELECT version, step, held_out_prompts, kl FROM evaluations ORDER BY version"
-    rows = json.loads(tba("buffer", "query", query, "--config", run.file, "--json").stdout)
-    assert [(row["version"], row["step"], row["held_out_prompts"]) for row in rows] == [(0, 0, 8), (8, 8, 8)]
+    rows = run.query(query)
+    assert [row[:3] for row in rows] == [(0, 0, 8), (8, 8, 8)]
     # Every snapshot is the reference itself.
-    assert all(abs(row["kl"]) < 1e-3 for row in rows)
+    assert all(abs(kl) < 1e-3 for *_, kl in rows)
     first, second = read_json_lines(evaluations)
     assert first["win_rate"] == second["win_rate"]
     assert 0 < first["win_rate"] < 1

@@ -40,7 +40,7 @@ def test_a_mixture_of_gsm8k_and_math_trains_and_evaluates(test_data, byte_model,
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     files = {"gsm8k": ("gsm8k/train.jsonl", "gsm8k/test.jsonl"), "math": ("math500/test.jsonl", "math500/test.jsonl")}
     mixture = [
-        {"name": name, "train": str(test_data / train), "test": str(test_data / test), "held_out_limit": 8, "weight": 1}
+        {"name": name, "train": str(test_data / train), "test": str(test_data / test), "held_out_limit": 4, "weight": 1}
         for name, (train, test) in files.items()
     ]
     run = make_config(
@@ -54,7 +54,7 @@ def test_a_mixture_of_gsm8k_and_math_trains_and_evaluates(test_data, byte_model,
             "max_tokens": 24,
             "temperature": 0.7,
         },
-        train={"gpu": "cpu", "steps": 3, "prompts_per_step": 2, "samples_per_prompt": 4, "warmup_steps": 1},
+        train={"gpu": "cpu", "steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "warmup_steps": 1},
         eval={"at_end": True},
     )
     result = tba("run", run.file, timeout=400)
@@ -68,9 +68,9 @@ def test_a_mixture_of_gsm8k_and_math_trains_and_evaluates(test_data, byte_model,
     parts = {key.partition(":")[0].partition("~")[0]: set(json.loads(found)) for key, found, _ in rows}
     assert parts == {
         "gsm8k": {"correct", "gsm8k.reward", "gsm8k.correct", "gsm8k.has_number"},
-        "math": {"correct", "math.reward", "math.correct", "math.has_boxed", "math.verify_error"},
+        "math": {"correct", "math.reward", "math.correct", "math.has_boxed"},
     }
     assert {error for *_, error in rows} == {None}
-    assert len((run.directory / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len((run.directory / "metrics.jsonl").read_text().splitlines()) == 2
     evaluated = json.loads((run.directory / "eval.jsonl").read_text().splitlines()[-1])
     assert {"accuracy", "reward_part_gsm8k.correct", "reward_part_math.correct"} <= set(evaluated)

@@ -75,16 +75,6 @@ def server(start_tba, config):
     return start_tba("buffer", "serve", "--config", config.file)
 
 
-@pytest.fixture
-def raw(config):
-    """A socket that sends arbitrary frames."""
-    socket: Any = zmq.Context.instance().socket(zmq.DEALER)
-    socket.linger = 0
-    socket.connect(config.address)
-    yield socket
-    socket.close()
-
-
 def prepare_all(config) -> None:
     """Register the prompts and announce the versions of the mutated messages."""
     with connected(config.address, "searcher") as client:
@@ -212,8 +202,6 @@ def write_five_mib(store: Store, run) -> float:
             row |= dict.fromkeys(("reward_parts", "stop_reason", "sampling", "text", "error", "metadata"), "{}")
             columns = {name: [value] for name, value in row.items()}
             store.trajectories.add(columns, [[memoryview(blob)] for blob in (bytes(1 << 20), b"", b"", b"", b"")])
-    if store.log.checkpoint():
-        store.log.checkpoint_all()
     return time.monotonic() - started
 
 

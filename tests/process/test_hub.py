@@ -77,11 +77,26 @@ def tba_with(start_with):
     return run
 
 
+@pytest.fixture
+def begin_with(start_with, tmp_path):
+    """Starts a run like `start_with`, and ends it when its processes start: all downloads come before."""
+
+    def begin(name, **keywords):
+        before = len(list(tmp_path.rglob("buffer.sqlite")))
+        run = start_with(name, "run", **keywords)
+        wait_until(lambda: run.poll() is not None or len(list(tmp_path.rglob("buffer.sqlite"))) > before)
+        run.terminate()
+        output, _ = run.communicate(timeout=120)
+        assert run.returncode == 0, output
+
+    return begin
+
+
 def finding(output, check):
     return next(line for line in output.splitlines() if line.startswith(f"{check} "))
 
 
-def test_a_dry_run_reads_the_configuration_of_a_model_and_a_run_downloads_it(tba_with, hub):
+def test_a_dry_run_reads_the_configuration_of_a_model_and_a_run_downloads_it(tba_with, begin_with, hub):
     code, output = tba_with("org/tiny", "run", "--dry-run")
     assert code == 0, output
     assert "org/tiny is not a local directory: it will be downloaded from the hub" in finding(output, "model")
@@ -89,8 +104,7 @@ def test_a_dry_run_reads_the_configuration_of_a_model_and_a_run_downloads_it(tba
     assert "this run would start; not checked: weights directory" in output
     assert hub.served == ["config.json"]
 
-    code, output = tba_with("org/tiny", "run")
-    assert code == 0, output
+    begin_with("org/tiny")
     # The cache is complete: no process asks the hub again.
     hub.requests.clear()
     again = {"run": {"name": "other", "dir": "runs/other"}}
@@ -100,15 +114,15 @@ def test_a_dry_run_reads_the_configuration_of_a_model_and_a_run_downloads_it(tba
     assert (code, [path for path in hub.requests if "tiny" in path]) == (0, []), output
 
 
-def test_a_cache_that_lacks_a_file_is_completed(tba_with, hub, tmp_path):
+def test_a_cache_that_lacks_a_file_is_completed(begin_with, hub, tmp_path):
     """As transformers leaves one that it filled file by file: without a list of the files."""
     cached = tmp_path / "hf/hub/models--org--tiny"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text(COMMIT)
     without = shutil.ignore_patterns("generation_config.json")
     shutil.copytree(EXAMPLE_MODEL, cached / "snapshots" / COMMIT, ignore=without)
-    code, output = tba_with("org/tiny", "run")
-    assert (code, hub.served) == (0, ["generation_config.json"]), output
+    begin_with("org/tiny")
+    assert hub.served == ["generation_config.json"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +136,8 @@ def test_a_cache_that_lacks_a_file_is_completed(tba_with, hub, tmp_path):
 )
 def test_a_model_that_the_hub_does_not_give_is_refused_before_anything_starts(tba_with, tmp_path, name, sentence):
     before = {path.name for path in tmp_path.iterdir()}
-    for arguments in (("run", "--dry-run"), ("config", "check"), ("run",)):
+    commands = (("run", "--dry-run"), ("doctor", "--only", "model"), ("run",))
+    for arguments in commands if name == "models/nope" else commands[-1:]:
         code, output = tba_with(name, *arguments)
         assert (code, sentence in output) == (EXIT_CONFIG, True), output
     created = {path.name for path in tmp_path.iterdir() if path.suffix != ".toml"} - before
@@ -143,17 +158,16 @@ def test_a_hub_that_does_not_answer_is_told_at_once(tba_with, hub, fault, tmp_pa
     code, output = tba_with("org/tiny", "run", **variables)
     assert (code, sentence in output) == (EXIT_FAILED, True), output
     assert not list(tmp_path.rglob("buffer.sqlite"))
-    code, output = tba_with("org/tiny", "config", "check", **variables)
-    assert (code, f"not checked: model.path {sentence}" in output) == (0, True), output
+    code, output = tba_with("org/tiny", "doctor", "--only", "model", **variables)
+    assert (code, f"model.path {sentence}" in output) == (EXIT_FAILED, True), output
 
 
-def test_models_that_only_evaluations_use_are_asked_for_only_if_there_is_one(tba_with, hub):
+def test_models_that_only_evaluations_use_are_asked_for_only_if_there_is_one(tba_with, begin_with, hub):
     embedder = {"embedder": "org/none", "samples": 4}
     code, output = tba_with("org/tiny", "run", sections={"eval": embedder | {"at_end": True}})
     assert (code, "eval.embedder 'org/none' is neither a directory nor" in output) == (EXIT_CONFIG, True), output
     assert hub.served == ["config.json"], "all names are asked for before weights are downloaded"
-    code, output = tba_with("org/tiny", "run", sections={"eval": embedder | {"at_end": False}})
-    assert code == 0, output
+    begin_with("org/tiny", sections={"eval": embedder | {"at_end": False}})
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, 0)])

@@ -24,9 +24,6 @@ OPTIONAL = [
 ]
 # Extras whose names say little in the text of a test.
 COMMON_WORDS = {"browser", "hub", "math", "ui"}
-# `make test-all` hides each package alone, and `make test` packages together whose tests have little in common.
-PAGES = ("httpx2", "jinja2", "starlette")
-OTHERS = tuple(module for module in OPTIONAL if module not in PAGES)
 GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
 
 
@@ -91,12 +88,12 @@ def files_that_need(modules: tuple[str, ...]) -> list[str]:
     return [name for name, text in texts.items() if re.search(r"^tests/.*\btest_", name) and mention.search(text)]
 
 
-GROUPS: list[tuple[str, ...]] = size([PAGES, OTHERS], [(module,) for module in OPTIONAL])
+ALONE: list[tuple[str, ...]] = [(module,) for module in OPTIONAL]
 
 
-@pytest.mark.parametrize("modules", [TRAIN, *GROUPS], ids=lambda modules: modules[-1])
+@pytest.mark.parametrize("modules", [TRAIN, *size([], ALONE)], ids=lambda modules: modules[-1])
 def test_tests_of_what_is_not_installed_are_skipped_with_a_reason(modules, tmp_path):
-    """`make test-all` runs all quick tests."""
+    """`make test-all` also hides each other package, and runs all quick tests."""
     files = ["tests/unit"] if FULL_SIZE else files_that_need(modules)
     options = ("-q", "-m", "not slow", "-o", f"cache_dir={tmp_path / 'cache'}", f"--basetemp={tmp_path / 'tests'}")
     done = hidden(modules, "-m", "pytest", *options, *files, cwd=ROOT)

@@ -13,8 +13,8 @@ from tba.searcher.tasks import declared_floor, load_task
 from tba.searcher.tasks.redteam import Classifier, Victim
 from tba.tests.helpers.classifiers import EXAMPLE_MODEL
 from tba.tests.helpers.reward_server import serving
+from tba.tests.helpers.whole_run import check_rewards
 from tba.tests.process.conftest import arithmetic
-from tba.tests.process.test_run import check_rewards, query
 
 NULLS = '{"choices": [{"text": null}, {"text": "a"}]}'
 
@@ -128,12 +128,11 @@ def test_a_run_trains_on_the_log_probabilities_of_replies_and_is_evaluated_by_it
         "samples": 16,
         "temperature": 2.0,
         "embedder": str(EXAMPLE_MODEL),
-        "duplicate_distance": 0.0,
     }
     run = make_config(**arithmetic(task=task, train=train, eval=evaluation))
     result = tba("run", run.file, timeout=400)
     assert result.returncode == 0, result.stderr
-    rows = query(run, "SELECT text, reward, error FROM trajectories")
+    rows = run.query("SELECT text, reward, error FROM trajectories")
     assert {error for *_, error in rows} == {None}
     # The replies are the attack backwards and a digit, 0 or 1.
     shares = [(text.count("7") / (len(text) + 1)) if text.strip() else 0.0 for text, *_ in rows]
@@ -144,4 +143,4 @@ def test_a_run_trains_on_the_log_probabilities_of_replies_and_is_evaluated_by_it
     assert evaluated["step"] == steps
     assert evaluated["sampled_reward_part_correct"] > 0
     assert 0 < evaluated["embedding_distance"] <= 2
-    assert evaluated["distinct_correct_by_embedding"] == evaluated["distinct_correct"] > 0
+    assert 0 < evaluated["distinct_correct_by_embedding"] <= evaluated["distinct_correct"]

@@ -1,19 +1,16 @@
-"""A searcher process that gets announcements of snapshots it must not serve."""
-
-from importlib.util import find_spec
+"""A searcher process that gets announcements of snapshots it must not serve; tests/vllm has the engines."""
 
 import pytest
 
 from tba.tests.helpers.announcer import Announcer
 from tba.tests.helpers.checks import wait_until
+from tba.tests.process.conftest import arithmetic
 
 
 @pytest.fixture
-def announcer(make_config, start_tba, example_model, tmp_path, request):
-    """A buffer, a searcher on the engine that the test names, and the announcer."""
-    search = {"engine": request.param, "gpus": "cpu", "samples_per_prompt": 4, "max_in_flight": 16, "max_tokens": 6}
-    search |= {"enforce_eager": True, "max_model_len": 64, "kv_cache_gib": 0.1}
-    run = make_config(model={"path": str(example_model), "dtype": "float32"}, search=search)
+def announcer(make_config, start_tba, example_model, tmp_path):
+    """A buffer, a searcher, and the announcer."""
+    run = make_config(**arithmetic(train={"prompts_per_step": 1}))
     start_tba("buffer", "serve", "--config", run.file)
     start_tba("search", "--config", run.file)
     announcer = Announcer(run.address, example_model, tmp_path / "snapshots")
@@ -21,14 +18,6 @@ def announcer(make_config, start_tba, example_model, tmp_path, request):
     announcer.client.close()
 
 
-@pytest.mark.parametrize(
-    "announcer",
-    [
-        "transformers",
-        pytest.param("vllm", marks=pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")),
-    ],
-    indirect=True,
-)
 def test_a_searcher_continues_with_the_old_weights_and_loads_the_next_good_ones(announcer):
     announcer.announce(0)
     announcer.wait_for(lambda s: s.weights_version == 0 and s.trajectories > 0)

@@ -4,7 +4,6 @@ import os
 import re
 import resource
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Reward
+from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.classifiers import make_classifier
 
 WEIGHT = 0.25
@@ -29,7 +29,7 @@ def at_open(event, arguments):
         open(os.environ["SABOTEUR"] + "/loading", "w").close()
         {fault}
 
-if "tba.searcher.scoring.model_worker" in sys.orig_argv:
+if "tba.searcher.scoring.classifier" in sys.orig_argv:
     sys.addaudithook(at_open)
 """
 FAULTS = {
@@ -93,7 +93,7 @@ def send_all(rewards, texts, first=0):
 
 def test_a_reward_is_the_sum_of_the_task_and_the_weighted_logit(rewards, classifier):
     texts = [str(n) * (1 + n % 7) for n in range(100)]
-    rewards = rewards(batch_tokens=64)
+    rewards = rewards()
     submit(rewards, texts)
     model, task = RewardModel(classifier, rewards._model.config, "cpu"), load_task(Config().task)
     for scored, prompt, text in zip(collect(rewards), prompts(), texts, strict=False):
@@ -188,10 +188,7 @@ def test_a_searcher_can_be_stopped_while_its_reward_model_loads(
         reward_model={"path": str(tmp_path / "classifier")},
     )
     searcher = start_tba("search", "--config", run.file)
-    deadline = time.monotonic() + 120
-    while not loading.exists():
-        assert time.monotonic() < deadline, "it did not begin to load the model"
-        time.sleep(0.05)
+    wait_until(loading.exists, what="it begins to load the model")
     searcher.terminate()
     assert searcher.wait(60) == 0
     # Also checked here: idle OpenMP threads of a searcher do not spin, which would starve the busy ones.

@@ -7,8 +7,12 @@ import pytest
 
 from tba.common.errors import EXIT_CONFIG
 from tba.tests.process.conftest import arithmetic
+from tba.tests.runner import FULL_SIZE
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(not FULL_SIZE, reason="tests/unit/deploy/test_supervisor.py has the order without an engine"),
+]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tba.common.clock import SystemClock
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.weights import fetch
 from tba.searcher.weights.assembly import SnapshotAssembler
-from tba.searcher.weights.progress import Progress
+from tba.searcher.weights.fetch import Progress
 
 class Printed(Progress):
     def report(self, waits_for):

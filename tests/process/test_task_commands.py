@@ -41,25 +41,24 @@ def checked(tba):
     return run
 
 
-def test_a_new_task_passes_its_check_and_scores(tba, checked, tmp_path):
-    assert tba("task", "new", "doubling", "--dir", str(tmp_path)).returncode == 0
+def test_a_new_task_passes_its_check_and_scores(tba_here, checked, tmp_path):
+    assert tba_here("task", "new", "doubling", "--dir", tmp_path).exit_code == 0
     file = tmp_path / "doubling.py"
     code, findings, _ = checked(file, "--set", f"model.path={EXAMPLE_MODEL}")
     assert code == 0
     assert {one["result"] for one in findings.values()} == {"ok"}
     assert "'10+10='" in findings["rendering"]["detail"]
-    shown = tba("task", "show", str(file), "--key", "10", "-r", "20", "-r", "21", "--json")
-    assert [(row["reward"], row["parts"]) for row in json.loads(shown.stdout)] == [
+    shown = tba_here("task", "show", file, "--key", "10", "-r", "20", "-r", "21", "--json")
+    assert [(row["reward"], row["parts"]) for row in shown.json] == [
         (1.0, "correct 1, is_number 1"),
         (0.0, "correct 0, is_number 1"),
     ]
-    again = tba("task", "new", "doubling", "--dir", str(tmp_path))
-    assert again.returncode == 2
-    assert "exists: choose another name" in again.stderr
+    again = tba_here("task", "new", "doubling", "--dir", tmp_path)
+    assert (again.exit_code, "exists: choose another name" in again.message) == (2, True)
 
 
-def test_a_check_warns_of_an_accuracy_that_is_neither_0_nor_1(tba, checked, tmp_path):
-    assert tba("task", "new", "doubling", "--dir", str(tmp_path)).returncode == 0
+def test_a_check_warns_of_an_accuracy_that_is_neither_0_nor_1(tba_here, checked, tmp_path):
+    assert tba_here("task", "new", "doubling", "--dir", tmp_path).exit_code == 0
     file = tmp_path / "doubling.py"
     file.write_text(file.read_text().replace("{CORRECT: correct,", "{CORRECT: correct / 4,"))
     code, findings, _ = checked(file)
@@ -113,8 +112,8 @@ def test_prompts_that_are_none_end_the_check(checked, tmp_path, prompts, sentenc
 
 
 @pytest.mark.slow
-def test_a_task_may_print_anything_and_at_its_end(tba, tmp_path):
-    assert tba("task", "new", "loud", "--dir", str(tmp_path)).returncode == 0
+def test_a_task_may_print_anything_and_at_its_end(tba_here, tmp_path):
+    assert tba_here("task", "new", "loud", "--dir", tmp_path).exit_code == 0
     with (tmp_path / "loud.py").open("a") as file:
         file.write("import atexit, os\natexit.register(print, 'end')\natexit.register(os.write, 1, b'\\xff')\n")
     command = [sys.executable, "-m", "tba", "task", "check", str(tmp_path / "loud.py")]

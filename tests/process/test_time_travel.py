@@ -1,9 +1,7 @@
 """Offline training from the file of a recorded run: replays of its batches, and new draws from its data."""
 
+import dataclasses
 import hashlib
-import json
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,55 +32,52 @@ def recorded(workplace, make_config_in, tba):
     return run
 
 
-def offline(tba, run, directory: Path, *flags: str, **settings: object):
-    sets = [part for key, value in settings.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
-    return tba(
-        "train", "--cpu", "--config", run.file, "--set", f"run.dir={directory}", *sets,
-        "--offline", "--buffer", str(run.database), *flags, timeout=120,
-    )  # fmt: skip
+@pytest.fixture
+def offline(recorded, tba_here, tmp_path):
+    """Return a function that trains offline on the recorded run, in this process. Returns the run and the output."""
+
+    def train(name: str, *flags: str, **settings: object):
+        run = dataclasses.replace(recorded, directory=tmp_path / name)
+        sets = [part for key, value in settings.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
+        where = ("--config", run.file, "--set", f"run.dir={run.directory}", *sets)
+        done = tba_here("train", "--cpu", *where, "--offline", "--buffer", recorded.database, *flags)
+        assert done.exit_code == 0, done.message
+        return run, done.output
+
+    return train
 
 
-def losses(directory: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def rows(database: Path, sql: str) -> list[tuple]:
-    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection, connection:
-        return connection.execute(sql).fetchall()
+def losses(run) -> list[float]:
+    return [line["loss"] for line in run.lines()]
 
 
 BATCHES = "SELECT step, slot, trajectory, staleness FROM consumption ORDER BY step, slot"
 
 
-def test_a_replay_reproduces_the_recorded_losses_bit_for_bit(recorded, tba, tmp_path):
+def test_a_replay_reproduces_the_recorded_losses_bit_for_bit(recorded, offline):
     before = hashlib.sha256(recorded.database.read_bytes()).hexdigest()
-    result = offline(tba, recorded, tmp_path / "again", "--replay")
-    assert result.returncode == 0, result.stderr
-    assert f"replayed {STEPS} steps; losses: bit for bit the same" in result.stdout
-    assert losses(tmp_path / "again") == losses(recorded.directory)
-    assert rows(tmp_path / "again/buffer.sqlite", BATCHES) == rows(recorded.database, BATCHES)
+    again, output = offline("again", "--replay")
+    assert f"replayed {STEPS} steps; losses: bit for bit the same" in output
+    assert losses(again) == losses(recorded)
+    assert again.query(BATCHES) == recorded.query(BATCHES)
     assert hashlib.sha256(recorded.database.read_bytes()).hexdigest() == before
 
 
 def test_several_processes_replay_a_run_together(recorded, tba, tmp_path):
-    result = offline(tba, recorded, tmp_path / "two", "--replay", "--as-of", "2", "--processes", "2")
-    assert result.returncode == 0, result.stderr
-    assert losses(tmp_path / "two") == pytest.approx(losses(recorded.directory)[:2], abs=1e-5)
+    run = dataclasses.replace(recorded, directory=tmp_path / "two")
+    flags = ("--offline", "--buffer", str(recorded.database), "--replay", "--as-of", "2", "--processes", "2")
+    done = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}", *flags, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert losses(run) == pytest.approx(losses(recorded)[:2], abs=1e-5)
 
 
-def test_a_replay_with_another_learning_rate_reports_the_largest_difference(recorded, tba, tmp_path):
-    result = offline(tba, recorded, tmp_path / "again", "--replay", train__learning_rate=1e-3)
-    assert result.returncode == 0, result.stderr
-    assert "largest difference" in result.stdout
+def test_a_replay_with_another_learning_rate_reports_the_largest_difference(offline):
+    assert "largest difference" in offline("again", "--replay", train__learning_rate=1e-3)[1]
 
 
-def test_a_resumed_replay_has_the_same_losses(recorded, tba, tmp_path):
-    directory = tmp_path / "again"
-    assert offline(tba, recorded, directory, "--replay", "--as-of", "3").returncode == 0
-    assert losses(directory) == losses(recorded.directory)[:3]
-    result = offline(tba, recorded, directory, "--replay", "--resume")
-    assert result.returncode == 0, result.stderr
-    assert losses(directory) == losses(recorded.directory)
+def test_a_resumed_replay_has_the_same_losses(recorded, offline):
+    assert losses(offline("again", "--replay", "--as-of", "3")[0]) == losses(recorded)[:3]
+    assert losses(offline("again", "--replay", "--resume")[0]) == losses(recorded)
 
 
 @pytest.mark.parametrize(
@@ -104,16 +99,15 @@ def test_invalid_options_give_one_sentence(recorded, tba_here, flags, sentence):
     assert sentence in refused.message
 
 
-def test_an_offline_run_can_be_evaluated_and_plotted(recorded, tba, tmp_path):
-    directory = tmp_path / "early"
-    assert offline(tba, recorded, directory, "--as-of", "3", train__steps=2).returncode == 0
-    where = ["--config", recorded.file, "--set", f"run.dir={directory}"]
-    result = tba("eval", "--cpu", "--json", *where)
-    assert [row["step"] for row in json.loads(result.stdout)] == [2], result.stderr
-    assert "is evaluated, in" in result.stderr, "without a terminal there is a line for each snapshot"
-    assert tba("plot", *where).returncode == 0
-    assert (directory / "run.png").stat().st_size > 10_000
-    status = tba("status", *where).stdout
+def test_an_offline_run_can_be_evaluated_and_plotted(recorded, offline, tba_here):
+    run, _ = offline("early", "--as-of", "3", train__steps=2)
+    where = ("--config", run.file, "--set", f"run.dir={run.directory}")
+    result = tba_here("eval", "--cpu", "--json", *where)
+    assert [row["step"] for row in result.json] == [2], result.message
+    assert "is evaluated, in" in result.message, "without a terminal there is a line for each snapshot"
+    assert tba_here("plot", *where).exit_code == 0
+    assert (run.directory / "run.png").stat().st_size > 10_000
+    status = tba_here("status", *where).output
     assert f"`tba train --offline --buffer {recorded.database} --resume` with more train.steps extends it" in status
-    refused = tba("run", *where, "--resume")
-    assert (refused.returncode, "`tba train --offline` continues it" in refused.stderr) == (2, True), refused.stderr
+    refused = tba_here("run", *where, "--resume")
+    assert (refused.exit_code, "`tba train --offline` continues it" in refused.message) == (2, True), refused.message

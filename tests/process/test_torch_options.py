@@ -63,21 +63,39 @@ def environment(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def installed(site, environment, tmp_path):
-    """A function that lets `make` install torch, and returns whether it is the CPU build."""
+def programs(tmp_path):
+    """A function that returns PATH with an nvidia-smi that finds a driver, or fails."""
 
-    def install(*variables: str, driver: bool = False) -> bool:
+    def path(driver: bool) -> str:
         smi = tmp_path / "nvidia-smi"
         smi.write_text(f"#!/bin/sh\nexit {0 if driver else 9}\n")
         smi.chmod(0o755)
+        return f"{tmp_path}:{os.environ['PATH']}"
+
+    return path
+
+
+@pytest.fixture
+def options(environment, programs):
+    """A function that returns the options that `make` passes to pip for an index of CPU builds."""
+
+    def ask(index: str, *, driver: bool = False) -> str:
+        command = [environment / "bin/python", ROOT / "requirements/torch_options.py", index]
+        own = os.environ | {"PATH": programs(driver)}
+        return subprocess.run(command, env=own, check=True, timeout=300, capture_output=True, text=True).stdout.strip()
+
+    return ask
+
+
+@pytest.fixture
+def installed(site, environment, programs):
+    """A function that lets `make` install torch, and returns whether it is the CPU build."""
+
+    def install(*variables: str) -> bool:
         target = environment / "installed-torch"
         target.unlink(missing_ok=True)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "TORCH_", "MAKE"))}
-        own = {
-            "PIP_CONFIG_FILE": os.devnull,
-            "PIP_INDEX_URL": f"{site}/pypi",
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        }
+        own = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{site}/pypi", "PATH": programs(driver=False)}
         command = ["make", str(target), f"VENV={environment}", *variables]
         subprocess.run(command, cwd=ROOT, env=kept | own, check=True, timeout=300, capture_output=True)
         (found,) = environment.glob("lib/*/site-packages/torch-*.dist-info")
@@ -90,21 +108,20 @@ def installed(site, environment, tmp_path):
 
 
 @NO_DRIVER
-def test_a_machine_without_a_driver_gets_the_cpu_build_if_its_index_answers(installed, site):
+def test_a_machine_without_a_driver_gets_the_cpu_build_if_its_index_answers(installed, options, site):
     assert installed(f"TORCH_INDEX={site}/cpu")
-    assert not installed(f"TORCH_INDEX=http://127.0.0.1:{free_port()}")
-    assert not installed(f"TORCH_INDEX={site}/no-such-index")
+    assert options(f"http://127.0.0.1:{free_port()}") == options(f"{site}/no-such-index") == ""
 
 
 @NO_DRIVER
-def test_an_index_that_is_silent_does_not_delay_the_installation(installed):
+def test_an_index_that_is_silent_does_not_delay_the_installation(options):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        assert not installed(f"TORCH_INDEX=http://127.0.0.1:{silent.getsockname()[1]}")
+        assert options(f"http://127.0.0.1:{silent.getsockname()[1]}") == ""
 
 
-def test_a_driver_or_options_of_the_user_leave_the_index_out(installed, site):
-    assert not installed(f"TORCH_INDEX={site}/cpu", driver=True)
+def test_a_driver_or_options_of_the_user_leave_the_index_out(installed, options, site):
+    assert options(f"{site}/cpu", driver=True) == ""
     assert not installed(f"TORCH_INDEX={site}/cpu", "TORCH_OPTIONS=")
     assert installed(f"TORCH_INDEX=http://127.0.0.1:{free_port()}", f"TORCH_OPTIONS=--extra-index-url {site}/cpu")

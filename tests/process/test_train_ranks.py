@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tba.common.config import Config
 from tba.common.config.layers import resolve
 from tba.common.system.process import PARENT_VARIABLE
 from tba.common.weights import snapshot
+from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.trainer import BufferThread, FakeSearcher, save_tiny_model
 from tba.tests.process.conftest import clean_environment
 
@@ -57,6 +58,13 @@ class Run:
         """Run `tba train` to its end."""
         assert self.start(*arguments).wait(300) == 0
 
+    def train_here(self, tba_here: Callable[..., Any]) -> None:
+        """Run `tba train` to its end in this process, which has torch already."""
+        feeder = threading.Thread(target=self.feed, name="feeder")
+        feeder.start()
+        assert tba_here("train", "--config", self.file, "--cpu").exit_code == 0
+        feeder.join()
+
     def feed(self) -> None:
         """Put trajectories once weights are announced."""
         searcher = FakeSearcher(self.buffer.address, prompts=4)
@@ -70,10 +78,7 @@ class Run:
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def wait_for_steps(self, count: int) -> None:
-        deadline = time.monotonic() + 60
-        while len(self.metrics()) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: len(self.metrics()) >= count)
 
 
 @pytest.fixture
@@ -110,11 +115,9 @@ def children_of(pid: int) -> dict[str, int]:
 
 
 @pytest.mark.needs("peft")
-def test_two_stopped_processes_resume_under_torchrun_with_adapters(make_run):
+def test_two_stopped_processes_resume_under_torchrun_with_adapters(make_run, tba_here):
     straight, run = make_run("straight", rank=2), make_run("stopped", rank=2, publish="adapter")
-    one = straight.start()
-    straight.feed()
-    assert one.wait(300) == 0
+    straight.train_here(tba_here)
     two = run.start("--processes", "2")
     run.feed()
     run.wait_for_steps(30)
@@ -135,19 +138,19 @@ def test_two_stopped_processes_resume_under_torchrun_with_adapters(make_run):
     assert manifests[-2].base == max(bases), "adapters, also after the restart"
 
 
-def test_a_killed_rank_ends_the_run_with_one_sentence_and_one_process_resumes_the_same_training(make_run, tmp_path):
+def test_a_killed_rank_ends_the_run_with_one_sentence_and_one_process_resumes_the_same_training(
+    make_run, tba_here, tmp_path
+):
     """With the optimiser on the host, compared with an uninterrupted run without."""
     straight, run = make_run("straight"), make_run("offloaded")
-    one = straight.start()
-    straight.feed()
-    assert one.wait(300) == 0
+    straight.train_here(tba_here)
     offload = ("--set", "train.offload=optimizer")
     two = run.start("--processes", "2", *offload)
     run.feed()
     run.wait_for_steps(30)
     os.kill(children_of(two.pid)["1"], signal.SIGKILL)
     assert two.wait(60) == 1
-    lines = (tmp_path / "tba1.log").read_text().splitlines()
+    lines = (tmp_path / "tba0.log").read_text().splitlines()
     assert lines[-1] == "error: rank1 of 2 was ended by SIGKILL; the others were ended: continue with --resume"
     assert not any("Traceback" in line for line in lines)
     run.train("--resume", *offload)

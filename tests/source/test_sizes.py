@@ -7,7 +7,7 @@ from pathlib import Path
 from tba.tests.helpers.source_files import ROOT, source_files
 
 MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 50
+MAX_FUNCTION_LINES = 60
 
 
 def sources() -> list[Path]:
@@ -25,7 +25,7 @@ def test_no_source_file_is_longer_than_600_lines():
     assert {name: count for name, count in lengths.items() if count > MAX_FILE_LINES} == {}
 
 
-def test_no_function_is_longer_than_50_lines():
+def test_no_function_is_longer_than_60_lines():
     long = {}
     for path in sources():
         for node in functions(ast.parse(path.read_text())):

@@ -19,7 +19,7 @@ from tba.common.system.durable import temporary_directory
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot, describe_files, directory_name, seal
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings
-from tba.tests.helpers.end_tokens import end_tokens
+from tba.tests.helpers.engines import cpu_engine, end_tokens
 from tba.tests.helpers.weights import verify
 
 VOCABULARY = 256
@@ -77,19 +77,9 @@ class Lab:
 
     def transformers_engine(self, model: Any, stopping: Any = None) -> Any:
         """Start a Transformers engine that serves a model as version 0."""
-        from tba.searcher.engines.transformers_engine import TransformersEngine
-
         directory = self.root / f"model{next(self._models)}"
         model.save_pretrained(directory)
-        return TransformersEngine(
-            str(directory),
-            dtype="float32",
-            device="cpu",
-            max_in_flight=32,
-            seed=0,
-            canary_tolerance=1e-3,
-            stopping=stopping or end_tokens(directory),
-        )
+        return cpu_engine(directory, max_in_flight=32, stopping=stopping or end_tokens(directory))
 
     def engine(self, model: Any, *, lora_rank: int = 0, tokenizer: Any = None, **changes: Any) -> Any:
         """Start a vLLM engine that serves a model as version 0. `close` closes it.

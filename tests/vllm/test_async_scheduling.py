@@ -29,7 +29,7 @@ def ahead(lab, old):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(type(current_platform), "check_and_update_config", classmethod(with_async_scheduling))
         engine = lab.engine(old)
-    assert engine._running.scheduler._core.batch_queue is not None
+    assert engine.scheduler._core.batch_queue is not None
     return engine
 
 
@@ -67,7 +67,7 @@ def test_every_token_has_the_version_it_was_computed_with(steps, ahead, lab, old
         prompts[lab.submit(ahead, ids, SamplingSettings(1.0, 1.0, 20, seed=9))] = ids
     for _ in range(steps):
         ahead.step()
-    assert len(ahead._running._llm.engine_core.engine_core.batch_queue) == 1, "no batch was computed ahead"
+    assert len(ahead._llm.engine_core.engine_core.batch_queue) == 1, "no batch was computed ahead"
     models[lab.serve(ahead, turned)] = turned
     for request, generation in lab.finish(ahead).items():
         assert generation.version_runs[:, 1].sum() == 20
@@ -81,7 +81,7 @@ def test_without_the_drain_a_token_would_have_the_next_version(ahead, lab, old, 
     request = lab.submit(ahead, prompt, SamplingSettings(1.0, 1.0, 20, seed=3))
     for _ in range(8):
         ahead.step()
-    monkeypatch.setattr(ahead._running.scheduler, "drain", lambda step: None)
+    monkeypatch.setattr(ahead.scheduler, "drain", lambda step: None)
     models[lab.serve(ahead, turned)] = turned
     generation = lab.finish(ahead)[request]
     assert probabilities_differ_by(lab, generation, prompt, models) > 0.1

@@ -34,7 +34,7 @@ def test_an_engine_whose_step_failed_refuses_all_further_work(lab, old, monkeypa
     def fail():
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine._running._llm, "step", fail)
+    monkeypatch.setattr(engine._llm, "step", fail)
     for _ in range(2):
         with pytest.raises(EngineError, match=r"failed in a step .* out of memory"):
             engine.step()
@@ -96,6 +96,6 @@ def test_workers_agree_on_the_way_and_a_failure_of_one_leaves_the_replies_of_the
         np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=1e-4)
     for _ in range(2):
         with pytest.raises(LoadFailed, match="no weights are prepared"):
-            engine._running.call("tba_exchange")
-        assert engine._running.call("tba_prepared") == [(True, None)] * 2
+            engine.call("tba_exchange")
+        assert engine.call("tba_prepared") == [(True, None)] * 2
     engine.close()

@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
 def config_of(engine):
-    return engine._running._llm.vllm_config
+    return engine._llm.vllm_config
 
 
 def test_engine_arguments_reach_vllm_and_its_defaults_are_those_of_offline_use(lab, old):
@@ -64,7 +64,7 @@ def test_auto_puts_as_many_responses_in_flight_as_the_kv_cache_holds(lab, old):
     for _ in range(3):
         engine.step()
     # vLLM keeps one block for itself.
-    assert engine.max_in_flight - len(engine._running.scheduler._core.scheduler.running) in (0, 1)
+    assert engine.max_in_flight - len(engine.scheduler._core.scheduler.running) in (0, 1)
     lab.finish(engine)
     assert engine.metrics["preemptions"] == 0
 
@@ -104,7 +104,7 @@ def test_an_auto_limit_counts_no_more_than_the_context_and_at_least_one_response
 def test_preemptions_are_counted_and_logged_with_advice_once_a_minute(lab, old, caplog):
     # 15 blocks of 128 tokens, for 20 requests that grow to two blocks each.
     engine = lab.engine(old, kv_cache_gib=0.001)
-    scheduler, clock = engine._running.scheduler, ManualClock()
+    scheduler, clock = engine.scheduler, ManualClock()
     scheduler._clock = clock
     for seed in range(20):
         lab.submit(engine, lab.tokens(seed, 100), SamplingSettings(1.0, 1.0, 150))
@@ -128,7 +128,7 @@ def test_logits_in_float32_are_those_of_the_rounded_factors(lab, old):
     steps = {}
     for head_dtype in ("model", "float32"):
         engine = lab.engine(model, dtype="bfloat16", head_dtype=head_dtype, canary_tolerance=0.5)
-        kept = engine._running._llm.model_config.head_dtype
+        kept = engine._llm.model_config.head_dtype
         assert kept == (torch.float32 if head_dtype == "float32" else torch.bfloat16)
         steps[head_dtype] = engine.score([ids])[0]
         engine.close()

@@ -65,18 +65,6 @@ def test_a_request_that_has_not_started_uses_the_new_weights(lab, engine, old, n
     np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
 
 
-def test_two_swaps_in_a_row_give_three_version_runs(lab, engine, old, new):
-    versions = [lab.serve(engine, old)]
-    request = lab.submit(engine, lab.tokens(6, 12))
-    for model in (new, old):
-        steps(engine, 5)
-        versions.append(lab.serve(engine, model))
-    runs = lab.finish(engine)[request].version_runs
-    assert runs[:, 0].tolist() == versions
-    # Where scoring the canary is a step for the others too, it added a token to the second run.
-    assert runs[:, 1].tolist() in ([5, 5, 10], [5, 6, 9])
-
-
 def test_what_finishes_while_the_canary_is_scored_is_returned_by_the_next_step(lab, engine, old, new):
     first = lab.serve(engine, old)
     request = lab.submit(engine, lab.tokens(7, 12))
@@ -100,16 +88,6 @@ def test_a_full_batch_does_not_delay_the_canary(lab, engine, old, new):
     runs = [generation.version_runs for generation in lab.finish(engine).values()]
     assert sorted({int(pairs[0, 1]) for pairs in runs}) == [3, 100]
     assert {int(pairs[-1, 0]) for pairs in runs} == {version}
-
-
-def test_responses_that_finish_during_the_swap_are_not_lost(lab, engine, old, new):
-    lab.serve(engine, old)
-    one = SamplingSettings(1.0, 1.0, 1)
-    requests = [lab.submit(engine, lab.tokens(seed, 10), one) for seed in range(5)]
-    version = lab.serve(engine, new)
-    generations = lab.finish(engine)
-    assert sorted(generations) == requests
-    assert all(g.version_runs.tolist() == [[version, 1]] for g in generations.values())
 
 
 def test_a_full_kv_cache_does_not_delay_the_canary(lab, old, new):

@@ -9,22 +9,6 @@ from tba.common.errors import ConfigError, EngineFaulty
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
-class WithHead:
-    """A tied model whose files keep a copy of the head, as tools for fine-tuning write them."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def save_pretrained(self, directory):
-        from safetensors.torch import load_file, save_file
-
-        self.model.save_pretrained(directory)
-        path = directory / "model.safetensors"
-        tensors = load_file(path)
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        save_file(tensors, path, metadata={"format": "pt"})
-
-
 def dense_mla(seed):
     """Multi-head latent attention in dense layers, of the one size that vLLM's CPU kernel has: 512 + 64.
 
@@ -48,7 +32,7 @@ def dense_mla(seed):
 
 def addresses(engine):
     """Of all parameters and buffers: what CUDA graphs depend on."""
-    model = engine._running._llm.model_executor.driver_worker.worker.get_model()
+    model = engine._llm.model_executor.driver_worker.worker.get_model()
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.data_ptr() for name, tensor in tensors}
 
@@ -61,30 +45,27 @@ def assert_serves(lab, engine, model, *, tolerance=1e-4):
     assert lab.generate(engine, prompt).response_ids.tolist() == expected.tolist()
 
 
+# How to make a model, whether vLLM packs its weights, and the way of its swaps. Tied models: test_tied.py.
 CASES = {
-    "untied": (lambda lab, seed: lab.model(seed), None, False, "in place"),
-    "tied": (lambda lab, seed: lab.model(seed, tied=True), None, False, "in place"),
-    "tied, with a copy of the head": (lambda lab, seed: lab.model(seed, tied=True), WithHead, False, "in place"),
+    "untied": (lambda lab, seed: lab.model(seed), False, "in place"),
     # vLLM registers parts of kv_b_proj as parameters: they are views of it, and follow it.
-    "dense MLA": (lambda lab, seed: dense_mla(seed), None, False, "in place"),
+    "dense MLA": (lambda lab, seed: dense_mla(seed), False, "in place"),
     # Here they are copies.
-    "dense MLA, packed": (lambda lab, seed: dense_mla(seed), None, True, "reload"),
+    "dense MLA, packed": (lambda lab, seed: dense_mla(seed), True, "reload"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_way_follows_from_the_self_test_and_serves_the_new_weights_at_the_same_addresses(lab, case):
-    make, saved_as, packed, way = CASES[case]
-    models = [make(lab, seed) for seed in (1, 2)]
-    old, new = [(model, saved_as(model) if saved_as else model) for model in models]
+    make, packed, way = CASES[case]
+    old, new = (make(lab, seed) for seed in (1, 2))
     # Where the CPU has AMX, vLLM would choose its kernels for MLA, which need bfloat16.
     chosen = {"vllm": {"attention_backend": "CPU_MLA"}} if "MLA" in case else {}
-    engine = lab.engine(old[1], pack_weights=packed, **chosen)
+    engine = lab.engine(old, pack_weights=packed, **chosen)
     before = addresses(engine)
-    assert_serves(lab, engine, old[0])
-    for model, saved in (new, old, new):
-        report = engine.load_weights(lab.snapshot(model, saved=saved))
-        assert report.way == way
+    assert_serves(lab, engine, old)
+    for model in (new, old, new):
+        assert engine.load_weights(lab.snapshot(model)).way == way
         assert addresses(engine) == before
         assert_serves(lab, engine, model)
     engine.close()
@@ -144,8 +125,8 @@ def test_a_reload_that_does_nothing_is_caught_though_no_sample_can_be_read_back(
     model = lab.rounded(lab.model(1))
     near = lab.rounded(lab.step(model, 1, changed=0.1))
     engine = lab.engine(model, dtype="bfloat16", canary_tolerance=0.5, pack_weights=True)
-    assert engine._hot_reload.way == "reload"
-    worker = engine._running._llm.model_executor.driver_worker.worker
+    assert engine.hot_reload.way == "reload"
+    worker = engine._llm.model_executor.driver_worker.worker
     monkeypatch.setattr(type(worker), "reload_weights", lambda self, weights_iterator: None)
     with pytest.raises(EngineFaulty, match="left out by vLLM's reload"):
         engine.load_weights(lab.snapshot(near, saved=lab.as_bfloat16(near)))

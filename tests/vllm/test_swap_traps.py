@@ -90,7 +90,7 @@ def test_in_bfloat16_the_canary_alone_would_not_have_detected_it(lab, engine, ol
 
 
 def worker_of(engine):
-    return engine._running._llm.model_executor.driver_worker.worker
+    return engine._llm.model_executor.driver_worker.worker
 
 
 def test_a_head_that_computes_with_a_packed_copy_is_detected_and_reloaded(lab, engine, old, near, dtype):
@@ -156,7 +156,7 @@ def test_a_model_whose_layout_is_not_found_is_reloaded_and_rolled_back_by_reload
 
     monkeypatch.setattr(worker, "record", fail)
     engine = lab.engine(old, dtype=dtype, canary_tolerance=BOUNDS[dtype])
-    assert engine._running.call("tba_start") == ["EngineError: no layout"]
+    assert engine.call("tba_start") == ["EngineError: no layout"]
     new, ids = lab.rounded(lab.model(seed=2, tied=True)), lab.tokens(3, 40)
     for model, error in ((new, 0.0), (old, 0.0), (new, 2.0)):
         one = lab.snapshot(model, saved=lab.as_bfloat16(model) if dtype == "bfloat16" else model, canary_error=error)

@@ -17,32 +17,31 @@ import tba
 ROOT = Path(tba.__file__).parent
 ENGINE = "searcher/engines/vllm/"
 WORKER, RUNNING, START = f"{ENGINE}worker.py", f"{ENGINE}running.py", f"{ENGINE}start.py"
-SCHEDULER = f"{ENGINE}scheduler.py"
 
 # By file of vLLM: the beginning of its sha256, and where tba depends on it, as pairs of a file
 # and a part of the lines.
 FILES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     # Requests, steps, weight versions.
     "v1/engine/llm_engine.py": ("b3a9df98e2f0f1cd", [(RUNNING, "self._llm.")]),
-    "v1/engine/core_client.py": ("386b528a69029507", [(RUNNING, "engine_core.shutdown")]),
+    "v1/engine/core_client.py": ("386b528a69029507", [(f"{ENGINE}engine.py", "engine_core.shutdown")]),
     "v1/executor/multiproc_executor.py": ("948c15e09617b02e", [(RUNNING, "collective_rpc"), (WORKER, "def _reported")]),
     "inputs/engine.py": ("8897a856b6a91d6c", [(RUNNING, "tokens_input")]),
     "outputs.py": ("370d233794f0b571", [(RUNNING, "weight_versions")]),
     "logprobs.py": ("73167aa3641ae4f8", [(RUNNING, "flat_logprobs"), (RUNNING, "FlatLogprobs")]),
     "v1/engine/logprobs.py": ("148cc1575651c1c3", [(RUNNING, "prompt_logprobs")]),
     # Batches computed ahead, pauses, preemptions, the KV cache's size, and what decides these.
-    "v1/engine/core.py": ("458fd729771681b1", [(SCHEDULER, "batch_queue"), (SCHEDULER, "llm.engine_core")]),
-    "v1/core/sched/interface.py": ("ae946f9beb969414", [(SCHEDULER, "PauseState")]),
+    "v1/engine/core.py": ("458fd729771681b1", [(RUNNING, "batch_queue"), (RUNNING, "llm.engine_core")]),
+    "v1/core/sched/interface.py": ("ae946f9beb969414", [(RUNNING, "PauseState")]),
     "v1/core/sched/scheduler.py": (
         "d9a39870286c424c",
-        [(SCHEDULER, "set_pause_state"), (SCHEDULER, "_preempt_request")],
+        [(RUNNING, "set_pause_state"), (RUNNING, "_preempt_request")],
     ),
-    "v1/core/sched/async_scheduler.py": ("38d296e77e4d612e", [(SCHEDULER, "batch_queue")]),
+    "v1/core/sched/async_scheduler.py": ("38d296e77e4d612e", [(RUNNING, "batch_queue")]),
     "v1/core/kv_cache_utils.py": (
         "af4164bca819f1cd",
-        [(SCHEDULER, "kv_cache_size_tokens"), (SCHEDULER, "kv_cache_tensors")],
+        [(RUNNING, "kv_cache_size_tokens"), (RUNNING, "kv_cache_tensors")],
     ),
-    "v1/kv_cache_interface.py": ("39ea5be3054f9723", [(SCHEDULER, "kv_cache_tensors")]),
+    "v1/kv_cache_interface.py": ("39ea5be3054f9723", [(RUNNING, "kv_cache_tensors")]),
     # What it measures at its start on a GPU, and with a fixed cache does not (docs/decisions/0046).
     "utils/mem_utils.py": ("8b21755c8cae378b", [(START, "kv_cache_memory_bytes")]),
     "engine/arg_utils.py": ("c10281277fd9a90d", [(START, "EngineArgs"), (START, "UsageContext")]),

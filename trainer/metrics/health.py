@@ -26,7 +26,8 @@ _LOST_NATS_PER_TOKEN = 0.005
 _FLOAT32_MISMATCH, _BFLOAT16_MISMATCH = 1e-3, 0.05
 # In nats. The estimate of log Z may exceed its bound by noise.
 _LOG_Z_NOISE = 0.5
-# Of the probability of sampled responses, where they have most of it: then other responses are unlikely to be good.
+# Share of the probability of sampled responses that may be lost, where they have `_MOST` of it: then other responses
+# are unlikely to be good.
 _LOST_SHARE = 0.15
 _MOST = 0.5
 
@@ -140,7 +141,7 @@ class Health:
         lost = 1 - policy / max(sampled, _MOST)
         if self._sampled_mass.count < _FIRST_STEPS or sampled < _MOST or lost <= _LOST_SHARE:
             return ""
-        return f"{lost:.0%} of the probability of stale answers has moved to answers that were never sampled"
+        return f"{lost:.0%} of the probability of stale responses has moved to responses that were never sampled"
 
     def _lost_nats(self, metrics: Mapping[str, float]) -> str:
         """Return a sentence if good responses have become less likely than they were when they were sampled."""
@@ -150,7 +151,7 @@ class Health:
         limit = max(_LOST_NATS, _LOST_NATS_PER_TOKEN * metrics["response_tokens_mean"])
         if self._lost.count < _FIRST_STEPS or lost <= limit:
             return ""
-        return f"stale answers with a reward above the mean of their prompt have lost {lost:.1f} nats"
+        return f"stale responses with a reward above the mean of their prompt have lost {lost:.1f} nats"
 
     def _impossible_log_z(self, metrics: Mapping[str, float], largest_reward: float) -> str:
         """Return a sentence if log Z is above max r / beta, which it never is on fresh data.

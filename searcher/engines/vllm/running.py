@@ -5,22 +5,37 @@
                   score: prompts of its own, which step all other requests too
 
 A response that finishes while a canary is being scored waits in `_finished` until the weights are accepted.
+
+With asynchronous scheduling, vLLM starts a batch before it has processed the one before:
+
+    step n      schedule and start batch n + 1, then wait for batch n and hand out its tokens
+    drain       schedule nothing, wait for each batch that was started
 """
 
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from tba.common.clock import Clock, SystemClock
+from tba.common.config.search import SearchSection
 from tba.common.errors import EngineError, EngineFaulty, SnapshotError
+from tba.common.log import get_logger
 from tba.common.rotation import Rotation
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32
 from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings, fit_request, in_vocabulary
-from tba.searcher.engines.vllm.fair_lock import FairLock
-from tba.searcher.engines.vllm.scheduler import VllmScheduler
+from tba.searcher.engines.stopping import Stopping
+from tba.searcher.engines.vllm.start import most_in_flight
+
+log = get_logger(__name__)
+
+_REPORT_SECONDS = 60.0
+# From this fraction of the responses in flight, preempted in a minute, a lower limit is advised.
+_FREQUENT = 0.1
 
 # Rows of vLLM's batch that no request gets, so that a full batch does not delay the canary.
 SCORING_ROWS = 8
@@ -42,6 +57,107 @@ class _InFlight:
     started: float
 
 
+class FairLock:
+    """A FIFO lock, for a thread that re-acquires it immediately after releasing it, and others that need it at times.
+
+    With `threading.Lock` that thread would win again and again, before a waiting thread has woken up.
+    """
+
+    def __init__(self) -> None:
+        # Held by the first thread in the queue; threads that come later wait for it.
+        self._next = threading.Lock()
+        self._held = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._held.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._held.release()
+
+
+class VllmScheduler:
+    """The core of an `LLMEngine`, in this process: the KV cache, preemptions, batches computed ahead."""
+
+    def __init__(self, llm: Any) -> None:
+        self._core = llm.engine_core.engine_core
+        self._clock: Clock = SystemClock()
+        self.preemptions = 0
+        self._reported = 0
+        # The end of the minute of the preemptions that are not reported yet.
+        self._report_at: float | None = None
+        scheduler = self._core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        # vLLM's statistics count them too, at a cost per token.
+        scheduler._preempt_request = counted
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """The tokens that fit the KV cache; 0 for a model without one."""
+        return int(self._core.vllm_config.cache_config.kv_cache_size_tokens or 0)
+
+    @property
+    def kv_cache_gib(self) -> float:
+        """The size of the KV cache on each GPU in GiB, 0 for a model without one.
+
+        As `search.kv_cache_gib` it gives the same cache again.
+        """
+        cache = self._core.scheduler.kv_cache_config
+        return float(sum(tensor.size for tensor in cache.kv_cache_tensors) / 2**30)
+
+    def choose_in_flight(self, search: SearchSection, prompt_tokens: int) -> int:
+        """Return the limit of responses in flight, and log it with the size of the KV cache.
+
+        `auto` counts each with its prompt and half of its budget: responses in flight are of all ages.
+        """
+        most = most_in_flight(search)
+        context = int(self._core.vllm_config.model_config.max_model_len)
+        each = min(prompt_tokens + -(-search.max_tokens // 2), context)
+        automatic = search.max_in_flight == "auto" and self.kv_cache_tokens > 0
+        chosen = min(max(self.kv_cache_tokens // each, 1), most) if automatic else most
+        size = round(self.kv_cache_gib, 2)
+        log.info("KV cache", gib=size, tokens=self.kv_cache_tokens, max_in_flight=chosen, tokens_each=each)
+        if automatic and chosen < search.samples_per_prompt:
+            advice = "raise search.gpu_memory_utilization, or search.kv_cache_gib if it is set; another process that "
+            advice += "allocates on the GPU while vLLM starts makes the cache smaller"
+            log.warning("the KV cache holds less than one visit", visit=search.samples_per_prompt, advice=advice)
+        return chosen
+
+    def drain(self, step: Callable[[], object]) -> None:
+        """Call `step` until every batch that was started is processed. Does nothing without asynchronous scheduling.
+
+        Tokens get the version that is set when they are processed. So this must come before a change of the weights,
+        or of their version.
+        """
+        if not self._core.batch_queue:
+            return
+        from vllm.v1.core.sched.interface import PauseState
+
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while self._core.batch_queue:
+                step()
+        finally:
+            self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def report(self, in_flight: int) -> None:
+        """Log the preemptions of each minute in which there were any."""
+        if self.preemptions == self._reported:
+            return
+        now = self._clock.monotonic()
+        self._report_at = self._report_at or now + _REPORT_SECONDS
+        if now < self._report_at:
+            return
+        count, self._reported, self._report_at = self.preemptions - self._reported, self.preemptions, None
+        advice = "lower search.max_in_flight" if count > _FREQUENT * in_flight else "rare enough to ignore"
+        log.warning("responses preempted: the KV cache is full", preemptions=count, in_flight=in_flight, advice=advice)
+
+
 class RunningVllm:
     """Requests of one `LLMEngine`, which is stepped by its caller. Only `call` may be used by several threads.
 
@@ -52,25 +168,17 @@ class RunningVllm:
     """
 
     def __init__(
-        self,
-        llm: Any,
-        *,
-        scheduler: VllmScheduler,
-        max_in_flight: int,
-        end_ids: list[int],
-        stop_strings: Sequence[str],
-        keep_prefix_cache: bool,
-        adapter: Any = None,
+        self, llm: Any, search: SearchSection, stopping: Stopping, *, prompt_tokens: int, adapter: Any
     ) -> None:
         """`adapter` is vLLM's request of the adapter that all requests use; None without LoRA."""
         self._llm = llm
-        self.scheduler = scheduler
-        self.max_in_flight = max_in_flight
-        self._end_ids = end_ids
-        self._stop_strings = list(stop_strings)
-        self._keep_prefix_cache = keep_prefix_cache
+        self.scheduler = VllmScheduler(llm)
+        # Responses that it generates concurrently; more are queued.
+        self.max_in_flight = self.scheduler.choose_in_flight(search, prompt_tokens)
+        self._stopping = stopping
         self._adapter = adapter
-        self.version = 0
+        # Version that the next token will be produced by.
+        self.weights_version = 0
         llm.set_weight_version("0")
         self.context = int(llm.model_config.max_model_len)
         self.rotation = Rotation.of(llm.model_config.hf_config)
@@ -90,17 +198,14 @@ class RunningVllm:
 
     @property
     def in_flight(self) -> int:
-        """Requests submitted and not yet returned by `take_finished`."""
+        """Requests submitted and not yet returned by `step`."""
         return len(self._in_flight)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises EngineError if the prompt does not fit the model's context."""
         self.check()
         request = fit_request(request, vocabulary=self.vocabulary, context=self.context)
-        if request.id in self._in_flight:
-            raise EngineError(f"request {request.id} is already in flight")
-        params = self._sampling_params(request.sampling)
-        self._in_flight[request.id] = _InFlight(request, params, time.perf_counter())
+        self._in_flight[request.id] = _InFlight(request, self._params(request.sampling), time.perf_counter())
         self._queue.append(request.id)
 
     def step(self) -> list[Generation]:
@@ -127,14 +232,15 @@ class RunningVllm:
                     raise EngineError(f"a sequence to score has token ids outside 0 to {self.vocabulary - 1}")
                 self._scorings += 1
                 waiting[f"score{self._scorings}"] = index
-                self._add(f"score{self._scorings}", ids, self._scoring_params(), _SCORING_PRIORITY)
+                params = _params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+                self._add(f"score{self._scorings}", ids, params, _SCORING_PRIORITY)
         scores = [np.zeros(0, np.float32) for _ in sequences]
         while waiting:
             for name, output in self._advance().items():
                 # One that is not waiting is left over from a scoring that failed.
                 if name in waiting:
                     index = waiting.pop(name)
-                    scores[index] = _prompt_logprobs(output, len(sequences[index]) - 1)
+                    scores[index] = _values(output.prompt_logprobs, len(sequences[index]) - 1)
         return scores
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -155,8 +261,8 @@ class RunningVllm:
         Tokens that vLLM has computed ahead are handed out first, with the version they were computed with.
         """
         self.scheduler.drain(self._step)
-        self.version = version
-        self._salt += not self._keep_prefix_cache
+        self.weights_version = version
+        self._salt += 1
         self._llm.set_weight_version(str(version))
 
     def start_over(self) -> None:
@@ -165,7 +271,7 @@ class RunningVllm:
         self._llm.abort_request([*map(str, self._in_flight)])
         self._finished.clear()
         self._queue = deque(self._in_flight)
-        # Cached keys and values of refused weights are never reused, not even with `keep_prefix_cache`.
+        # Cached keys and values of refused weights are never reused.
         self._salt += 1
 
     def check(self) -> None:
@@ -177,21 +283,8 @@ class RunningVllm:
         """Refuse all further work: `check` raises from now on."""
         self._broken = reason
 
-    def close(self) -> bool:
-        """Free the device and end the workers. Returns False if it was closed before."""
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            llm.engine_core.shutdown()
-        return llm is not None
-
-    def _feed(self) -> None:
-        """Hand queued requests to vLLM, up to `max_in_flight`."""
-        while self._queue and len(self._in_flight) - len(self._queue) - len(self._finished) < self.max_in_flight:
-            one = self._in_flight[self._queue.popleft()]
-            self._add(str(one.request.id), one.request.prompt_ids.tolist(), one.params, priority=0)
-
     def _add(self, name: str, ids: Sequence[int], params: Any, priority: int) -> None:
-        """Hand one request to vLLM, with a cache salt that changes at each swap (unless `keep_prefix_cache`).
+        """Hand one request to vLLM, with a cache salt that changes at each swap.
 
         The salt prevents reuse of a prefix computed with other weights, also by requests that were submitted before a
         swap and continue after it. The alternative, `reset_prefix_cache`, does nothing while a request is running. The
@@ -205,33 +298,30 @@ class RunningVllm:
         except Exception as error:
             raise EngineError(f"vLLM refused a request: {error}") from error
 
-    def _sampling_params(self, sampling: SamplingSettings) -> Any:
+    def _params(self, sampling: SamplingSettings) -> Any:
+        text: dict[str, Any] = {"detokenize": False}
+        # Without stop strings, vLLM decodes no tokens, which it would do in the thread that steps it.
+        if self._stopping.strings:
+            # The last one concerns only vLLM's own text, which is not used: all tokens are returned.
+            text = {"detokenize": True, "stop": [*self._stopping.strings], "include_stop_str_in_output": True}
         return _params(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
-            stop_token_ids=self._end_ids,
+            stop_token_ids=sorted(self._stopping.ids),
             # Only these end a response, not also the end token of vLLM's tokenizer.
             ignore_eos=True,
-            **self._stop_settings(),
-            # Of the sampled token, and of no alternatives.
+            **text,
+            # Log-probabilities of the sampled token, and of no alternatives.
             logprobs=0,
         )
 
-    def _stop_settings(self) -> dict[str, Any]:
-        """Without stop strings, vLLM decodes no tokens, which it would do in the thread that steps it."""
-        if not self._stop_strings:
-            return {"detokenize": False}
-        # It concerns only vLLM's own text, which is not used: all tokens are returned.
-        return {"detokenize": True, "stop": self._stop_strings, "include_stop_str_in_output": True}
-
-    def _scoring_params(self) -> Any:
-        return _params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-
     def _advance(self) -> dict[str, Any]:
-        """Feed vLLM and step it."""
-        self._feed()
+        """Hand queued requests to vLLM, up to `max_in_flight`, and step it."""
+        while self._queue and len(self._in_flight) - len(self._queue) - len(self._finished) < self.max_in_flight:
+            one = self._in_flight[self._queue.popleft()]
+            self._add(str(one.request.id), one.request.prompt_ids.tolist(), one.params, priority=0)
         scored = self._step()
         self.scheduler.report(len(self._in_flight))
         return scored
@@ -278,12 +368,6 @@ def _generation(one: _InFlight, output: Any) -> Generation:
         stop_reason=_STOP_REASONS[output.finish_reason],
         seconds=time.perf_counter() - one.started,
     )
-
-
-def _prompt_logprobs(output: Any, count: int) -> Float32:
-    if output.prompt_logprobs is None:
-        raise EngineError("vLLM returned no log-probabilities for a sequence to score")
-    return _values(output.prompt_logprobs, count)
 
 
 def _values(logprobs: Any, count: int) -> Float32:

@@ -11,6 +11,7 @@ from tba.common.errors import ConfigError, EngineError
 from tba.common.terminal import need_engine
 from tba.common.weights.model_files import model_directory
 
+ADAPTER_ID = 1
 _WORKER = "tba.searcher.engines.vllm.worker"
 # Responses in flight with `auto`: the largest batch for which vLLM captures CUDA graphs, and its own limit on CPUs.
 _MOST_ON_GPU, _MOST_ON_CPU = 512, 256
@@ -63,7 +64,7 @@ def start_vllm(
 ) -> Any:
     """Return an `LLMEngine` in this process, with a tokenizer if it `reads_text`.
 
-    Raises EngineError if the model cannot be served.
+    Raises EngineError if the model cannot be served, ConfigError for an argument of `search.vllm` that vLLM lacks.
     """
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
@@ -87,11 +88,14 @@ def start_vllm(
         model_loader_extra_config={"packed": pack_weights},
         **_memory(search),
         **_lora(lora_rank),
-        **_head(model, search),
     )
+    check_arguments(search.vllm, [field.name for field in dataclasses.fields(EngineArgs)])
+    if model.head_dtype != "model":
+        # Logits in float32, merged with the changes of the model's config that the user asks for.
+        own["hf_overrides"] = {**search.vllm.get("hf_overrides", {}), "head_dtype": model.head_dtype}
     # Asynchronous scheduling is vLLM's choice: on with CUDA, off on a CPU.
     defaults = {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
-    args = EngineArgs(**defaults | _asked(search, EngineArgs) | own)
+    args = EngineArgs(**defaults | search.vllm | own)
     try:
         # The context decides vLLM's default of max_num_batched_tokens: 16,384 instead of 2,048 on an H100.
         return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
@@ -110,17 +114,15 @@ def most_in_flight(search: SearchSection) -> int:
     return _MOST_ON_CPU if current_platform.is_cpu() else _MOST_ON_GPU
 
 
-def _asked(search: SearchSection, arguments: Any) -> dict[str, Any]:
-    """The arguments of `search.vllm`. Raises ConfigError for one that this vLLM does not have."""
-    check_arguments(search.vllm, [field.name for field in dataclasses.fields(arguments)])
-    return search.vllm
+def adapter_request(path: str) -> Any:
+    """Return vLLM's request of the one adapter that all requests use, with its files in the directory `path`.
 
+    A swap replaces it in place: requests in flight continue with the new one, as they do with new weights. "" is an
+    adapter of zeros.
+    """
+    from vllm.lora.request import LoRARequest
 
-def adapter_of_all() -> Any:
-    """Return vLLM's request of the one adapter that all requests use, and that swaps replace."""
-    from tba.searcher.engines.vllm.worker import adapter_request
-
-    return adapter_request("")
+    return LoRARequest("policy", ADAPTER_ID, path or "zero")
 
 
 def _memory(search: SearchSection) -> dict[str, Any]:
@@ -135,13 +137,6 @@ def _memory(search: SearchSection) -> dict[str, Any]:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # An amount, not a fraction: trainer and buffer may use the host's memory too.
     return {"kv_cache_memory_bytes": int((_CPU_CACHE_GIB if size == "auto" else size) * 2**30)}
-
-
-def _head(model: ModelSection, search: SearchSection) -> dict[str, Any]:
-    """The setting for logits in float32, merged with the changes of the model's config that the user asks for."""
-    if model.head_dtype == "model":
-        return {}
-    return {"hf_overrides": {**search.vllm.get("hf_overrides", {}), "head_dtype": model.head_dtype}}
 
 
 def _lora(rank: int) -> dict[str, Any]:

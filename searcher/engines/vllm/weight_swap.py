@@ -1,4 +1,7 @@
-"""In-place swaps of a model's weights, with the layout recorded by `weight_layout`, in two steps.
+"""In-place swaps of a model's weights: where a checkpoint's tensors lie in the model, their files, and the copies.
+
+vLLM keeps q, k and v as one parameter, gate and up as another, and with tensor parallelism a part of each. Only the
+model's own `load_weights` knows which part goes where. `record` watches it once, so that later swaps are plain copies:
 
     prepare    alongside generation, in a thread: map the files, and register them as pinned memory for a GPU
     exchange   between two generation steps: copy into the parameters and read a sample back
@@ -6,22 +9,327 @@
 Copies keep the addresses of the parameters, which CUDA graphs depend on. A swap always copies all tensors: on a GPU
 that takes less time and memory than scattering the changed elements would. Nothing is put on the device before the
 exchange, since the engine leaves little free there, and nothing larger than a staging block during it.
+
+A mapping and its registration belong to an inode, not to a path: a trainer on the same node writes a new version into
+the file of an old one, and mapping and registering 15 GB again takes seconds. All processes of the node that map a file
+share its pages, where `torch.empty(pin_memory=True)` would give each process its own, rounded up to a power of two.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import mmap
+import os
+import resource
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tba.common.errors import EngineError
+from tba.common.log import get_logger
 from tba.common.quantity import quantity
-from tba.searcher.engines.vllm.tensor_files import MappedFiles, TensorFiles, map_files, touch
-from tba.searcher.engines.vllm.weight_layout import TensorSlice, differing, same_bits
+from tba.common.weights.tensor_file import Span, read_layout
+
+log = get_logger(__name__)
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16, "I16": torch.int16,
+    "F16": torch.float16, "BF16": torch.bfloat16, "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64,
+}  # fmt: skip
+# Besides the files that were opened last: those of the version before, and two for a trainer to write to by turns.
+_OTHER_FILES = 3
+_PAGE = 4096
+# Flags of cudaHostRegister. A read-only mapping needs the second one; drivers without it need a writable mapping.
+_PORTABLE, _READ_ONLY = 1, 8
+
+# Torch warns once that a tensor of a read-only buffer could be written to; none of these is.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"0", dtype=torch.uint8)
+
+
+class TensorFiles:
+    """The tensors of some files by name, as views of their mappings."""
+
+    def __init__(self, buffers: Mapping[Path, mmap.mmap]) -> None:
+        self._spans: dict[str, tuple[mmap.mmap, Span]] = {}
+        for path, buffer in buffers.items():
+            self._spans |= {name: (buffer, span) for name, span in read_layout(path).spans.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._spans
+
+    def __getitem__(self, name: str) -> Tensor:
+        buffer, span = self._spans[name]
+        dtype = _DTYPES[span.dtype]
+        count = (span.end - span.start) // dtype.itemsize
+        if not count:
+            return torch.empty(span.shape, dtype=dtype)
+        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=span.start).view(span.shape)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors, one at a time."""
+        return ((name, self[name]) for name in self._spans)
+
+
+@dataclass(slots=True)
+class _File:
+    """A mapping of a file's whole content; `descriptor` keeps the inode's number from being used again."""
+
+    descriptor: int
+    content: mmap.mmap
+    registered: int = 0
+    """The address that was registered; 0 if it was not."""
+
+    def is_current(self) -> bool:
+        """Whether the file still has a name, and the size that it was mapped with."""
+        status = os.fstat(self.descriptor)
+        return status.st_nlink > 0 and status.st_size == len(self.content)
+
+    def close(self) -> None:
+        """Give the mapping up. Views of it keep it until they are gone."""
+        if self.registered:
+            _cudart().cudaHostUnregister(self.registered)
+        os.close(self.descriptor)
+
+
+class MappedFiles:
+    """The mappings of one process. With `pin`, copies to a CUDA device read them without a staging copy.
+
+    At most the files of one snapshot and three others stay mapped. Used by one thread at a time.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        # File systems, by device, whose files could not be registered: the model's own may be on a disk that refuses
+        # what the weights directory allows.
+        self._refused: set[int] = set()
+        # By device and inode, the least recently opened first.
+        self._files: dict[tuple[int, int], _File] = {}
+
+    def open(self, paths: Sequence[str]) -> TensorFiles:
+        """Map files, or find their mappings. Raises OSError if one is missing, SnapshotError if it is malformed."""
+        for key in [key for key, file in self._files.items() if not file.is_current()]:
+            self._files.pop(key).close()
+        buffers = {}
+        for path in paths:
+            status = os.stat(path)
+            key = status.st_dev, status.st_ino
+            file = self._files.pop(key, None) or self._mapped(path, status.st_dev)
+            self._files[key] = file
+            buffers[Path(path)] = file.content
+        for key in list(self._files)[: -(len(buffers) + _OTHER_FILES)]:
+            self._files.pop(key).close()
+        return TensorFiles(buffers)
+
+    def close(self) -> None:
+        """Unregister all files and give their mappings up."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _mapped(self, path: str, device: int) -> _File:
+        if self._pin and device not in self._refused:
+            # A mapping that can be registered: read-only, or else writable, which nothing makes use of.
+            reasons = []
+            for opened, protection, flags in (
+                (os.O_RDONLY, mmap.PROT_READ, _PORTABLE | _READ_ONLY),
+                (os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE, _PORTABLE),
+            ):
+                try:
+                    file = _open(path, opened, protection)
+                except OSError as error:
+                    reasons.append(str(error.strerror))
+                    continue
+                if not (reason := _register(file, flags)):
+                    return file
+                file.close()
+                reasons.append(reason)
+            self._refused.add(device)
+            log.warning("weights are not pinned, so copies to the GPU are slower", reason=_limits(path, reasons))
+        return _open(path, os.O_RDONLY, mmap.PROT_READ)
+
+
+def map_files(paths: Iterable[str]) -> TensorFiles:
+    """Map files for one use, without registering them."""
+    return MappedFiles(pin=False).open([*paths])
+
+
+def touch(tensor: Tensor) -> None:
+    """Read each page of a contiguous tensor, or page faults would interrupt the copy in the pause."""
+    tensor.view(-1).view(torch.uint8)[::_PAGE].max()
+
+
+def _open(path: str, flags: int, protection: int) -> _File:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        # Shared: the kernel copies the pages of a private mapping when it pins them.
+        return _File(descriptor, mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=protection))
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _register(file: _File, flags: int) -> str:
+    """Pin a mapping's pages. Returns the reason if that is impossible."""
+    address = torch.frombuffer(file.content, dtype=torch.uint8).data_ptr()
+    found = int(_cudart().cudaHostRegister(address, len(file.content), flags))
+    if not found:
+        file.registered = address
+        return ""
+    _clear_last_error()
+    return f"cudaHostRegister returned error {found}"
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _clear_last_error() -> None:
+    """Take CUDA's error of the failed call: else the next kernel that this thread launches would report it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+def _limits(path: str, reasons: Sequence[str]) -> str:
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit = "no limit" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
+    return (
+        f"{path} cannot be registered ({'; '.join(reasons)}): locked memory has {limit} (ulimit -l, LimitMEMLOCK= of a "
+        "unit), and the file system must allow it, as /dev/shm does (search.weights_dir)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A box of one checkpoint tensor, and its location in one parameter of the engine's model.
+
+    `start` and `size` cut the box out of the checkpoint tensor of `shape`, by dimension. `offset` and `stride` locate
+    it in the parameter's storage, in elements.
+    """
+
+    name: str
+    parameter: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: int
+    stride: tuple[int, ...]
+
+    def of_checkpoint(self, tensor: Tensor) -> Tensor:
+        """Return the box as a view of the checkpoint tensor."""
+        for dimension, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
+            tensor = tensor.narrow(dimension, start, size)
+        return tensor
+
+    def of_parameter(self, parameter: Tensor) -> Tensor:
+        """Return the box as a view of the parameter."""
+        return parameter.as_strided(self.size, self.stride, self.offset)
+
+    def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Map positions in the flattened checkpoint tensor, int64 [n], to positions in the parameter's storage.
+
+        Returns a mask [n] of the positions inside the box, and the mapped positions of those.
+        """
+        inside = torch.ones_like(positions, dtype=torch.bool)
+        index, rest = torch.full_like(positions, self.offset), positions
+        for extent, start, size, stride in reversed(
+            [*zip(self.shape, self.start, self.size, self.stride, strict=True)]
+        ):
+            coordinate = rest % extent - start
+            rest = rest // extent
+            inside &= (coordinate >= 0) & (coordinate < size)
+            index += coordinate * stride
+        return inside, index[inside]
+
+
+class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every `copy_` instead of executing it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.copies.append((args[0], args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def record(
+    load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    parameters: Mapping[str, Tensor],
+    files: TensorFiles,
+) -> list[TensorSlice]:
+    """Find out where a model's `load_weights` puts each tensor, without changing a weight.
+
+    It gets tensors without content (on the meta device), and its copies into the parameters are recorded. Source and
+    destination of a copy are views, whose offsets and strides define the slice completely. Raises EngineError if a
+    copy is anything but a box of a checkpoint tensor, or a parameter receives none.
+    """
+    markers = {name: torch.empty_like(tensor, device="meta") for name, tensor in files.items()}
+    names = {_storage(marker): name for name, marker in markers.items()}
+    owners = {_storage(parameter): name for name, parameter in parameters.items()}
+    with torch.no_grad(), _CopyRecorder() as recorder:
+        load_weights(iter(markers.items()))
+    slices = []
+    for target, source in recorder.copies:
+        name, parameter = names.get(_storage(source)), owners.get(_storage(target))
+        if name is None or parameter is None or source.shape != target.shape:
+            raise EngineError(f"a copy of {list(source.shape)} into {parameter} is not a part of a checkpoint tensor")
+        slices.append(_slice(name, parameter, markers[name], source, target))
+    if missed := sorted(parameters.keys() - {one.parameter for one in slices}):
+        many = quantity(len(missed), "parameter was", "parameters were")
+        raise EngineError(f"{many} loaded in another way, for example {missed[0]}")
+    return slices
+
+
+def differing(slices: Iterable[TensorSlice], parameters: Mapping[str, Tensor], files: TensorFiles) -> list[str]:
+    """Return the names of tensors that the parameters do not hold bit for bit (in the parameter's dtype)."""
+    names = []
+    for one in slices:
+        held = one.of_parameter(parameters[one.parameter])
+        if not same_bits(held, one.of_checkpoint(files[one.name]).to(held.device, held.dtype)):
+            names.append(one.name)
+    return names
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Compare all bits: a NaN equals itself, and 0 differs from -0."""
+    one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)
+
+
+def _slice(name: str, parameter: str, marker: Tensor, source: Tensor, target: Tensor) -> TensorSlice:
+    shape = tuple(marker.shape)
+    found = [stride for stride, size in zip(source.stride(), source.shape, strict=True) if size > 1]
+    expected = [stride for stride, size in zip(marker.stride(), source.shape, strict=False) if size > 1]
+    if source.dim() != marker.dim() or found != expected:
+        raise EngineError(f"{name} is loaded transposed or reshaped")
+    # The storage offset of a contiguous tensor's view, written in mixed radix of its strides, is the box's corner.
+    start, rest = [], source.storage_offset()
+    for stride in marker.stride():
+        start.append(rest // stride)
+        rest %= stride
+    size = tuple(source.shape)
+    return TensorSlice(name, parameter, shape, tuple(start), size, int(target.storage_offset()), tuple(target.stride()))
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return what all views of one tensor share, also on the meta device, where there is no address."""
+    return int(tensor.untyped_storage()._cdata)
+
 
 # After an exchange, this number of runs of adjacent elements of each tensor is compared with the file.
 _SAMPLE_RUNS, _RUN = 16, 64
-# Of device memory, for a part of a tensor that is not stored as in the file.
+# Device memory for a part of a tensor that is not stored as in the file.
 _STAGING_BYTES = 32 << 20
 
 Layouts = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -131,12 +439,14 @@ class WeightSwap:
     def _read_back(self, samples: Sequence[_Sample]) -> None:
         self._check_computes_with_parameters()
         parameters = self._parameters()
-        held = (_flat(parameters[one.parameter]) for one in samples)
-        found = [flat[one.index.to(flat.device)] for one, flat in zip(samples, held, strict=True)]
-        wrong = [
-            one.name for one, values in zip(samples, found, strict=True) if not same_bits(values.cpu(), one.values)
-        ]
-        if wrong:
+        found = []
+        for one in samples:
+            parameter = parameters[one.parameter]
+            # The elements of a dense parameter in the order of its storage.
+            flat = parameter.as_strided((parameter.numel(),), (1,), 0)
+            found.append(flat[one.index.to(flat.device)])
+        pairs = zip(samples, found, strict=True)
+        if wrong := [one.name for one, values in pairs if not same_bits(values.cpu(), one.values)]:
             many = quantity(len(wrong), "tensor differs", "tensors differ")
             raise EngineError(f"{many} from the files after the swap, for example {wrong[0]}")
 
@@ -181,11 +491,6 @@ def _copy_through_staging(one: TensorSlice, tensor: Tensor, parameter: Tensor) -
         for dimension in range(1, staged.dim()):
             staged = staged.narrow(dimension, one.start[dimension], one.size[dimension])
         target[first : first + step].copy_(staged)
-
-
-def _flat(parameter: Tensor) -> Tensor:
-    """View a dense parameter's elements in the order of its storage."""
-    return parameter.as_strided((parameter.numel(),), (1,), 0)
 
 
 def _random_runs(count: int, generator: torch.Generator) -> Tensor:

@@ -2,7 +2,7 @@
 
 vLLM imports this module in each worker before it loads the model (`worker_extension_cls`), and the engine calls
 `WeightWorker` by method name, so that only strings and numbers cross processes. Importing this module imports vLLM.
-The swap itself is in weight_layout.py and weight_swap.py, which do not depend on vLLM.
+The swap itself is in weight_swap.py, which does not depend on vLLM.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -29,8 +28,7 @@ from tba.common.system.background import Background
 from tba.common.weights.model_files import weight_files
 from tba.common.weights.tied import tied_names
 from tba.searcher.engines.vllm.running import FAILURE
-from tba.searcher.engines.vllm.tensor_files import TensorFiles, map_files
-from tba.searcher.engines.vllm.weight_layout import differing, record, same_bits
+from tba.searcher.engines.vllm.start import ADAPTER_ID, adapter_request
 from tba.searcher.engines.vllm.weight_state import (
     Derived,
     ProcessingWatch,
@@ -39,20 +37,20 @@ from tba.searcher.engines.vllm.weight_state import (
     fingerprint,
     zeros,
 )
-from tba.searcher.engines.vllm.weight_swap import WeightSwap, packed_copies
+from tba.searcher.engines.vllm.weight_swap import (
+    TensorFiles,
+    WeightSwap,
+    differing,
+    map_files,
+    packed_copies,
+    record,
+    same_bits,
+)
 
 LOAD_FORMAT = "tba"
-# All requests use one adapter, which a swap replaces in place: requests in flight continue with the new one, as they
-# do with new weights.
-ADAPTER_ID = 1
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def adapter_request(path: str) -> LoRARequest:
-    """Return the request of the one adapter, with its files in the directory `path`."""
-    return LoRARequest("policy", ADAPTER_ID, path or "zero")
 
 
 def _reported(method: Callable[P, T]) -> Callable[P, T | dict[str, str]]:
@@ -77,7 +75,7 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
     """vLLM's loader of safetensors, which also records where the model puts each tensor.
 
     This is only possible between loading and processing: afterwards parameters may be packed, and empty. The result is
-    left on the model, since vLLM keeps no loader: `tba_slices`, or `tba_obstacle` with the reason why there are none.
+    left on the model, since vLLM keeps no loader: `tba_slices`, or `tba_reason` with the reason why there are none.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -102,7 +100,7 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
                 raise EngineError(f"{wrong[0]} was not found where it was recorded")
         # The model's own loading code may raise anything. The reason is logged when the engine chooses how to swap.
         except Exception as error:  # noqa: BLE001
-            model.tba_slices, model.tba_obstacle = [], f"{type(error).__name__}: {error}"
+            model.tba_slices, model.tba_reason = [], f"{type(error).__name__}: {error}"
         if not self._packed:
             for module in model.modules():
                 module._cpu_skip_gemm_dispatch = True
@@ -140,13 +138,13 @@ class WeightWorker:
         gc.collect()
         self.tba_own = fingerprint(model, self._tba_derived())
         self.tba_zeros = zeros(model)
-        obstacle: str | None = getattr(model, "tba_obstacle", None)
-        if obstacle is None:
+        reason: str | None = getattr(model, "tba_reason", None)
+        if reason is None:
             try:
                 self.tba_swap = WeightSwap(model, model.tba_slices, model.tba_layouts)
             except EngineError as error:
-                obstacle = str(error)
-        return obstacle
+                reason = str(error)
+        return reason
 
     @_reported
     def tba_unplaced(self, files: list[str]) -> dict[str, bool]:
@@ -226,13 +224,11 @@ class WeightWorker:
 
     @_reported
     def tba_set_adapter(self, path: str) -> None:
-        """Replace the adapter that all requests use by the one in a directory; "" sets its B to zero.
-
-        Does nothing in an engine without LoRA.
-        """
+        """Replace the adapter that all requests use by the one in a directory."""
         self._tba_adapt(path)
 
     def _tba_adapt(self, path: str) -> None:
+        """Replace the adapter; "" sets its B to zero. Does nothing in an engine without LoRA."""
         worker: Any = self
         manager = getattr(worker.model_runner, "lora_manager", None)
         if manager is None:
@@ -280,21 +276,18 @@ class WeightWorker:
         model: Any = self._tba_model()
         packed = packed_copies(model)
         self._tba_clear()
-        self._tba_reload(files)
+        worker: Any = self
+        if current_platform.is_cpu():
+            _forget_packed_experts(model)
+        worker.reload_weights(weights_iterator=files.items())
+        if current_platform.is_cpu():
+            _repack_tied_heads(worker)
+            _unpack_heads(model)
         now = packed_copies(model)
         missed = sorted(zeros(model) - self.tba_zeros) + [name for name, one in packed.items() if now.get(name) is one]
         if missed:
             many = quantity(len(missed), "tensor was", "tensors were")
             raise EngineError(f"{many} left out by vLLM's reload, for example {missed[0]}")
-
-    def _tba_reload(self, files: TensorFiles) -> None:
-        worker: Any = self
-        if current_platform.is_cpu():
-            _forget_packed_experts(worker.get_model())
-        worker.reload_weights(weights_iterator=files.items())
-        if current_platform.is_cpu():
-            _repack_tied_heads(worker)
-            _unpack_heads(worker.get_model())
 
 
 def _forget_packed_experts(model: nn.Module) -> None:

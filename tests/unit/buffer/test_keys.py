@@ -19,8 +19,7 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.curve import new_pair
 from tba.common.wire.keys import OWN, own_pair, server_keys
 from tba.common.wire.status_messages import GetStatus, Status
-from tba.searcher.weights.fetch import Fetcher
-from tba.searcher.weights.progress import Progress
+from tba.searcher.weights.fetch import Fetcher, Progress
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.keyring import Keyring
 from tba.tests.helpers.puts import reference

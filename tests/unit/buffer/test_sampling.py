@@ -168,18 +168,3 @@ def test_untrained_prompts_have_recent_data_that_was_not_trained_on():
     index = index_of([(0, 5, 0.0), (1, 5, 0.0), (2, 1, 0.0)])
     index.mark_trained([1])
     assert Sampler(index, rules()).untrained_prompts(min_step=4, need=1).tolist() == [0]
-
-
-def test_m_changes_linearly_with_the_training_step_until_its_final_value():
-    settings = rules(recency_fraction=1.0, recency_fraction_final=0.5, recency_anneal_steps=10)
-    assert [settings.recency_fraction_at(step) for step in (0, 5, 10, 99)] == [1.0, 0.75, 0.5, 0.5]
-    assert rules(recency_fraction=0.3).recency_fraction_at(99) == 0.3
-
-
-def test_m_is_that_of_the_training_step():
-    index = index_of([(prompt, step, 0.0) for prompt in range(8) for step in range(6)])
-    settings = rules(recency_fraction=1.0, recency_fraction_final=0.0, recency_anneal_steps=4)
-    for train_step, fraction in ((0, 1.0), (2, 0.5), (4, 0.0)):
-        for seed in range(20):
-            scheduled = draw(index, settings, seed, groups=6, train_step=train_step)
-            assert scheduled == draw(index, rules(recency_fraction=fraction), seed, groups=6)

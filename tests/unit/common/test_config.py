@@ -73,7 +73,8 @@ ALERTS = "Alertmanager calls for help (docs/operations.md, deploy/prometheus/ale
         ("bojective.name", "did you mean objective.name?"),
         ("erward_model.path", "did you mean reward_model.path?"),
         ("train.gpus", "did you mean train.gpu?"),
-        ("alarm.command", f"it was removed, and {ALERTS}"),
+        ("launch.stable_seconds", "it was removed: failures are forgotten after ten minutes without one"),
+        ("alarm.command", f"it was removed: {ALERTS}"),
     ],
 )
 def test_the_hint_names_a_similar_key_or_none(key, hint):
@@ -295,7 +296,7 @@ def test_names_of_engine_arguments_are_checked_where_vllm_is_installed(tmp_path,
 
 
 def test_what_an_evaluation_measures_of_sampled_answers_needs_some():
-    with pytest.raises(ValueError, match=r"eval\.kl measures sampled answers, and eval\.samples is 0"):
+    with pytest.raises(ValueError, match=r"eval\.kl measures sampled responses, and eval\.samples is 0"):
         Config.model_validate({"eval": {"kl": True}})
 
 

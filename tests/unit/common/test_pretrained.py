@@ -17,7 +17,7 @@ from tba.searcher.evaluation.embedder import SentenceEncoder
 from tba.searcher.scoring.classifier import check_files
 from tba.searcher.scoring.reference_model import ReferenceModel
 from tba.tests.helpers.classifiers import EXAMPLE_MODEL
-from tba.tests.helpers.end_tokens import end_tokens
+from tba.tests.helpers.engines import end_tokens
 from tba.trainer.model.scorer import load_model
 from tba.trainer.preflight.shape import meta_model
 

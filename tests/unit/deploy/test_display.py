@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tba.cli.inspection import for_machines
 from tba.common.quantity import quantity
 from tba.common.stall import Facts
-from tba.deploy.commands import for_machines
 from tba.deploy.display import Display, clients_table, explain, status_view, summary_line
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock
@@ -83,7 +83,7 @@ def test_a_batch_without_recent_data_is_named():
 
 
 def test_a_warning_of_the_trainer_is_shown_next_to_what_it_does():
-    told = "stale answers have lost 1.2 nats"
+    told = "stale responses have lost 1.2 nats"
     warned = make_status(5, clients=[make_client("trainer", warning=told)])
     assert explain(Facts(warned)) == f"the trainer is training; {told}"
     assert summary_line(Facts(warned), warned, 80, None).endswith(told)
@@ -100,7 +100,7 @@ def test_a_warning_of_the_trainer_is_shown_next_to_what_it_does():
 
 
 def test_a_run_that_stands_still_shows_the_warning_too():
-    told = "stale answers have lost 1.2 nats"
+    told = "stale responses have lost 1.2 nats"
     status = make_status(
         5, clients=[make_client("trainer", warning=told)], stall={"reason": "publication", "sentence": "check it"}
     )

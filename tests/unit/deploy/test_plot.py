@@ -37,7 +37,7 @@ def test_the_evaluations_of_a_run_are_on_the_prompts_of_its_newest_snapshot(tmp_
 
 
 def test_an_evaluation_without_a_measurement_is_marked_and_replaces_no_measured_one(tmp_path):
-    down = {"not_measured": "300 of 300 answers could not be scored: ConnectError"}
+    down = {"not_measured": "300 of 300 responses could not be scored: ConnectError"}
     without = {name: value for name, value in row(1, 0.0).items() if name != "accuracy"} | down
     record_evaluations(tmp_path, [row(0, 0.1), without])
     expected = f"held-out greedy accuracy: 10.0% before, not measured ({down['not_measured']}) after"

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from tba.common.errors import CanaryMismatch
+from tba.common.errors import CanaryMismatch, SnapshotRefused
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
 from tba.searcher.engines.acceptance import Acceptance, mismatch, routes_or_quantizes
 from tba.searcher.engines.engine import Mismatch
@@ -62,6 +63,17 @@ def test_the_largest_and_the_mean_difference_are_bounded(scores, refused):
             acceptance(1.0).check_canary(score, one, context=100)
     else:
         assert acceptance(1.0).check_canary(score, one, context=100).maximum == pytest.approx(0.9, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "canary",
+    [Canary([[1, 0, 1]], [[-1.0]]), Canary([[1, 0]], []), Canary([[1, 2]], [[-1.0]]), Canary([], [])],
+)
+def test_a_canary_that_cannot_be_scored_is_refused(canary, tmp_path):
+    save_file({}, tmp_path / "model.safetensors")
+    manifest = Manifest("run", 1, 1, 0.0, {}, canary)
+    with pytest.raises(SnapshotRefused, match="v1 has an unusable canary: it needs a sequence, token ids of a vocab"):
+        acceptance(1.0).check(Snapshot(tmp_path, manifest, [tmp_path / "model.safetensors"]))
 
 
 def test_the_beginning_of_a_sequence_that_fills_the_context_is_compared():

@@ -1,4 +1,7 @@
-"""Trainer and Transformers engine compute what transformers does, for every architecture, or refuse it by its cause."""
+"""Trainer and Transformers engine compute what transformers does, for every architecture, or refuse it by its cause.
+
+Whether embedding and head are one tensor is read from the loaded model, and every parameter is accounted for.
+"""
 
 import numpy as np
 import pytest
@@ -6,13 +9,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tba.common.errors import ConfigError  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from tba.common.errors import ConfigError, SnapshotRefused  # noqa: E402
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot  # noqa: E402
+from tba.common.weights.tied import tied_names  # noqa: E402
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings  # noqa: E402
-from tba.searcher.engines.transformers_engine import TransformersEngine  # noqa: E402
 from tba.tests.helpers.architectures import ARCHITECTURES, CAPPED, EXPERTS, save  # noqa: E402
-from tba.tests.helpers.end_tokens import end_tokens  # noqa: E402
-from tba.tests.helpers.tied import Saved, moved  # noqa: E402
+from tba.tests.helpers.engines import cpu_engine  # noqa: E402
+from tba.tests.helpers.tied import DIRECTORIES, Saved, moved  # noqa: E402
 from tba.tests.helpers.trainer import make_row  # noqa: E402
 from tba.tests.runner import slow  # noqa: E402
 from tba.trainer.model.scorer import Scorer, load_model  # noqa: E402
@@ -27,18 +32,11 @@ def logprobs(model, ids):
         return model(ids_1T).logits[0, :-1].log_softmax(-1).gather(1, ids_1T[0, 1:, None])[:, 0].numpy()
 
 
-def engine_of(folder):
-    return TransformersEngine(
-        str(folder), dtype="float32", device="cpu", max_in_flight=3, seed=0, canary_tolerance=1e-3,
-        stopping=end_tokens(folder),
-    )  # fmt: skip
-
-
-def serve(engine, model, folder):
+def snapshot_of(model, folder, version=1):
     folder.mkdir()
     Saved(model).save_pretrained(folder)
-    manifest = Manifest("run", 1, 1, 0.0, {}, Canary([IDS], [logprobs(model, IDS).tolist()]))
-    engine.load_weights(Snapshot(folder, manifest, [folder / "model.safetensors"]))
+    canary = Canary([IDS], [logprobs(model, IDS).tolist()])
+    return Snapshot(folder, Manifest("run", version, version, 0.0, {}, canary), [folder / "model.safetensors"])
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*[name for name in ARCHITECTURES if name not in QUICK])])
@@ -55,10 +53,10 @@ def test_trainer_and_engine_compute_what_transformers_does_or_name_what_they_can
     np.testing.assert_allclose(scores, [*expected[:12], *expected[:22]], atol=1e-4)
     if name in EXPERTS:
         with pytest.raises(ConfigError, match=r"experts\.\w+' of the model has another form or name in the files"):
-            engine_of(tmp_path / "model")
+            cpu_engine(tmp_path / "model")
         return
-    engine = engine_of(tmp_path / "model")
-    serve(engine, model, tmp_path / "v1")
+    engine = cpu_engine(tmp_path / "model", max_in_flight=3)
+    engine.load_weights(snapshot_of(model, tmp_path / "v1"))
     assert_generates(engine, model)
 
 
@@ -71,3 +69,43 @@ def assert_generates(engine, model):
         for one in engine.step():
             found = logprobs(model, [*IDS[: 3 + 9 * one.id], *one.response_ids.tolist()])[2 + 9 * one.id :]
             np.testing.assert_allclose(one.logprobs, found, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", DIRECTORIES)
+def test_a_snapshot_replaces_every_parameter_whatever_the_configuration_says_of_the_head(case, tmp_path):
+    save, tied = DIRECTORIES[case]
+    save(tmp_path / "model")
+    engine, model = cpu_engine(tmp_path / "model"), moved(tmp_path / "model", 1)
+    assert bool(tied_names(model)) == bool(tied_names(engine._model)) == tied
+    engine.load_weights(snapshot_of(model, tmp_path / "v1"))
+    own = dict(engine._model.named_parameters())
+    assert all(torch.equal(own[name], one) for name, one in model.named_parameters())
+    np.testing.assert_allclose(engine.score([IDS])[0], logprobs(model, IDS), atol=1e-4)
+
+
+def test_in_bfloat16_a_head_of_its_own_follows_every_snapshot(tmp_path):
+    """The canary would accept the head of the start."""
+    DIRECTORIES["tied, another head"][0](tmp_path / "model")
+    engine, model = cpu_engine(tmp_path / "model", dtype="bfloat16", canary_tolerance=8.0), moved(tmp_path / "model", 1)
+    for version in (1, 2):
+        model.lm_head.weight += 0.01
+        engine.load_weights(snapshot_of(model, tmp_path / f"v{version}", version))
+        assert torch.equal(engine._model.lm_head.weight, model.lm_head.weight.bfloat16())
+
+
+def test_a_snapshot_that_would_leave_a_parameter_as_it_is_is_refused(tmp_path):
+    DIRECTORIES["tied, no head"][0](tmp_path / "model")
+    engine, model = cpu_engine(tmp_path / "model"), moved(tmp_path / "model", 1)
+    head = engine._model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.clone())
+    with pytest.raises(SnapshotRefused, match="v1 would leave 'lm_head.weight' of the model as it is"):
+        engine.load_weights(snapshot_of(model, tmp_path / "v1"))
+
+
+def test_files_with_the_head_alone_are_refused_with_what_to_do(tmp_path):
+    DIRECTORIES["tied, the same head"][0](tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight' .* If only the tied head is there, load .* save it"):
+        cpu_engine(tmp_path)

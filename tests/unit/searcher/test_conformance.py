@@ -16,7 +16,7 @@ from tba.common.errors import EngineError, SnapshotError  # noqa: E402
 from tba.common.weights.snapshot import Snapshot  # noqa: E402
 from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, Mismatch  # noqa: E402
 from tba.searcher.engines.transformers_engine import TransformersEngine  # noqa: E402
-from tba.tests.helpers.end_tokens import end_tokens  # noqa: E402
+from tba.tests.helpers.engines import end_tokens  # noqa: E402
 
 
 @pytest.fixture(scope="module")

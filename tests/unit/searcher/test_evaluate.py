@@ -10,16 +10,15 @@ import pytest
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import SnapshotCorrupt, SnapshotError
+from tba.common.errors import SnapshotCorrupt, SnapshotError, TaskError
 from tba.common.weights.node_store import pin_path
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.evaluation.answers import Answer, Question, for_storage
-from tba.searcher.evaluation.evaluator import open_evaluator, read_subject
+from tba.searcher.evaluation.evaluator import _prepared, open_evaluator, read_subject
 from tba.searcher.evaluation.follower import Fetching, Follower
-from tba.searcher.evaluation.snapshots import _prepared
 from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.checks import not_none
@@ -138,6 +137,14 @@ def test_the_engine_of_an_evaluation_learns_how_long_its_prompts_are(tmp_path, m
         pass
 
 
+def test_a_gold_model_without_an_answer_to_compare_with_is_refused_before_anything_starts(example_model):
+    servers = {"victim": {"url": "http://a"}, "classifier": {"url": "http://a"}}
+    task = {"name": "redteam", "options": {**servers, "prompts": ["1+1="]}}
+    sections = {"model": {"path": str(example_model)}, "task": task, "gold_model": {"url": "http://a"}}
+    with pytest.raises(TaskError, match="and none has one: remove it"):
+        read_subject(Config.model_validate(sections))
+
+
 def test_what_the_engine_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp_path, example_model):
     """The engine restores its weights from these files."""
     settings = {"run": {"dir": str(tmp_path)}, "model": {"path": str(example_model)}, "task": {"reward_workers": 0}}
@@ -145,7 +152,7 @@ def test_what_the_engine_serves_stays_pinned_when_the_next_snapshot_is_refused(t
     config = Config.model_validate(settings)
     served, refused = (not_none(pin_path(path)) for path in list_snapshots(trainer.directory)[:2])
     with open_evaluator(config, read_subject(config), device="cpu", name="eval") as (evaluator, _):
-        evaluator._serving.callback(served.release)
+        evaluator.serving.callback(served.release)
         # Of another model than the engine's.
         with pytest.raises(SnapshotError):
             evaluator.evaluate(read(refused.path), refused)
@@ -158,9 +165,8 @@ def test_only_a_setting_that_changes_a_number_makes_another_evaluation(example_m
     def settings(**section) -> str:
         return read_subject(Config.model_validate({"model": {"path": str(example_model)}, "eval": section})).settings
 
-    assert settings(duplicate_distance=0.3) == settings()
-    embedder = {"samples": 4, "embedder": "encoder"}
-    assert settings(duplicate_distance=0.3, **embedder) != settings(**embedder)
+    assert settings(at_end=True) == settings()
+    assert settings(samples=4, embedder="encoder") != settings(samples=4)
 
 
 def test_an_evaluator_that_waits_for_a_trainer_on_another_machine_can_be_stopped(tmp_path, caplog):

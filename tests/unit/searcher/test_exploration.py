@@ -10,7 +10,7 @@ from tba.common.config import SearchSection
 from tba.common.config.layers import resolve
 from tba.common.errors import ConfigError
 from tba.common.wire.messages import Visit
-from tba.searcher.exploration import Exploration, draw
+from tba.searcher.pipeline import Exploration, draw
 
 VISITS = [Visit(lease=lease, epoch=lease % 3, prompt_key=f"p{lease // 3}") for lease in range(60)]
 
@@ -39,10 +39,6 @@ def test_seeds_and_settings_depend_on_the_run_and_the_visit_only():
 
 def test_vllm_gets_no_seeds():
     assert {s.seed for group in explore(engine="vllm") for s in group} == {None}
-
-
-def test_a_single_value_applies_to_every_response():
-    assert temperatures(explore(temperature=0.7)) == [{0.7}] * 60
 
 
 def test_a_list_is_drawn_from_with_equal_probability():

@@ -17,9 +17,8 @@ from tba.common.weights.snapshot import MANIFEST
 from tba.common.weights.snapshot_server import NodeServer
 from tba.searcher.weights import fetch
 from tba.searcher.weights.assembly import SnapshotAssembler
-from tba.searcher.weights.fetch import Fetcher
-from tba.searcher.weights.preparation import Preparation
-from tba.searcher.weights.progress import Progress
+from tba.searcher.weights.fetch import Fetcher, Progress
+from tba.searcher.weights.follower import Preparation
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights, flip_a_byte
 
@@ -73,12 +72,6 @@ def part_of(tmp_path, ref):
     part = tmp_path / f"node/.v{ref.version:08d}-{ref.manifest_sha256[:16]}.part"
     part.mkdir(parents=True)
     return part
-
-
-def test_full_snapshots_and_deltas_are_fetched_over_the_socket(trainer, assembler):
-    for version, publish in enumerate([trainer.full, trainer.delta, trainer.delta]):
-        found, _ = assembler.assemble(publish())
-        assert found.weight_files[0].read_bytes() == trainer.truth[version]
 
 
 def test_a_snapshot_is_read_from_its_path_if_that_exists_and_fetched_otherwise(trainer, server, tmp_path):

@@ -18,10 +18,9 @@ from tba.common.errors import EngineError, EngineFaulty, SnapshotError, Snapshot
 from tba.common.system.durable import sha256_of
 from tba.common.weights.snapshot import MANIFEST, read_error
 from tba.searcher.engines.transformers_engine import TransformersEngine
-from tba.searcher.weights.follower import WeightsFollower
-from tba.searcher.weights.preparation import Preparation
+from tba.searcher.weights.follower import Preparation, WeightsFollower
 from tba.tests.helpers.clock import ManualClock
-from tba.tests.helpers.end_tokens import end_tokens
+from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.weights import WEIGHTS, flip_a_byte
 
 SEQUENCE = [1, 3, 4, 5, 2, 6]
@@ -39,10 +38,7 @@ class Follower:
     """A follower with a real engine and a clock that the test moves."""
 
     def __init__(self, lab, folder) -> None:
-        self.engine = Watched(
-            str(lab.files), dtype="bfloat16", device="cpu", max_in_flight=4, seed=0, canary_tolerance=0.5,
-            stopping=end_tokens(lab.files),
-        )  # fmt: skip
+        self.engine = cpu_engine(lab.files, Watched, dtype="bfloat16", canary_tolerance=0.5)
         self.clock = ManualClock()
         config = {"run": {"name": "r"}, "search": {"weights_dir": str(folder)}}
         self.preparation = Preparation(Config.model_validate(config), self.clock, self.engine.prepare)
@@ -101,7 +97,7 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     file = lab.config.snapshots / "v00000001" / WEIGHTS
     flip_a_byte(file)
     assert not follower.settle(newest)
-    assert "v00000001" in follower.weights.trouble
+    assert "v00000001" in follower.weights.reason
     assert follower.weights.refused_version == 1
     assert np.array_equal(follower.scores(), before)
     flip_a_byte(file)
@@ -110,7 +106,7 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     assert not follower.preparation.wait(0.3)
     follower.clock.advance(60)
     assert follower.settle(newest)
-    assert (follower.weights.trouble, follower.weights.refused_version) == ("", None)
+    assert (follower.weights.reason, follower.weights.refused_version) == ("", None)
     assert not np.array_equal(follower.scores(), before)
 
 
@@ -133,7 +129,7 @@ def test_a_swap_that_runs_out_of_memory_is_refused_and_tried_again(lab, follower
         for _ in range(7):
             assert not follower.settle(newest)
             follower.clock.advance(60)
-    assert re.search(r"out of memory while v1 .* 2.00 GiB.\): end other", follower.weights.trouble)
+    assert re.search(r"out of memory while v1 .* 2.00 GiB.\): end other", follower.weights.reason)
     assert np.array_equal(follower.scores(), before)
     assert follower.settle(newest)
     assert not np.array_equal(follower.scores(), before)
@@ -176,10 +172,10 @@ def test_snapshots_that_were_replaced_before_they_were_read_are_no_warning(lab, 
     # The third in a row is one: perhaps none can be read on this machine.
     assert not follower.settle(gone[2])
     assert (levels(caplog)[2:], follower.weights.refusals, follower.weights.refused_version) == (["WARNING"], 1, 2)
-    assert "No such file" in follower.weights.trouble
+    assert "No such file" in follower.weights.reason
     assert follower.settle(newest)
     assert not follower.settle(gone[3])
-    assert (levels(caplog)[3:], follower.weights.trouble) == (["INFO"], "")
+    assert (levels(caplog)[3:], follower.weights.reason) == (["INFO"], "")
 
 
 def test_a_snapshot_that_is_still_missing_at_the_second_attempt_is_a_warning(lab, follower, caplog):
@@ -231,7 +227,7 @@ def test_an_unexpected_error_is_reported_and_retried(lab, follower):
     newest = lab.publish(0)
     mute = replace(newest, path="/nowhere/v00000000", address="tcp://no such machine:9")
     assert not follower.settle(mute)
-    assert "ConfigError" in follower.weights.trouble
+    assert "ConfigError" in follower.weights.reason
     follower.clock.advance(60)
     assert not follower.settle(mute)
     assert follower.weights.refusals == 2
@@ -246,7 +242,7 @@ def test_a_malformed_canary_is_refused(lab, follower):
     manifest.write_text(json.dumps(fields))
     lying = replace(newest, manifest_sha256=sha256_of(manifest))
     assert not follower.settle(lying)
-    assert "v0: TypeError" in follower.weights.trouble
+    assert "v0: TypeError" in follower.weights.reason
 
 
 def with_wrong_canary(lab, ref):

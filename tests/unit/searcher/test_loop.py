@@ -28,6 +28,7 @@ from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import unpack_arrays
 from tba.searcher.engines.engine import LoadReport, Mismatch
 from tba.tests.helpers.clock import ManualClock
+from tba.tests.helpers.engines import cpu_engine
 
 ROWS, SAMPLES = 12, 4
 
@@ -136,9 +137,8 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
     from tba.common.weights.model_files import eos_ids
     from tba.common.weights.tokenizer import load_tokenizer
     from tba.searcher.engines.stopping import Stopping
-    from tba.searcher.engines.transformers_engine import TransformersEngine
-    from tba.searcher.exploration import Exploration
     from tba.searcher.loop import Searcher
+    from tba.searcher.pipeline import Exploration
     from tba.searcher.scoring.rewards import Rewards
     from tba.searcher.tasks import load_task
 
@@ -168,10 +168,7 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         renderer = PromptRenderer(load_tokenizer(model), config.task)
         renderer.tokenizer.chat_template = template
         stopping = Stopping(renderer.tokenizer, config.search.stop, eos_ids(model))
-        engine = TransformersEngine(
-            str(model), dtype="float32", device="cpu", max_in_flight=rows, seed=steps, canary_tolerance=1e-3,
-            stopping=stopping,
-        )  # fmt: skip
+        engine = cpu_engine(model, max_in_flight=rows, seed=steps, stopping=stopping)
         announce(buffer, engine, model, tmp_path)
         if finished:
             buffer.ask(messages.FinishRun(step=0), role="trainer", sender="t.1")

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from tba.common.errors import TaskError
+from tba.searcher.scoring.scoring import score
 from tba.searcher.tasks.answers import last_boxed, normalised
 from tba.searcher.tasks.task import Prompt
 
@@ -72,28 +73,28 @@ def test_odd_answers_have_the_documented_verdict(task):
 
 def test_an_answer_that_was_cut_off_is_wrong(task):
     reward = task.score(task.prompts()[0], r"\boxed{2}", finished=False)
-    assert (reward.total, reward.parts) == (0.0, {"correct": 0.0, "has_boxed": 1.0, "verify_error": 0.0})
+    assert (reward.total, reward.parts) == (0.0, {"correct": 0.0, "has_boxed": 1.0})
 
 
 # math-verify's alarm may go off in a callback of the interpreter, where it is reported and lost.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_comparison_that_takes_too_long_is_a_part(task, monkeypatch):
+def test_a_response_whose_comparison_takes_too_long_is_not_scored(task, monkeypatch):
     monkeypatch.setattr(verdict, "LIMIT_SECONDS", 1)
-    reward = task.score(Prompt("p", "", "5"), r"\boxed{9^{9^{9^9}}}", True)
-    assert (reward.total, reward.parts["verify_error"]) == (0.0, 1.0)
+    reward, error = score(task, Prompt("p", "", "5"), r"\boxed{9^{9^{9^9}}}", True)
+    assert (reward.parts, error) == ({}, "reward of math: TimeoutException: Operation timed out!")
 
 
 def test_math_is_scored_in_the_main_thread_only(task):
     raised = []
 
-    def score() -> None:
+    def score_here() -> None:
         try:
             task.score(task.prompts()[0], r"\boxed{3}", True)
         except RuntimeError as error:
             raised.append(str(error))
 
-    thread = threading.Thread(target=score)
+    thread = threading.Thread(target=score_here)
     thread.start()
     thread.join(60)
     assert "main thread" in raised[0]

@@ -28,15 +28,13 @@ def patient(monkeypatch):
 
 @pytest.fixture
 def score(tmp_path):
-    """Scores a response by a gold answer. It fails for a verdict that is unknown."""
+    """Scores a response by a gold answer. It raises for a verdict that is unknown."""
     file = tmp_path / "rows.jsonl"
     file.write_text('{"problem": "1 + 1?", "answer": "2"}')
     task = MathTask(str(file))
 
     def score_response(gold: str, response: str) -> bool:
-        reward = task.score(Prompt("p", "", gold), response, True)
-        assert not reward.parts["verify_error"], (gold, response)
-        return reward.total == 1
+        return task.score(Prompt("p", "", gold), response, True).total == 1
 
     return score_response
 

@@ -11,8 +11,7 @@ from tba.common.rendering import PromptRenderer
 from tba.common.wire.messages import Visit
 from tba.searcher.engines.engine import Generation
 from tba.searcher.engines.stopping import Stopping
-from tba.searcher.exploration import Exploration
-from tba.searcher.pipeline import GenerationStage, Pipeline, ScoringStage
+from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 

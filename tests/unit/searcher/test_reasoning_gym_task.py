@@ -1,11 +1,14 @@
 """The reasoning-gym task: problems that every process makes alike, and the faults of some scorers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from tba.common.errors import TaskError
-from tba.searcher.tasks.reasoning_items import Items, decode_entry, encode_entry
+from tba.searcher.scoring.scoring import score
+from tba.searcher.tasks.reasoning import Items, decode_entry, encode_entry
+from tba.searcher.tasks.task import Reward
 
 VALUES = {"a": (1, (2.5, None)), "b": [{1: "x", (2, 3): ["y"]}, {}], "c": True}
 
@@ -54,15 +57,25 @@ def test_a_right_answer_is_correct_and_one_of_the_right_form_is_not(make_task):
     assert task.score(prompt, right, True).total == 1.0
     assert task.score(prompt, right, False).total == 0.0
     wrong = task.score(prompt, f"{right}1", True)
-    assert wrong.parts == {"correct": 0.0, "score": wrong.total, "score_error": 0.0}
+    assert wrong.parts == {"correct": 0.0, "score": wrong.total}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("generator", "answer"), [("prime_factorization", "none"), ("coin_flip", "1e999")])
-def test_a_scorer_that_raises_is_a_part(make_task, generator, answer):
+def test_an_odd_answer_for_which_a_scorer_raises_is_wrong(make_task, generator, answer):
     task = make_task([generator], size=1, held_out_size=0)
-    reward = task.score(task.prompts()[0], answer, True)
-    assert (reward.total, reward.parts["score_error"]) == (0.0, 1.0)
+    assert task.score(task.prompts()[0], answer, True).parts == {"correct": 0.0, "score": 0.0}
+
+
+@pytest.mark.slow
+def test_a_response_is_not_scored_if_its_scorer_fails_for_the_right_answer_too(make_task):
+    task = make_task("prime_factorization", size=1, held_out_size=0)
+    prompt = task.prompts()[0]
+    problem = json.loads(prompt.answer)
+    problem["entry"]["answer"] = "none"
+    prompt = replace(prompt, answer=json.dumps(problem))
+    reward, error = score(task, prompt, "none", True)
+    assert (reward, str(error)[:36]) == (Reward(0.0, {}), "reward of reasoning_gym: ValueError:")
 
 
 @pytest.mark.slow

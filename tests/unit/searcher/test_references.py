@@ -8,15 +8,14 @@ import torch
 
 from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import STOP_ERROR
-from tba.searcher.engines.transformers_engine import TransformersEngine
 from tba.searcher.scoring import reference_model
 from tba.searcher.scoring.reference_model import ReferenceModel
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.scoring import Group
 from tba.searcher.tasks.task import Prompt
-from tba.tests.helpers.end_tokens import end_tokens
+from tba.tests.helpers.engines import cpu_engine
 from tba.trainer.batch.batch import Row
-from tba.trainer.model.scorer import Scorer, halve, load_model, sequence_logprobs
+from tba.trainer.model.scorer import Scorer, load_model, sequence_logprobs, to_bfloat16
 from tba.trainer.publishing.canary import make_canary, skeleton
 
 
@@ -60,8 +59,8 @@ def test_matrices_in_bfloat16_change_nothing_under_autocast_for_weights_that_bfl
     for model in (exact, trainers, searchers):
         for parameter in model.requires_grad_(False).parameters():
             parameter.data = parameter.data.bfloat16().float()
-    halve(trainers)
-    reference_model.halve(searchers)
+    to_bfloat16(trainers)
+    reference_model.to_bfloat16(searchers)
     dtypes = {name: tensor.dtype for name, tensor in searchers.state_dict().items()}
     assert dtypes == {name: tensor.dtype for name, tensor in trainers.state_dict().items()}
     assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
@@ -76,11 +75,7 @@ def test_all_implementations_of_teacher_forcing_agree(example_model, rows, monke
     sequences = [[*row.prompt_ids.tolist(), *row.response_ids.tolist()] for row in rows]
     canary = make_canary(skeleton(model), model.state_dict(), sequences)
     assert summed(rows, canary.logprobs) == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    engine = TransformersEngine(
-        str(example_model), dtype="float32", device="cpu", max_in_flight=1, seed=0, canary_tolerance=1.0,
-        stopping=end_tokens(example_model),
-    )  # fmt: skip
-    assert summed(rows, engine.score(sequences)) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert summed(rows, cpu_engine(example_model).score(sequences)) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     reference = ReferenceModel(str(example_model), device="cpu", dtype="float32")
     for tokens in (reference_model._BATCH_TOKENS, 100, 1):
         monkeypatch.setattr(reference_model, "_BATCH_TOKENS", tokens)

@@ -18,13 +18,12 @@ from tba.common.wire.messages import Visit
 from tba.searcher.checks import check_task_and_prompts
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.evaluation.evaluator import Subject, questions
-from tba.searcher.exploration import Exploration
-from tba.searcher.pipeline import GenerationStage
+from tba.searcher.pipeline import Exploration, GenerationStage
 from tba.searcher.tasks.task import Prompt, Reward, check_rendering, fingerprint
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
 from tba.trainer.batch.batch import Row
-from tba.trainer.batch.sft_data import Encoder, read_rows
+from tba.trainer.sft import Encoder, read_rows
 
 QUESTION = "What is 2 + 3?"
 

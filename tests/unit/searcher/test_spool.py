@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.common.errors import RecordLost, StorageError
-from tba.searcher.delivery.spool import Owner, Spool, _decode, _encode, read_put
-from tba.searcher.delivery.takeover import DeadSpool, find_dead_spools, left_by_other_hosts
+from tba.searcher.delivery.spool import Owner, Spool, _decode, _encode, find_dead_spools, read_put
 from tba.tests.helpers.weights import flip_a_byte
 
 OWNER = Owner(run="r" * 32, run_name="run", sender="node-cpu0.1", host="node")
 FRAMES = st.lists(st.binary(max_size=40), max_size=6)
-LIMIT = 1 << 20
 BLOCK = 4096
 
 
@@ -37,7 +35,7 @@ def test_a_cut_or_changed_put_is_recognized_as_damaged(frames, data):
 
 @pytest.fixture
 def spool(tmp_path):
-    spool = Spool(tmp_path, OWNER, limit_bytes=LIMIT)
+    spool = Spool.create(tmp_path, OWNER)
     yield spool
     spool.close()
 
@@ -64,33 +62,11 @@ def test_a_put_is_read_back_until_it_is_acknowledged(spool):
     assert [read_put(spool.path(id_)) for id_ in (1, 3)] == [frames_of(1), frames_of(3)]
 
 
-def test_no_file_is_left_of_acknowledged_puts_of_any_size(spool):
-    for id_ in range(20):
-        append(spool, id_, size=(id_ * 7919) % 50_000)
-        assert read_put(spool.path(id_)) == frames_of(id_, (id_ * 7919) % 50_000)
-        spool.acknowledge(id_)
-    assert names(spool.directory) == []
-    assert spool.bytes == 0
-
-
-def test_the_spool_is_full_at_its_limit_counted_in_blocks_until_puts_are_acknowledged(spool):
-    count = 0
-    while not spool.is_full:
-        append(spool, count, size=5_000)
-        count += 1
-    assert spool.bytes == count * 2 * BLOCK
-    assert LIMIT <= spool.bytes < LIMIT + 2 * BLOCK
-    spool.acknowledge(0)
-    assert not spool.is_full
-
-
-def test_a_put_larger_than_the_spool_fills_it_only_until_it_is_acknowledged(spool):
-    append(spool, 1, size=LIMIT + 4)
-    assert spool.is_full
+def test_puts_count_in_blocks_of_the_disk_until_they_are_acknowledged(spool):
+    append(spool, 1, 2, size=5_000)
+    assert spool.bytes == 4 * BLOCK
     spool.acknowledge(1)
-    assert not spool.is_full
-    append(spool, 2)
-    assert read_put(spool.path(2)) == frames_of(2)
+    assert spool.bytes == 2 * BLOCK
 
 
 def test_a_put_that_the_disk_takes_only_in_part_leaves_no_trace(spool, monkeypatch):
@@ -124,11 +100,11 @@ def test_a_damaged_put_that_cannot_be_quarantined_is_left_to_the_next_searcher(s
     with pytest.raises(StorageError, match="File exists"):
         spool.quarantine(1)
     spool.close()
-    the_dead_spool(tmp_path).close()
+    assert list(the_dead_spool(tmp_path).load()) == [1]
 
 
 def test_a_spool_without_puts_leaves_no_directory(tmp_path):
-    spool = Spool(tmp_path, OWNER, limit_bytes=LIMIT)
+    spool = Spool.create(tmp_path, OWNER)
     append(spool, 1)
     spool.acknowledge(1)
     spool.close()
@@ -138,7 +114,7 @@ def test_a_spool_without_puts_leaves_no_directory(tmp_path):
 def test_a_spool_that_cannot_be_created_is_reported_in_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="the spool .*file"):
-        Spool(tmp_path / "file", OWNER, limit_bytes=LIMIT)
+        Spool.create(tmp_path / "file", OWNER)
 
 
 # ---------------------------------------------------------------- dead searchers
@@ -146,12 +122,12 @@ def test_a_spool_that_cannot_be_created_is_reported_in_one_sentence(tmp_path):
 
 def abandon(root: Path, *ids: int) -> None:
     """Leave a spool as a searcher does that ends before its puts are acknowledged."""
-    spool = Spool(root, OWNER, limit_bytes=LIMIT)
+    spool = Spool.create(root, OWNER)
     append(spool, *ids)
     spool.close()
 
 
-def the_dead_spool(root: Path) -> DeadSpool:
+def the_dead_spool(root: Path) -> Spool:
     (dead,) = find_dead_spools(root, "node")
     return dead
 
@@ -165,22 +141,18 @@ def test_a_dead_spool_belongs_to_one_searcher_until_it_is_released(tmp_path):
     abandon(tmp_path, 1)
     dead = the_dead_spool(tmp_path)
     assert find_dead_spools(tmp_path, "node") == []
-    dead.close()
-    the_dead_spool(tmp_path).close()
+    dead.release()
+    assert list(the_dead_spool(tmp_path).load()) == [1]
 
 
-def test_the_spool_of_another_host_is_not_taken_over(tmp_path):
-    abandon(tmp_path, 1)
-    assert find_dead_spools(tmp_path, "elsewhere") == []
-
-
-def test_old_puts_of_another_host_are_found(tmp_path):
+def test_the_spool_of_another_host_is_left_alone_and_named_when_its_puts_are_old(tmp_path, caplog):
     abandon(tmp_path, 1)
     (directory,) = tmp_path.iterdir()
-    written = (directory / "0000000000000001.put").stat().st_mtime
-    assert left_by_other_hosts(tmp_path, "elsewhere", written + 3600) == {directory: "node"}
-    assert left_by_other_hosts(tmp_path, "elsewhere", written + 60) == {}
-    assert left_by_other_hosts(tmp_path, "node", written + 3600) == {}
+    assert find_dead_spools(tmp_path, "elsewhere") == []
+    assert not caplog.records
+    os.utime(directory / "0000000000000001.put", (0, 0))
+    assert find_dead_spools(tmp_path, "elsewhere") == []
+    assert "spool of another host left alone" in caplog.text
 
 
 def test_a_directory_that_is_not_a_spool_is_left_alone(tmp_path):

@@ -17,7 +17,7 @@ from tba.searcher.engines.transformers_engine import _read
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.announcer import write_snapshot
 from tba.tests.helpers.weights import flip_a_byte
-from tba.trainer.checkpoints import checkpoint
+from tba.trainer import checkpoint
 from tba.trainer.export import complete_directory, export_model
 from tba.trainer.model.scorer import load_model, weights_of
 

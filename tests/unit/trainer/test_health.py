@@ -25,8 +25,8 @@ def after(health: Health, steps: range, *, largest_reward: float = 1.0, **metric
 def test_good_answers_that_have_lost_probability_are_reported_with_the_remedy(caplog):
     warning = after(watch("dr_grpo"), range(5), log_ratio_positive=-1.2)
     assert warning == (
-        "stale answers with a reward above the mean of their prompt have lost 1.2 nats: lower train.learning_rate, or "
-        "set objective.imitation = 1"
+        "stale responses with a reward above the mean of their prompt have lost 1.2 nats: lower train.learning_rate, "
+        "or set objective.imitation = 1"
     )
     assert caplog.text.count(warning) == 1
 
@@ -34,7 +34,7 @@ def test_good_answers_that_have_lost_probability_are_reported_with_the_remedy(ca
 def test_probability_that_moves_to_answers_that_were_never_sampled_is_reported():
     assert after(watch(), range(5), sampled_mass=0.95, policy_mass=0.85) == ""
     assert after(watch(), range(5), sampled_mass=0.95, policy_mass=0.76) == (
-        "20% of the probability of stale answers has moved to answers that were never sampled: lower "
+        "20% of the probability of stale responses has moved to responses that were never sampled: lower "
         'train.learning_rate, or set objective.name = "tb_stale"'
     )
 

@@ -331,7 +331,7 @@ def test_the_configuration_says_what_set_each_value_where_that_is_recorded(fille
 def test_a_mean_says_what_it_is_of_and_an_evaluation_why_it_measured_nothing(filled, tmp_path):
     from tba.ui.report import write_report
 
-    row = "(1, 0, 0, 2, 'a', 'b', 1.0, 1.0, '{}', '{}', '2 of 2 answers could not be scored: ConnectError')"
+    row = "(1, 0, 0, 2, 'a', 'b', 1.0, 1.0, '{}', '{}', '2 of 2 responses could not be scored: ConnectError')"
     columns = (
         "run, version, step, prompts, prompt_set, settings, evaluated_at, seconds, metrics, intervals, not_measured"
     )
@@ -341,7 +341,7 @@ def test_a_mean_says_what_it_is_of_and_an_evaluation_why_it_measured_nothing(fil
     browser, report = client(filled), write_report(filled, tmp_path / "r.html", name=None).read_text()
     for page in (browser.get("/r/test").text, report):
         assert "of the 6 of 7 without an error" in page
-        assert "not measured: 2 of 2 answers could not be scored: ConnectError" in page
+        assert "not measured: 2 of 2 responses could not be scored: ConnectError" in page
     for address in ("prompts/1", "trajectories/1"):
         assert "reference answer: 42" in browser.get(f"/r/test/{address}").text
 

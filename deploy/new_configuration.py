@@ -1,0 +1,186 @@
+"""The configuration that `tba init` writes, from the answers to a few questions."""
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import typer
+from pydantic import ValidationError
+
+from tba.common.config import Config
+from tba.common.config.task import FROM_FILES, TASKS
+from tba.common.data_files import is_data_file
+from tba.common.errors import UsageError, first_problem
+from tba.common.system.devices import list_gpus
+from tba.common.terminal import note
+from tba.common.weights.model_files import is_hub_name
+
+_TEMPLATE = """\
+# Written by `tba init`. `tba config show` prints every key with its value and origin, `tba run --dry-run` what a run
+# would start and need. All keys: docs/configuration.md.
+
+[run]
+name = {name}
+# Database, snapshots, checkpoints, metrics and logs.
+dir = {dir}
+
+[model]
+# A Hugging Face model directory or a hub id. It should solve some prompts already: `tba sft` gives it a warm start.
+path = {model}
+dtype = {dtype}
+
+[task]
+# arithmetic, answers, gsm8k, math, reasoning_gym, or your own file.py (`tba task new` writes one): docs/tasks.md.
+name = {task}
+{data}
+[buffer]
+# Train on responses of at most this many policy versions ago; 0 is synchronous.
+max_staleness = 6
+# Equal responses to a prompt count each: of short ones, only repeats show how likely each is.
+dedup = false
+
+[search]
+# vllm, or transformers, which needs no GPU.
+engine = {engine}
+gpus = {search_gpus}
+# Responses to each prompt, and the longest response in tokens.
+samples_per_prompt = 8
+max_tokens = {max_tokens}
+
+[objective]
+# For reward, also from stale responses; "tb" is for diverse answers in proportion to reward: docs/objectives.md.
+name = "tb_stale"
+
+[train]
+gpu = {train_gpu}
+steps = 200
+# A batch has this many prompts, with this many responses each.
+prompts_per_step = 16
+samples_per_prompt = 8
+# 1e-6 to 1e-5 for models of 1 B parameters and more.
+learning_rate = {learning_rate}
+schedule = "constant"
+warmup_steps = 5
+# Strength of the KL term: a small beta lets the policy move further from the model that it started from.
+beta = 0.05
+beta_final = 0.05
+# Snapshots that stay, for the curve of `tba eval --all`.
+keep_snapshot_every = 20
+
+[eval]
+# Evaluate the kept snapshots when training is done, and draw the run.
+at_end = true
+"""
+
+
+def write_configuration(
+    file: Path,
+    model: str | None,
+    task: str | None,
+    data: tuple[str | None, str | None],
+    gpus: str | None,
+    name: str | None,
+) -> None:
+    """Write a commented configuration from the answers; what is None is asked for on the terminal.
+
+    `data` are the files or hub ids to train and to test on, `gpus` as SEARCH:TRAIN, or cpu. Raises UsageError for a
+    file that exists or cannot be written, and for an answer that no configuration may have.
+    """
+    if file.exists():
+        raise UsageError(f"{file} exists: name another file, as in `tba init other.toml`, or delete it")
+    model = model or _ask("Model (a directory or a hub id)", "--model")
+    task = task or _ask(f"Task ({', '.join(TASKS[:-1])}, or your own file.py)", "--task", "arithmetic")
+    lines = _data(task, *data)
+    devices = _devices(gpus or _ask("GPUs, as SEARCH:TRAIN, or cpu", "--gpus", _found()))
+    text = _text(model, task, lines, devices, name or Path(task.partition(":")[0]).stem)
+    _check(text, task)
+    try:
+        with file.open("x", encoding="utf-8") as target:
+            target.write(text)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}: name another file") from error
+    if is_hub_name(model):
+        note(f"{model} is not a directory here. If you mean one, correct model.path in {file}.")
+
+
+def _ask(question: str, option: str, default: str | None = None) -> str:
+    """Ask on the terminal. Without one, return the default. Raises UsageError if there is neither."""
+    if sys.stdin.isatty():
+        return str(typer.prompt(question, default=default, err=True))
+    if default is None:
+        raise UsageError(f"there is no terminal to ask for the {question.partition(' ')[0].lower()}: pass {option}")
+    return default
+
+
+def _data(task: str, train: str | None, test: str | None) -> str:
+    """Return the lines of [task] that name data."""
+    if task not in FROM_FILES:
+        if train or test:
+            raise UsageError(
+                f"task {task} brings its prompts: --train-data and --test-data are for {', '.join(FROM_FILES)}"
+            )
+        return ""
+    train = train or _ask("Data to train on (a file or a hub id)", "--train-data")
+    if test is None and is_data_file(train):
+        test = _ask("Held-out data (a file)", "--test-data")
+    return f"train = {_quoted(train)}\n" + (f"test = {_quoted(test)}\n" if test else "")
+
+
+def _found() -> str:
+    """Return the devices of this machine: the last GPU trains, the others search."""
+    count = len(list_gpus())
+    if count <= 1:
+        return "0:0" if count else "cpu"
+    return f"0-{count - 2}:{count - 1}" if count > 2 else "0:1"
+
+
+def _devices(answer: str) -> tuple[str, str]:
+    """Return search.gpus and train.gpu."""
+    if answer == "cpu":
+        return "cpu", "cpu"
+    search, colon, train = answer.partition(":")
+    if not (search and colon and train):
+        raise UsageError(f"{answer}: name the GPUs of the searchers and of the trainer, such as 0-6:7, or cpu")
+    return search, train
+
+
+def _text(model: str, task: str, data: str, devices: tuple[str, str], name: str) -> str:
+    """Return the file. A model on the CPU is small: it takes larger steps, and gives short answers."""
+    is_small = devices == ("cpu", "cpu")
+    values = {
+        "name": name,
+        "dir": f"runs/{name}",
+        "model": model,
+        "dtype": "float32" if is_small else "bfloat16",
+        "task": task,
+        "engine": "transformers" if is_small else "vllm",
+        "search_gpus": devices[0],
+        "train_gpu": devices[1],
+    }
+    numbers = {"max_tokens": "32" if is_small else "512", "learning_rate": "1e-5" if is_small else "2e-6"}
+    text = _TEMPLATE.format(**{key: _quoted(value) for key, value in values.items()}, **numbers, data=data)
+    if devices[0] == devices[1] and not is_small:
+        share = "# Searchers and trainer share a GPU.\ngpu_memory_utilization = 0.4\n"
+        text = text.replace("# Responses to each prompt,", f"{share}# Responses to each prompt,")
+    return text
+
+
+def _check(text: str, task: str) -> None:
+    """Raise UsageError for an answer that no configuration may have, or a file of a task that does not exist."""
+    try:
+        Config.model_validate(tomllib.loads(text))
+    except ValidationError as error:
+        field, message = first_problem(error)
+        raise UsageError(f"{'.'.join(field[:2])}: {message}; nothing was written") from error
+    own = Path(task.partition(":")[0])
+    if own.suffix == ".py" and not own.is_file():
+        raise UsageError(f"--task {own} does not exist: `tba task new {own.stem}` writes one")
+
+
+def _quoted(value: str) -> str:
+    """Return a TOML string. Raises UsageError for characters that none may hold, or that are not UTF-8."""
+    if not value.isprintable():
+        raise UsageError(f"{value!a} has characters that cannot be printed: leave them out")
+    # With escapes it is written as in JSON.
+    return json.dumps(value, ensure_ascii=False)

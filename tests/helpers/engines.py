@@ -1,0 +1,29 @@
+"""Engines of small models without a tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+from tba.common.weights.model_files import eos_ids
+from tba.searcher.engines.stopping import Stopping
+
+# Only strings are looked for in the text of a response.
+_NO_TOKENIZER: Any = None
+
+
+def end_tokens(model: str | Path) -> Stopping:
+    """Return the end tokens of a model directory."""
+    return Stopping(_NO_TOKENIZER, (), eos_ids(Path(model)))
+
+
+def cpu_engine(model: str | Path, kind: Any = None, **changes: Any) -> Any:
+    """Return an engine of transformers, or of a derived `kind`, that serves a model directory in float32 on the CPU."""
+    from tba.searcher.engines.transformers_engine import TransformersEngine
+
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_in_flight": 4,
+        "seed": 0,
+        "canary_tolerance": 1e-3,
+    }
+    return (kind or TransformersEngine)(str(model), **{"stopping": end_tokens(model)} | settings | changes)

@@ -1,0 +1,110 @@
+"""A run of real processes on the arithmetic example: its children, and the checks of its history."""
+
+import contextlib
+import math
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tba.tests.helpers.token_log_ratios import check_token_log_ratios
+from tba.tests.process.conftest import RunConfig, arithmetic, merged
+
+STEPS = 12
+SAMPLES = 4
+PROMPTS = 96
+
+
+def small_sections(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections of a run of a few steps with one Transformers searcher, with changes."""
+    defaults: dict[str, dict[str, Any]] = {
+        "buffer": {"recency_window": 8, "lease_seconds": 4.0},
+        "launch": {"drain_seconds": 10.0},
+        "task": {"limit": PROMPTS},
+        "search": {"samples_per_prompt": SAMPLES},
+        "train": {"steps": STEPS, "checkpoint_every": 3, "keep_snapshot_every": 6},
+    }
+    return arithmetic(**merged(defaults, sections))
+
+
+def children_of(process: subprocess.Popen[bytes], command: str) -> list[psutil.Process]:
+    """Return the children of a launcher whose command line contains `command`."""
+    found = []
+    for child in psutil.Process(process.pid).children():
+        # The process may have just ended.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if command in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def log_of(tmp_path: Path) -> str:
+    """Return all logs below a directory."""
+    return "".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("**/*.log")))
+
+
+def starts_of(run: RunConfig, role: str) -> int:
+    """Return how often processes of a role have started."""
+    if role == "buffer serve":
+        return int(run.query("SELECT COUNT(*) FROM starts")[0][0])
+    name = {"search": "searcher", "train": "trainer"}[role]
+    return int(run.query("SELECT COUNT(*) FROM senders WHERE role = ?", name)[0][0])
+
+
+def check_history(run: RunConfig, steps: int = STEPS, killed: Sequence[int] = ()) -> None:
+    """Check that no trajectory, visit or step is missing or duplicated. `killed`: processes that received SIGKILL."""
+    assert run.query("PRAGMA integrity_check") == [("ok",)]
+    # Each sender numbers its rows from 0, so a gap is a lost row. A killed sender may leave a gap: puts that a crash of
+    # the buffer interrupted, and that the sender did not live to repeat.
+    numbered = run.query(
+        """SELECT s.pid, COUNT(*), MAX(t.sequence) FROM trajectory_rows t JOIN senders s ON s.id = t.sender
+           GROUP BY s.id ORDER BY s.id"""
+    )
+    assert [(pid, rows, last) for pid, rows, last in numbered if rows != last + 1 and pid not in killed] == []
+    # A finished visit has S trajectories, an unfinished one has none.
+    visits = run.query(
+        """SELECT v.epoch, v.prompt, v.done_at IS NOT NULL, COUNT(t.id)
+           FROM visits v LEFT JOIN trajectory_rows t ON t.visit = v.id GROUP BY v.id"""
+    )
+    # The spool of a killed searcher is delivered, even if another searcher has answered its visit since.
+    twice = {(1, 2 * SAMPLES)} if killed else set()
+    assert {(done, rows) for _, _, done, rows in visits} <= {(1, SAMPLES), (0, 0)} | twice
+    # A finished epoch has one answered visit per prompt.
+    answered = [(epoch, prompt) for epoch, prompt, done, _ in visits if done]
+    assert len(answered) == len(set(answered))
+    # The newest two epochs may have unfinished visits when the run ends.
+    for epoch in range(max(epoch for epoch, *_ in visits) - 1):
+        assert sum(answered_epoch == epoch for answered_epoch, _ in answered) == PROMPTS
+    # Every step was trained once and is logged once.
+    assert run.query("SELECT step FROM batches WHERE trained_at IS NOT NULL ORDER BY step") == [
+        (s,) for s in range(steps)
+    ]
+    assert [row["step"] for row in run.lines()] == list(range(steps))
+    _check_numbers_of_rows(run)
+
+
+def check_rewards(run: RunConfig, steps: int) -> None:
+    """Check that every step was trained, on rows whose mean reward is the metric of the step."""
+    sql = "SELECT step, AVG(reward) FROM consumption WHERE trained_at IS NOT NULL GROUP BY step ORDER BY step"
+    found = [(row["step"], pytest.approx(row["reward_mean"], abs=1e-6)) for row in run.lines()]
+    assert run.query(sql) == found
+    assert len(found) == steps
+
+
+def _check_numbers_of_rows(run: RunConfig) -> None:
+    """Check that every trained row has numbers, and that their means are the metrics of the step."""
+    sql = """SELECT c.step, COUNT(*), COUNT(c.logprob + log_ratio + advantage + weight + skipped),
+             AVG(log_ratio), AVG(c.logprob - r.logprob),
+             SUM(mismatch * t.response_tokens) / SUM(CASE WHEN mismatch IS NOT NULL THEN t.response_tokens END)
+             FROM consumption c JOIN trajectory_rows t ON t.id = c.trajectory
+             JOIN reference_logprobs r ON r.trajectory = t.id
+             WHERE c.trained_at IS NOT NULL GROUP BY c.step ORDER BY c.step"""
+    for (step, rows, complete, *means), metrics in zip(run.query(sql), run.lines(), strict=True):
+        assert (step, complete) == (metrics["step"], rows)
+        known = [metrics.get(name, math.nan) for name in ("log_ratio_mean", "kl", "mismatch_mean")]
+        found = [math.nan if mean is None else mean for mean in means]
+        assert found == pytest.approx(known, rel=1e-4, abs=1e-6, nan_ok=True)
+    check_token_log_ratios(run.database)

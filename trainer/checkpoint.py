@@ -1,0 +1,363 @@
+"""Checkpoints: the complete state of a trainer, so that a resumed run continues as if it had never stopped.
+
+    step_00000040/
+        manifest.json          step, run, reference, sha256 of each file, small values
+        model.safetensors      float32 weights, each tied tensor once; only the adapters where there are some
+        reference.safetensors  the same for a reference that has moved; absent while it is the initial model
+        optimizer.safetensors  AdamW's moments as `<parameter index>.<name>`, random states as `rng.<device>`,
+                           weights of a learned log Z as `log_z.<name>`
+
+A directory with its final name is complete; one whose hashes differ from its manifest was damaged later and is moved
+aside. Files hold full tensors, so any number of ranks can resume from them. Learning rate and beta are functions of the
+step and need no state; the optimiser's settings come from the configuration, also after a resume.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tba.common import run_files
+from tba.common.config import Config
+from tba.common.errors import CheckpointError, CheckpointMismatch, UsageError
+from tba.common.log import get_logger
+from tba.common.system.background import Background
+from tba.common.system.durable import new_directory, require_space, sha256_of, write_json
+from tba.trainer.distributed import ALONE, SAVE, Ranks, full_tensor, local_part, shard_like
+from tba.trainer.metrics.metrics_log import MetricsLog
+from tba.trainer.model.host_buffers import HostBuffers, HostCopy
+from tba.trainer.model.scorer import weights_of
+from tba.trainer.step.host_optimizer import HostAdamW
+from tba.trainer.step.learner import Learner
+
+log = get_logger(__name__)
+
+FORMAT = 2
+_MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+_OPTIMIZER = "optimizer.safetensors"
+_REFERENCE = "reference.safetensors"
+_LOG_Z = "log_z."
+
+
+class _Damaged(CheckpointError):
+    """A file of a checkpoint is missing or has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose files match its manifest."""
+
+    path: Path
+    step: int
+    run: str
+    reference: str
+    """`Reference.description`."""
+    unreported: dict[str, Any] | None
+    """A ReportStep that the buffer had not acknowledged."""
+    adapter: dict[str, Any] | None = None
+    """Settings and base of the adapters; None for a full model."""
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints under a directory, oldest first, damaged ones included."""
+    return sorted(path for path in directory.glob("step_????????") if path.is_dir())
+
+
+def save(directory: Path, learner: Learner, *, run: str, keep: int, unreported: dict[str, Any] | None = None) -> Path:
+    """`write` the checkpoint of a learner from its own tensors, in this thread."""
+    manifest = manifest_of(learner, run=run, unreported=unreported)
+    return write(directory, manifest, dict(tensors_of(learner)), keep=keep)
+
+
+def manifest_of(learner: Learner, *, run: str, unreported: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Build the manifest of a checkpoint, without the hashes of its files."""
+    return {
+        "format": FORMAT,
+        "run": run,
+        "step": learner.steps_done,
+        "reference": learner.reference.description,
+        "adapter": learner.adapter,
+        "unreported": unreported,
+    }
+
+
+def tensors_of(learner: Learner) -> Iterator[tuple[str, Tensor]]:
+    """Yield everything that changes as (`<file>/<name>`, tensor), each gathered from all ranks when it is requested.
+
+    Only random states are copies; an update writes to the other tensors. Every rank must iterate over all of them.
+    """
+    masters = learner.masters()
+    for name, tensor in _trained(learner.policy, learner.adapter).items():
+        yield f"{MODEL}/{name}", full_tensor(masters.get(name, tensor), tensor)
+    for index, values in learner.optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            # The step count is a scalar on every rank.
+            like = None if name == "step" else learner.trained[index]
+            yield f"{_OPTIMIZER}/{index}.{name}", full_tensor(value, like)
+    yield f"{_OPTIMIZER}/rng.cpu", torch.get_rng_state()
+    if learner.policy.device.type == "cuda":
+        yield f"{_OPTIMIZER}/rng.cuda", torch.cuda.get_rng_state(learner.policy.device)
+    if learner.log_z is not None:
+        for name, tensor in learner.log_z.state_dict().items():
+            yield f"{_OPTIMIZER}/{_LOG_Z}{name}", tensor
+    for name, tensor in learner.reference.moved_weights(learner.steps_done).items():
+        yield f"{_REFERENCE}/{name}", full_tensor(tensor)
+
+
+def _trained(policy: PreTrainedModel, adapter: dict[str, Any] | None) -> dict[str, Tensor]:
+    """The weights that are trained: all of them, or the adapters."""
+    return {name: one for name, one in weights_of(policy).items() if adapter is None or ".lora_" in name}
+
+
+def write(
+    directory: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], *, keep: int, min_free: int = 0
+) -> Path:
+    """Write a checkpoint, then delete all but the newest `keep`.
+
+    Raises CheckpointError if a write fails or less than `min_free` bytes would stay free; then no file is left.
+    """
+    final = directory / f"step_{manifest['step']:08d}"
+    try:
+        with new_directory(final) as temporary:
+            # A full disk would refuse the metrics of the next steps.
+            require_space(directory, sum(tensor.nbytes for tensor in tensors.values()), min_free)
+            files = _write_tensors(temporary, tensors)
+            write_json(temporary / _MANIFEST, manifest | {"files": files})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
+    for old in list_checkpoints(directory)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Write the files. Returns the sha256 of each by name."""
+    files: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        file, _, name = key.partition("/")
+        files.setdefault(file, {})[name] = tensor.cpu().contiguous()
+    for file, content in files.items():
+        save_file(content, directory / file)
+    return {file: sha256_of(directory / file) for file in files}
+
+
+def newest(directory: Path) -> Checkpoint | None:
+    """The newest undamaged checkpoint, None if there is no checkpoint.
+
+    Damaged ones are renamed. Raises CheckpointError if all are damaged: a person must decide to start again from the
+    first step.
+    """
+    found = list_checkpoints(directory)
+    for path in reversed(found):
+        try:
+            return read(path)
+        except _Damaged as error:
+            log.warning("checkpoint skipped", path=path, reason=str(error))
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    if found:
+        raise CheckpointError(
+            f"every checkpoint in {directory} ({len(found)}) is damaged and was set aside: "
+            "run again without them to start from the first step"
+        )
+    return None
+
+
+def find(directory: Path, *, resume: bool, otherwise: str) -> Checkpoint | None:
+    """Return the newest checkpoint, None if there is none.
+
+    Raises UsageError if there is one and `resume` is false; `otherwise` is what the user can do instead of resuming.
+    """
+    if not resume:
+        if existing := list_checkpoints(directory):
+            raise UsageError(
+                f"{existing[-1]} is of an earlier start: pass --resume to continue from it, or {otherwise}"
+            )
+        return None
+    return newest(directory)
+
+
+def restore(checkpoint: Checkpoint, learner: Learner) -> None:
+    """Load a checkpoint into a new learner of the same model. Raises CheckpointMismatch."""
+    if checkpoint.adapter != learner.adapter:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} is of lora settings {checkpoint.adapter}, the configuration gives {learner.adapter}: "
+            "lora and the files under model.path must stay what they were"
+        )
+    if checkpoint.reference != learner.reference.description:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} was trained with the reference {checkpoint.reference}, the configuration says "
+            f"{learner.reference.description}: [reference] must stay what it was"
+        )
+    load_weights(checkpoint, learner.policy, learner.masters())
+    if (moved := checkpoint.path / _REFERENCE).exists():
+        learner.reference.restore(load_file(moved))
+    tensors = load_file(checkpoint.path / _OPTIMIZER)
+    _restore_log_z(checkpoint, tensors, learner)
+    torch.set_rng_state(tensors["rng.cpu"])
+    if learner.policy.device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], learner.policy.device)
+    learner.resume(checkpoint.step, _optimizer_state(tensors, learner))
+
+
+@torch.no_grad()
+def load_weights(checkpoint: Checkpoint, policy: PreTrainedModel, masters: Mapping[str, Tensor]) -> None:
+    """Load the weights of a checkpoint into a policy, or into its float32 `masters`. Raises CheckpointMismatch."""
+    expected = _trained(policy, checkpoint.adapter)
+    with safe_open(checkpoint.path / MODEL, framework="pt") as weights:
+        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
+            raise CheckpointMismatch(
+                f"{checkpoint.path} is of another model than model.path: set it to that of the run"
+            )
+        for name, tensor in expected.items():
+            value = shard_like(tensor, weights.get_tensor(name))
+            if name in masters:
+                masters[name].copy_(local_part(value))
+            else:
+                tensor.copy_(value)
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint and verify its files. Raises CheckpointError."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {manifest['format']!r}, this release reads {FORMAT}")
+        for name, digest in manifest["files"].items():
+            if sha256_of(path / name) != digest:
+                raise _Damaged(f"{name} does not hash to what the manifest says")
+        return Checkpoint(
+            path, manifest["step"], manifest["run"], manifest["reference"], manifest["unreported"], manifest["adapter"]
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _Damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _optimizer_state(tensors: dict[str, Tensor], learner: Learner) -> dict[int, dict[str, Tensor]]:
+    on_host = isinstance(learner.optimizer, HostAdamW)
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        number, _, name = key.partition(".")
+        if number.isdecimal():
+            index = int(number)
+            # The step count is a scalar on every rank, even where the parameter is sharded.
+            mine = value if name == "step" else shard_like(learner.trained[index], value)
+            state.setdefault(index, {})[name] = local_part(mine) if on_host else mine
+    return state
+
+
+def _restore_log_z(checkpoint: Checkpoint, tensors: dict[str, Tensor], learner: Learner) -> None:
+    found = {key.removeprefix(_LOG_Z): tensor for key, tensor in tensors.items() if key.startswith(_LOG_Z)}
+    if bool(found) != (learner.log_z is not None):
+        raise CheckpointMismatch(
+            f"{checkpoint.path} {'has' if found else 'lacks'} a learned log Z: objective.name must stay what it was"
+        )
+    if learner.log_z is not None:
+        learner.log_z.load_state_dict(found)
+
+
+class CheckpointWriter:
+    """Saves one learner in another thread, from copies on the host.
+
+        training thread     begin ──► copy to the host ──► the next step
+        checkpoint thread              metrics to disk ──► write ──► fsync ──► rename ──► delete old ones
+
+    At most one is in progress. One that comes due meanwhile is skipped: waiting would slow training down to the pace of
+    the disk, and the next one saves more steps. The last one waits for the one in progress, and must succeed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        copies: HostBuffers,
+        metrics: MetricsLog,
+        *,
+        ranks: Ranks = ALONE,
+        saved_step: int | None = None,
+    ) -> None:
+        # The step of the newest checkpoint on disk.
+        self.saved_step = saved_step
+        self._config, self._copies, self._metrics, self._ranks = config, copies, metrics, ranks
+        self._thread: Background | None = None
+        # The error of the last write, if the disk refused it.
+        self._error: CheckpointError | None = None
+        # Leftovers of a trainer that was killed.
+        for unfinished in config.checkpoints.glob(".step_????????.tmp"):
+            shutil.rmtree(unfinished)
+
+    def begin(self, learner: Learner) -> None:
+        """Save the current learner, every step of which was reported, unless a checkpoint is still being written.
+
+        A disk that refuses the write is a warning, since older checkpoints exist. Raises any other failure of the
+        previous write.
+        """
+        if self._thread is not None and self._thread.running:
+            log.warning("checkpoint skipped", step=learner.steps_done, reason="the one before is still being written")
+            return
+        # A disk that refused the previous checkpoint, which is in the log, may accept this one.
+        with contextlib.suppress(CheckpointError):
+            self.wait()
+        self._start(learner, None)
+
+    def save(self, learner: Learner, unreported: dict[str, Any] | None = None) -> None:
+        """Write the current learner to disk and wait for it. Raises CheckpointError if the disk refuses."""
+        # A failure of the one in progress is in the log; this one is tried all the same.
+        self.close()
+        self._thread = self._error = None
+        if self.saved_step != learner.steps_done:
+            self._start(learner, unreported)
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint in progress. Raises its failure, once."""
+        self.close()
+        (thread, self._thread), (error, self._error) = (self._thread, None), (self._error, None)
+        if thread is not None:
+            thread.check()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for the checkpoint in progress; a failure is only in the log."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self, learner: Learner, unreported: dict[str, Any] | None) -> None:
+        manifest = manifest_of(learner, run=self._config.run.name, unreported=unreported)
+        self._ranks.send(SAVE)
+        copied = self._copies.copy(tensors_of(learner))
+        self._thread = Background("checkpoint", partial(self._write, manifest, copied))
+        self._thread.start()
+
+    def _write(self, manifest: dict[str, Any], copied: HostCopy) -> None:
+        try:
+            self._metrics.sync()
+            train = self._config.train
+            path = write(
+                self._config.checkpoints,
+                manifest,
+                copied.wait(),
+                keep=run_files.KEEP_CHECKPOINTS,
+                min_free=train.min_free_mib << 20,
+            )
+        except (CheckpointError, OSError) as error:
+            log.warning("checkpoint not written", step=manifest["step"], reason=str(error))
+            self._error = CheckpointError(str(error))
+        else:
+            self.saved_step = manifest["step"]
+            log.info("checkpoint saved", path=path)
+        finally:
+            self._copies.release(copied)

@@ -1,0 +1,287 @@
+"""Sinks: where the metrics of a step go in addition to metrics.jsonl: TensorBoard and trackers.
+
+Each is in a thread of its own: it can neither stop training nor slow it down.
+"""
+
+import json
+import queue
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.utils.tensorboard import SummaryWriter
+
+from tba.common.config import Config
+from tba.common.log import get_logger
+from tba.common.system.background import Background
+from tba.common.system.durable import write_text
+from tba.common.terminal import need
+from tba.common.weights.model_files import model_directory
+from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.wire.trajectory import Int32
+from tba.trainer.batch.batch import TrainBatch
+
+log = get_logger(__name__)
+
+COLUMNS = ["trajectory", "prompt", "response", "reward", "staleness"]
+# An endless answer must not fill a tracker.
+_MAX_CHARACTERS = 10_000
+# Records queued for a slow sink; newer ones are dropped.
+_MAX_QUEUED = 1000
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A trajectory that was trained on. `staleness` is in optimiser steps."""
+
+    trajectory: int
+    prompt_ids: Int32
+    response_ids: Int32
+    reward: float
+    staleness: int
+
+
+def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
+    """Return `count` answers spread evenly over the batch, or all of a smaller batch.
+
+    Their arrays are copies: those of the batch are views of whole messages.
+    """
+    rewards, staleness = batch.reward_BK.flatten().tolist(), batch.staleness_BK.flatten().tolist()
+    count = min(count, len(batch.rows))
+    answers = []
+    for slot in (number * len(batch.rows) // count for number in range(count)):
+        row = batch.rows[slot]
+        ids = row.prompt_ids.copy(), row.response_ids.copy()
+        answers.append(Answer(row.id, *ids, reward=rewards[slot], staleness=int(staleness[slot])))
+    return answers
+
+
+class AnswerTexts:
+    """Decodes answers to the rows of a table. `tokenizer` is that of the model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def rows(self, answers: Sequence[Answer]) -> list[list[Any]]:
+        """Return one row of `COLUMNS` for each answer. Long texts are cut."""
+        return [
+            [one.trajectory, self._text(one.prompt_ids), self._text(one.response_ids), one.reward, one.staleness]
+            for one in answers
+        ]
+
+    def _text(self, ids: Int32) -> str:
+        text: str = self._tokenizer.decode(ids.tolist())
+        return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
+
+
+_Record = tuple[int, float, dict[str, float], Sequence[Answer]]
+
+
+class Sink(Protocol):
+    """Receives the metrics of one step after another, and some of its answers. May raise anything."""
+
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BackgroundSink:
+    """Runs a sink in a thread. Its first failure is logged, all are counted in `lost`.
+
+    A sink that cannot be opened receives nothing. One that failed on a record receives the next one. Records that do
+    not fit into the queue are lost.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        self.name = name
+        self.lost = 0
+        # Until opening it has failed.
+        self._opened = True
+        self._open = open_sink
+        self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_QUEUED)
+        self._thread = Background(f"metrics-{name}", self._work)
+        self._thread.start()
+
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer] = ()) -> None:
+        """Queue the metrics of a step, without waiting."""
+        if self._opened:
+            self._put((step, time, numbers, answers))
+        else:
+            self.lost += 1
+
+    def close(self) -> None:
+        """Let the sink process its queue, within ten seconds."""
+        if self._opened and self._put(None):
+            self._thread.join(_CLOSE_SECONDS)
+        if self.lost or self._thread.running:
+            log.warning("a metrics sink lost steps or did not end in time", sink=self.name, lost=self.lost)
+
+    def _put(self, record: _Record | None) -> bool:
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._failed("its queue is full")
+            return False
+        return True
+
+    def _work(self) -> None:
+        try:
+            sink = self._open()
+        # A sink's library may raise anything. It is logged and counted.
+        except Exception as error:  # noqa: BLE001
+            self._opened = False
+            self._failed(f"it cannot be opened: {error}")
+            self.lost += self._queue.qsize()
+            return
+        while (record := self._queue.get()) is not None:
+            self._attempt(sink.record, *record)
+        self._attempt(sink.close)
+
+    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except Exception as error:  # noqa: BLE001
+            self._failed(f"{type(error).__name__}: {error}")
+
+    def _failed(self, reason: str) -> None:
+        if not self.lost:
+            log.warning(
+                "a metrics sink failed; training continues, metrics.jsonl has all", sink=self.name, reason=reason
+            )
+        self.lost += 1
+
+
+class TensorBoardSink:
+    """Writes events under `directory`. Those that an earlier start wrote for `first_step` and later are hidden."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        self._events = SummaryWriter(str(directory), purge_step=first_step)
+
+    def record(self, step: int, time: float, numbers: dict[str, float], _: Sequence[Answer] = ()) -> None:
+        """Write one scalar per metric, to disk: after a crash only the steps since the checkpoint are repeated."""
+        for name, value in numbers.items():
+            self._events.add_scalar(name, value, step, walltime=time)
+        self._events.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._events.close()
+
+
+class _ResumedSink(ABC):
+    """One run of a tracker for one tba run, over all its starts.
+
+    `state` is a file with the tracker's id for this run and the next step to send. A resumed trainer repeats steps, on
+    a CPU with the same metrics; they are not sent again, since none may appear twice. `texts` decodes the answers,
+    which are sent as a table; without it none are.
+    """
+
+    def __init__(self, state: Path, texts: AnswerTexts | None) -> None:
+        self._state = state
+        self._texts = texts
+        saved = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+        self._id = str(saved.get("id") or secrets.token_hex(8))
+        self._next = int(saved.get("next_step", 0))
+        self._run: Any = None
+
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer] = ()) -> None:
+        """Send a step, unless an earlier start did."""
+        if step < self._next:
+            return
+        rows = self._texts.rows(answers) if self._texts is not None and answers else None
+        self._send(step, time, {**numbers, **({"responses": self._table(rows)} if rows else {})})
+        self._next = step + 1
+        write_text(self._state, json.dumps({"id": self._id, "next_step": self._next}))
+
+    @abstractmethod
+    def _send(self, step: int, time: float, values: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _table(self, rows: list[list[Any]]) -> Any:
+        """Return the tracker's table of these rows of `COLUMNS`."""
+
+    def close(self) -> None:
+        """Wait until the tracker has received everything."""
+        self._run.finish()
+
+
+class WandbSink(_ResumedSink):
+    """Weights & Biases, online or (WANDB_MODE=offline) as files to send later."""
+
+    def __init__(
+        self, project: str, directory: Path, name: str, settings: dict[str, Any], texts: AnswerTexts | None = None
+    ) -> None:
+        import wandb
+
+        super().__init__(directory / "wandb.json", texts)
+        self._run = wandb.init(
+            project=project, name=name, id=self._id, resume="allow", dir=str(directory), config=settings
+        )
+
+    def _send(self, step: int, time: float, values: dict[str, Any]) -> None:
+        self._run.log({**values, "time": time}, step=step, commit=True)
+
+    def _table(self, rows: list[list[Any]]) -> Any:
+        import wandb
+
+        return wandb.Table(columns=COLUMNS, data=rows)
+
+
+class TrackioSink(_ResumedSink):
+    """Trackio: a local database of runs, a Hugging Face Space (TRACKIO_SPACE_ID), or a server (TRACKIO_SERVER_URL).
+
+    Trackio identifies runs by name, so the id is a part of it.
+    """
+
+    def __init__(
+        self, project: str, directory: Path, name: str, settings: dict[str, Any], texts: AnswerTexts | None = None
+    ) -> None:
+        import trackio
+
+        super().__init__(directory / "trackio.json", texts)
+        # No metrics of the machine: only those of the steps.
+        self._run = trackio.init(
+            project=project,
+            name=f"{name}-{self._id}",
+            resume="allow",
+            config=settings,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def _send(self, step: int, time: float, values: dict[str, Any]) -> None:
+        # Trackio reserves the name `time`.
+        self._run.log({**values, "wall_time": time}, step=step)
+
+    def _table(self, rows: list[list[Any]]) -> Any:
+        import trackio
+
+        return trackio.Table(columns=COLUMNS, data=rows)
+
+
+def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
+    """Open the sinks of [metrics] for steps from `first_step` on.
+
+    Raises MissingExtra, and ConfigError if answers are to be sent and the model has no tokenizer.
+    """
+    metrics, directory = config.metrics, config.run.dir
+    texts = None
+    if metrics.trace_answers and (metrics.wandb or metrics.trackio):
+        texts = AnswerTexts(load_tokenizer(model_directory(config.model.path)))
+    run = directory, config.run.name, config.model_dump(mode="json"), texts
+    sinks = []
+    if metrics.tensorboard:
+        sinks.append(BackgroundSink("tensorboard", partial(TensorBoardSink, directory / "tensorboard", first_step)))
+    if metrics.wandb:
+        need("wandb", "wandb")
+        sinks.append(BackgroundSink("wandb", partial(WandbSink, metrics.wandb, *run)))
+    if metrics.trackio:
+        need("trackio", "trackio")
+        sinks.append(BackgroundSink("trackio", partial(TrackioSink, metrics.trackio, *run)))
+    return sinks

@@ -46,6 +46,7 @@ _FILE = "* `FILE <path>`: The same as --config FILE.\n"
 _HELP = "* `--help`: Show this message and exit.\n"
 _CONFIG = re.compile(r"\* `-c, --config <path>`: .*\n\* `--set <list\[str\]>`: .*\n")
 _LIST_OF_COMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")
+_USAGE = re.compile(r"\*\*Usage\*\*:\n\n```console\n\$ (.*)\n```")
 _EMPTY_LIST = re.compile(r"\*\*(?:Arguments|Options)\*\*:\n\n(?!\* )\n*")
 
 
@@ -56,7 +57,7 @@ def command_line() -> str:
     shared = _CONFIG.search(text)
     if shared is None or _FILE not in text or _HELP not in text:
         raise SystemExit("typer renders the shared options in another form: adapt docs/generate.py")
-    text = _LIST_OF_COMMANDS.sub("", text).replace("**Usage**:\n\n", "")
+    text = _USAGE.sub(r"`\1`", _LIST_OF_COMMANDS.sub("", text))
     text = _CONFIG.sub("* `-c`, `--set`: [as above](#command-line).\n", text.replace(_FILE, "").replace(_HELP, ""))
     head, rest = _EMPTY_LIST.sub("", text).split("\n## ", 1)
     about = f"Every command takes `--help`. Most take a configuration:\n\n{_FILE}{shared[0]}"

@@ -47,7 +47,7 @@ _HELP = "* `--help`: Show this message and exit.\n"
 _CONFIG = re.compile(r"\* `-c, --config <path>`: .*\n\* `--set <list\[str\]>`: .*\n")
 _LIST_OF_COMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")
 _USAGE = re.compile(r"\*\*Usage\*\*:\n\n```console\n\$ (.*)\n```")
-_LABEL = re.compile(r"\n*\*\*(?:Arguments|Options)\*\*:\n+")
+_LABELS = re.compile(r"(?:\n*\*\*(?:Arguments|Options)\*\*:\n+)+")
 
 
 def command_line() -> str:
@@ -59,7 +59,7 @@ def command_line() -> str:
         raise SystemExit("typer renders the shared options in another form: adapt docs/generate.py")
     text = _USAGE.sub(r"`\1`", _LIST_OF_COMMANDS.sub("", text))
     text = _CONFIG.sub("* `-c`, `--set`: [as above](#command-line).\n", text.replace(_FILE, "").replace(_HELP, ""))
-    head, rest = _LABEL.sub("\n\n", text).split("\n## ", 1)
+    head, rest = _LABELS.sub("\n\n", text).split("\n## ", 1)
     about = f"Every command takes `--help`. Most take a configuration:\n\n{_FILE}{shared[0]}"
     return f"{head.rstrip()}\n\n{about}\n## {rest.rstrip()}\n"
 

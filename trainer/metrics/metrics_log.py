@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tba.common import jsonl, run_files
-from tba.common.errors import CheckpointError, TbaError
+from tba.common.errors import CheckpointError, TbaError, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.system.durable import write_text
 from tba.trainer.metrics.sinks import Answer, BackgroundSink
 

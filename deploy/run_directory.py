@@ -18,8 +18,8 @@ from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, TbaError, UsageError
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
+from tba.common.run_status import check_address
 from tba.common.system.durable import exclusive_lock, open_regular
-from tba.common.wire.probe import check_address
 from tba.deploy.child import drain_seconds, trainer_drain_seconds
 
 log = get_logger(__name__)

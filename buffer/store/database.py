@@ -18,7 +18,6 @@ from typing import Any
 
 from tba.buffer.store import schema
 from tba.buffer.store.storage_errors import refuse_strange_files, storage_errors
-from tba.buffer.store.write_ahead_log import WriteAheadLog, abandon, open_connection
 from tba.common import run_files
 from tba.common.errors import StorageError, SyncFailed
 from tba.common.log import get_logger

@@ -17,7 +17,7 @@ from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.curve import new_pair
 from tba.common.wire.keys import AUTHORIZED, OWN, own_pair, server_keys
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.weights.fetch import Fetcher, Progress
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.keyring import Keyring

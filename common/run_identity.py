@@ -26,7 +26,8 @@ def refuse_other_run(
         return
     own = next((run for run in found if run.name == asked.name), found[0])
     if bool(own.source) != bool(asked.source):
-        how = f"was trained offline from {own.source}" if own.source else "was not trained offline"
+        continues = f"was trained offline from {own.source}, and `tba train --offline` continues it"
+        how = continues if own.source else "was not trained offline"
         raise ConfigError(f"{place} belongs to run {own.name}, which {how}: {otherwise}")
     if own.name != asked.name:
         names = ", ".join(run.name for run in found)

@@ -19,7 +19,11 @@ def test_a_new_place_and_that_of_the_same_run_are_used(found, asked):
     ("found", "asked", "sentence"),
     [
         ([RunIdentity("a"), RunIdentity("b")], TEST, 'to run a, b, and run.name is test: set run.name = "a", or set'),
-        ([OFFLINE], TEST, "to run test, which was trained offline from /other/buffer.sqlite: set another run.dir"),
+        (
+            [OFFLINE],
+            TEST,
+            "trained offline from /other/buffer.sqlite, and `tba train --offline` continues it: set another",
+        ),
         ([TEST], OFFLINE, "to run test, which was not trained offline: set another run.dir"),
     ],
 )

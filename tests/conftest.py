@@ -22,9 +22,9 @@ import typer.testing
 from typer.main import get_command
 
 from tba.cli import app
+from tba.common import run_snapshots
 from tba.common.config import Config
 from tba.common.errors import TbaError
-from tba.common.weights import node_store
 from tba.common.wire.trajectory import Trajectory
 from tba.tests.helpers.buffer import ServiceHarness
 from tba.tests.optional_packages import missing_package
@@ -44,7 +44,7 @@ def memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     # Not `mktemp`, which lists the directories of all tests before this one.
     directory = tmp_path_factory.getbasetemp() / f"memory/{next(_numbers)}"
     directory.mkdir(parents=True)
-    monkeypatch.setattr(node_store, "MEMORY", directory)
+    monkeypatch.setattr(run_snapshots, "MEMORY", directory)
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tba.common.clock import Clock
-from tba.common.stall import SILENT_SECONDS
+from tba.common.run_status import SILENT_SECONDS
 from tba.common.wire import fields
-from tba.common.wire.status_messages import ClientStatus
+from tba.common.wire.messages import ClientStatus
 
 _REPLACED_SECONDS = 3.0
 # The longest time, after a start of the server, that a trainer needs to reconnect and be seen.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tba.buffer.sampling.sampler import Draw
 from tba.common.clock import Clock
+from tba.common.errors import quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 
 log = get_logger(__name__)
 

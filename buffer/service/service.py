@@ -29,8 +29,7 @@ from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.wire import fields, messages
 from tba.common.wire.codec import RequestHeader
-from tba.common.wire.evaluation_messages import PutEvaluation
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, PutEvaluation, Status
 
 log = get_logger(__name__)
 

@@ -11,8 +11,7 @@ from tba.buffer.store.reader import open_reader, read_maps
 from tba.buffer.store.starts import SERVED_FIRST
 from tba.buffer.store.storage_errors import stored_object
 from tba.common.errors import StorageError, UsageError
-from tba.common.wire.row_numbers import QUANTITIES
-from tba.common.wire.trajectory import ARRAY_KINDS
+from tba.common.wire.trajectory import ARRAY_KINDS, QUANTITIES
 
 _POLL_SECONDS = 0.5
 _TRAINED_COLUMNS = ("step", "slot", "staleness", *QUANTITIES, "skipped", "trained_at")

@@ -17,14 +17,14 @@ from tba.common.clock import Clock
 from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError, SnapshotError, SnapshotMissing, SnapshotOutdated, WireError
 from tba.common.log import get_logger
+from tba.common.run_snapshots import weights_directory
 from tba.common.weights import delta
-from tba.common.weights.node_store import make_directory, weights_directory
+from tba.common.weights.node_store import make_directory
 from tba.common.weights.snapshot_server import NodeServer, address_of
 from tba.common.wire.channels import ClientChannel
 from tba.common.wire.codec import PlainReply, decode_plain_reply, encode_request
-from tba.common.wire.file_messages import MAX_CHUNK_BYTES, Chunk, FetchChunk
 from tba.common.wire.keys import KeyPair, announced, server_keys, with_key
-from tba.common.wire.messages import Failure
+from tba.common.wire.messages import MAX_CHUNK_BYTES, Chunk, Failure, FetchChunk
 
 log = get_logger(__name__)
 
@@ -264,7 +264,9 @@ class Serving:
         self._endpoint = config.search.serve_snapshots
         self._keys = None
         if self._endpoint:
-            self._keys = server_keys(config.security, self._endpoint, "search.serve_snapshots")
+            self._keys = server_keys(
+                config.security.keys, self._endpoint, "search.serve_snapshots", insecure=config.security.insecure
+            )
         self.address = with_key(address_of(self._endpoint), self._keys)
         self._directory = weights_directory(config)
         self._clock = clock

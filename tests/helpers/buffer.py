@@ -13,8 +13,7 @@ from tba.buffer.store.store import Store
 from tba.common.config import Config
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
-from tba.common.wire.row_numbers import RowNumbers
-from tba.common.wire.trajectory import Trajectory
+from tba.common.wire.trajectory import RowNumbers, Trajectory
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.puts import make_trajectory, put_message, reference
 

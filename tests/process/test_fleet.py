@@ -14,10 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba.common.stall import Facts
+from tba.common.run_status import Facts, ask_status
 from tba.common.system.process import NotifySocket
 from tba.common.wire.client import BufferClient
-from tba.common.wire.probe import ask_status
 from tba.deploy.display import explain
 from tba.tests.helpers.checks import wait_until
 

@@ -20,7 +20,7 @@ from tba.common.system.background import Background
 from tba.common.system.durable import write_text
 from tba.common.terminal import need
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.trajectory import Int32
 from tba.trainer.batch.batch import TrainBatch
 

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 from tba.buffer.tools.query import PageRows
 from tba.common.config import Config
 from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
-from tba.common.stall import live_trainer
-from tba.common.wire.status_messages import Status
+from tba.common.run_status import live_trainer
+from tba.common.wire.messages import Status
 from tba.deploy.run_list import state_of
 from tba.ui.charts import Chart, Series, paired_bars
 from tba.ui.runs import Run

@@ -13,9 +13,8 @@ from starlette.responses import Response
 from tba.buffer.tools.query import PageRows
 from tba.buffer.tools.show import describe, recorded_model
 from tba.buffer.tools.tokenizer import decoder_of
-from tba.common.errors import UsageError
-from tba.common.quantity import quantity
-from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, QUANTITIES
+from tba.common.errors import UsageError, quantity
+from tba.common.wire.trajectory import LOG_RATIO_DTYPE, QUANTITIES
 from tba.ui.runs import Run
 from tba.ui.site import is_number, missing, run_of, site_of
 from tba.ui.trajectory_filter import SORTS, find

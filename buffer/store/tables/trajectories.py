@@ -11,8 +11,7 @@ from typing import Any
 
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.runs import Run
-from tba.common.errors import Refused
-from tba.common.quantity import quantity
+from tba.common.errors import Refused, quantity
 from tba.common.wire.trajectory import ARRAY_KINDS, ROW_FIELDS
 
 # A prompt may have very many trajectories: the index receives them in blocks of at most this size at a start.

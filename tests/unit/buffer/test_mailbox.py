@@ -4,7 +4,7 @@ from tba.buffer.server.mailbox import Arrival, Mailbox, Parked
 from tba.common.wire import messages
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
-from tba.common.wire.status_messages import GetStatus
+from tba.common.wire.messages import GetStatus
 
 LEASE = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=1.0)
 BATCH = messages.SampleBatch(step=0, prompts=1, samples=1, reference="none", wait_seconds=1.0)

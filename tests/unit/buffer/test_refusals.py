@@ -6,7 +6,7 @@ from tba.buffer.service import training
 from tba.buffer.service.clients import Clients
 from tba.common.errors import Refused
 from tba.common.wire import fields, messages
-from tba.common.wire.status_messages import GetStatus
+from tba.common.wire.messages import GetStatus
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.puts import log_ratios, numbers_of, read_log_ratios
 

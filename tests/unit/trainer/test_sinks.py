@@ -12,7 +12,7 @@ import pytest
 
 from tba.common.config import Config
 from tba.common.errors import MissingExtra
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.trainer import make_batch, make_row
 from tba.trainer.metrics import sinks

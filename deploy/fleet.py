@@ -8,13 +8,11 @@ from pathlib import Path
 
 from tba.common.config import Config
 from tba.common.log import get_logger
-from tba.common.stall import Facts
-from tba.common.system.cpu_affinity import openmp_threads, partition_cores
+from tba.common.run_status import Facts, ask_status, monitor
 from tba.common.system.devices import CPU, Gpu, check_free, choose_gpus, group_gpus, label, list_gpus, searcher_gpus
-from tba.common.system.process import notify_systemd
+from tba.common.system.process import notify_systemd, openmp_threads, partition_cores
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire.client import BufferClient
-from tba.common.wire.probe import ask_status, monitor
 from tba.deploy.child import Child, RestartPolicy, drain_seconds
 from tba.deploy.display import fleet_line
 from tba.deploy.supervisor import Supervisor

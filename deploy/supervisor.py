@@ -26,14 +26,19 @@ from typing import Self
 from tba.common.config import LaunchSection
 from tba.common.errors import BufferUnavailable, Refused
 from tba.common.log import get_logger
-from tba.common.system.backoff import backoff
-from tba.common.system.cpu_affinity import starting_on
+from tba.common.system.background import backoff
 from tba.common.system.orphan_guard import SessionGuard, session_of
-from tba.common.system.process import KV_CACHE_NOTICE, PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
+from tba.common.system.process import (
+    KV_CACHE_NOTICE,
+    PARENT_VARIABLE,
+    NotifySocket,
+    adopt_orphans,
+    child_pids,
+    starting_on,
+)
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
-from tba.deploy.child import NO_RESTART, Child, ending
-from tba.deploy.log_relay import Relay
+from tba.deploy.child import NO_RESTART, Child, Relay, ending
 
 log = get_logger(__name__)
 

@@ -20,8 +20,7 @@ from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.wire import fields, messages
 from tba.common.wire.channels import new_secret
-from tba.common.wire.client import BufferClient
-from tba.common.wire.joining import own_hello
+from tba.common.wire.client import BufferClient, own_hello
 from tba.common.wire.keys import ClientKeys
 from tba.trainer.batch.batch import TrainBatch, decode
 from tba.trainer.metrics.stopwatch import Stopwatch

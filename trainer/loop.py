@@ -14,9 +14,16 @@ import torch
 from tba.common import run_files
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, CheckpointError, MemoryShort, Refused, TbaError, TrainingBroken
+from tba.common.errors import (
+    BufferUnavailable,
+    CheckpointError,
+    MemoryShort,
+    Refused,
+    TbaError,
+    TrainingBroken,
+    quantity,
+)
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.system.durable import exclusive_lock
 from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
@@ -163,7 +170,7 @@ class Trainer:
         self._checkpoints = CheckpointWriter(
             config, saved, self._metrics, ranks=ranks, saved_step=None if found is None else found.step
         )
-        self._dial = dial or network(config.address, buffer_client_keys(config.security, config.address))
+        self._dial = dial or network(config.address, buffer_client_keys(config.security.keys, config.address))
         self._client = self._dial("trainer", "trainer")
         self._heartbeat = HeartbeatThread(self._dial)
         self._batches = BatchFetcher(self._client, config, stop=self._stop, last=self._steps, watch=self._watch)

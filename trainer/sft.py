@@ -39,7 +39,7 @@ from tba.common.log import get_logger
 from tba.common.rendering import Message, PromptRenderer, as_map, message_of, variables_of
 from tba.common.system.durable import exclusive_lock, new_directory
 from tba.common.weights.model_files import eos_ids, model_directory
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.trainer import checkpoint
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.checkpoint import Checkpoint

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.findings import Findings
-from tba.common.system.cuda import find_driver
-from tba.common.system.devices import ask_nvidia_smi, list_gpus
-from tba.common.weights.hashing import blake3_of_bytes
+from tba.common.system.devices import ask_nvidia_smi, find_driver, list_gpus
+from tba.common.weights.tensor_file import blake3_of_bytes
 from tba.tests.helpers.gpu_steps import GB, error, timed
 from tba.trainer.metrics.flops import peak_flops
 

@@ -24,10 +24,9 @@ from tba.buffer.store.tables.runs import Run
 from tba.common import run_files
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import ConfigError, UsageError
+from tba.common.errors import ConfigError, UsageError, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
-from tba.common.system.versions import software
+from tba.common.system.process import software
 from tba.common.wire import fields, messages
 from tba.common.wire.codec import MAX_FRAME_BYTES, RequestHeader
 

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from tba.buffer.sampling.entry_columns import UNTRAINED
 from tba.buffer.sampling.index import Entry, SamplingIndex
 from tba.buffer.sampling.rules import Priority, SamplingRules, Shortage
-from tba.common.quantity import quantity
+from tba.common.errors import quantity
 
 NEVER = -(1 << 31)
 # Prompts that are read from the index together: their rows are a list of Python integers for a moment.

@@ -30,6 +30,9 @@ _STORAGE_CODES = frozenset(
     }
 )
 
+# The last bytes of a journal that ends with the name of a super-journal: those with which each journal begins.
+_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
+
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
@@ -45,12 +48,34 @@ def storage_errors(path: Path) -> Iterator[None]:
         unknown = sqlite3.SQLITE_MISUSE if misused else sqlite3.SQLITE_CORRUPT
         code = getattr(error, "sqlite_errorcode", unknown)
         if code == sqlite3.SQLITE_IOERR_FSYNC:
-            raise _sync_failed(path, str(error)) from error
+            raise SyncFailed(
+                f"the disk of {path} failed to write data ({error}): nothing more is acknowledged. Check the disk, "
+                f"keep {path.name}-wal next to {path.name}, end every program that has it open, and start again: "
+                "that file has all that was acknowledged, and the start writes it to the disk again"
+            ) from error
         if code & 0xFF not in _STORAGE_CODES:
             raise
         raise StorageError(f"{path}: {error}") from error
     except OSError as error:
         raise StorageError(f"{path}: {error}") from error
+
+
+def refuse_strange_files(database: Path) -> None:
+    """Raise StorageError if SQLite would wait for a file beside a database, or write to or delete a file elsewhere.
+
+    SQLite opens a FIFO, follows a link, and deletes the super-journal that a journal names after it has rolled it back,
+    which may be any file of the user. tba never leaves any of these.
+    """
+    for ending in ("-wal", "-shm", "-journal"):
+        path = database.resolve()
+        path = path.with_name(path.name + ending)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise StorageError(f"{path} is no regular file, and SQLite would open it with the database: remove it")
+        if ending == "-journal" and path.exists() and path.read_bytes()[-len(_SUPER_JOURNAL) :] == _SUPER_JOURNAL:
+            raise StorageError(
+                f"{path} names another journal, which SQLite would delete: it is not of tba; remove it, or restore a "
+                "backup"
+            )
 
 
 def stored_object(text: str | None) -> dict[str, Any]:
@@ -70,11 +95,3 @@ def stored_config(text: str | None) -> dict[str, Any]:
     if wrong := [name for name in Config.model_fields if not isinstance(sections.get(name, {}), dict)]:
         raise StorageError(f"the configuration that the database holds has no section {wrong[0]}, but a value")
     return sections
-
-
-def _sync_failed(database: Path, reason: str) -> SyncFailed:
-    return SyncFailed(
-        f"the disk of {database} failed to write data ({reason}): nothing more is acknowledged. Check the disk, keep "
-        f"{database.name}-wal next to {database.name}, end every program that has it open, and start again: that file "
-        "has all that was acknowledged, and the start writes it to the disk again"
-    )

@@ -55,7 +55,7 @@ def _send(config: Config, row: Row) -> str:
     if row["run"] != config.run.name:
         return f"not in the database: it is of run {row['run']}, the configuration of {config.run.name}"
     try:
-        keys = buffer_client_keys(config.security, config.address)
+        keys = buffer_client_keys(config.security.keys, config.address)
         with closing(BufferClient(config.address, role="evaluator", name="eval", keys=keys)) as client:
             client.call(as_message(row), Done, deadline_seconds=_REPLY_SECONDS)
     except BufferFault as error:

@@ -1,4 +1,4 @@
-"""[run], [model], [eval] and [launch]: name, model, evaluation, and supervision of processes."""
+"""[run], [model], [eval], [launch] and [security]: name, model, evaluation, supervision, and who may connect."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -63,3 +63,13 @@ class LaunchSection(Section):
     drain_seconds: PositiveFloat | Literal["auto"] = "auto"
     """Seconds that a child has to end after SIGTERM, before it is killed. auto is 20, and for a trainer also the time
     for two checkpoints of its model, of 12 bytes per trained parameter, at 0.5 GB/s: 386 s for 7 B parameters."""
+
+
+class SecuritySection(Section):
+    """Keys that encrypt and authenticate the connections between machines ([security](security.md))."""
+
+    keys: Path | None = None
+    """Directory of this node's key pair and of the keys that it admits (`tba keys`). With it every TCP socket is
+    encrypted, and only authorised keys get in. Without it TCP sockets are open to every program that reaches them."""
+    insecure: bool = False
+    """Whether servers may listen at addresses that other machines can reach without keys."""

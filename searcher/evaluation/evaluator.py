@@ -24,12 +24,13 @@ from tba.common.errors import SnapshotError, TaskError
 from tba.common.evaluations import Row
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
+from tba.common.run_snapshots import pin_newest, weights_directory
 from tba.common.system.durable import sha256_of
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.node_store import PinnedSnapshot, pin_newest, weights_directory
+from tba.common.weights.node_store import PinnedSnapshot
+from tba.common.weights.pretrained import load_tokenizer
 from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
-from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import Visit, WeightsRef
@@ -327,7 +328,7 @@ def open_evaluator(
     Raises ConfigError for a model or task that cannot be loaded.
     """
     with contextlib.ExitStack() as ending:
-        own = node_pair(config.security)
+        own = node_pair(config.security.keys)
         assembler = SnapshotAssembler(weights_directory(config), "auto", SystemClock(), progress, own)
         ending.callback(assembler.remove_created)
         # Before the engine, as `WorkerPool` says.

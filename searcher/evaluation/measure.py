@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.common.evaluations import why_not_measured
-from tba.common.wire.evaluation_messages import MAX_NOT_MEASURED
+from tba.common.wire.messages import MAX_NOT_MEASURED
 from tba.searcher.evaluation.answers import Answer
 from tba.searcher.tasks.task import CORRECT
 

@@ -20,9 +20,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging as transformers_logging
 
 from tba.common.config import ScoringModelSection
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.rendering import Message, as_map
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading, not_loaded, out_of_memory

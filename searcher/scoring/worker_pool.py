@@ -34,7 +34,7 @@ from typing import Any
 import msgpack
 
 from tba.common.log import get_logger
-from tba.common.system.backoff import backoff
+from tba.common.system.background import backoff
 from tba.common.system.orphan_guard import SessionGuard, kill_sessions
 from tba.common.system.process import PARENT_VARIABLE, die_with_parent, signal_name
 from tba.searcher.scoring.scoring import Item, timed_out

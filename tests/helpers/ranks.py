@@ -22,7 +22,7 @@ from msgspec.structs import asdict
 from tba.common.config import Config, LoraSection, ReferenceSection
 from tba.common.errors import ConfigError
 from tba.common.system.process import RENDEZVOUS_VARIABLE
-from tba.common.wire.row_numbers import RowNumbers
+from tba.common.wire.trajectory import RowNumbers
 from tba.tests.helpers import trainer
 from tba.tests.helpers.puts import read_log_ratios
 from tba.tests.helpers.trainer import random_batch

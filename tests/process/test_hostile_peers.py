@@ -18,7 +18,7 @@ from tba.buffer.store.store import Store
 from tba.buffer.store.tables.trajectories import TRAJECTORY_COLUMNS
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_HEADER_BYTES, decode_reply, encode_request
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.mutations import PROMPTS, VERSIONS, Mutator
 from tba.tests.helpers.producers import put_of

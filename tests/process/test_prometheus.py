@@ -15,7 +15,7 @@ import pytest
 from tba.common.errors import Refused
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import STALL_REASONS
+from tba.common.wire.messages import STALL_REASONS
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.prometheus import FOLDER, expressions, names_in, panels, promtool
 from tba.tests.process.conftest import arithmetic, free_port

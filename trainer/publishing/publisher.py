@@ -75,7 +75,9 @@ class Publisher:
         self._server: SnapshotServer | None = None
         if config.train.serve_snapshots:
             endpoint = config.train.serve_snapshots
-            keys = server_keys(config.security, endpoint, "train.serve_snapshots")
+            keys = server_keys(
+                config.security.keys, endpoint, "train.serve_snapshots", insecure=config.security.insecure
+            )
             self._server = SnapshotServer(endpoint, *self._writer.served, keys=keys)
         self._address = self._server.address if self._server else ""
         # The reason why a snapshot waits. The training thread reads it.

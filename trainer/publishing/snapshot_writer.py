@@ -34,16 +34,17 @@ from transformers.core_model_loading import revert_weight_conversion
 from tba.common.config import Config
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
+from tba.common.run_snapshots import weights_directory
 from tba.common.system.durable import json_text, new_directory, require_space
 from tba.common.weights import adapter, snapshot
 from tba.common.weights.adapter import Adapter, Factors
-from tba.common.weights.delta_store import DeltaStore
+from tba.common.weights.delta import DeltaStore
 from tba.common.weights.model_files import share_weights
-from tba.common.weights.node_store import delete, weights_directory
+from tba.common.weights.node_store import delete
 from tba.common.weights.snapshot import MANIFEST, Canary, FileEntry, Manifest, SnapshotKey, directory_name
 from tba.common.weights.tensor_file import Tensor, layout_of
-from tba.common.wire.addresses import is_local
 from tba.common.wire.messages import AnnounceSnapshot, WeightsRef
+from tba.common.wire.socket_files import is_local
 from tba.trainer.distributed import ALONE, PUBLISH, Ranks
 from tba.trainer.model.adapters import BASE, FACTORS, MERGED, A, B, gathered
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy, Tensors, own_stream

@@ -22,7 +22,6 @@ import torch
 
 from tba.common.log import get_logger
 from tba.common.system.durable import require_space
-from tba.common.weights.hashing import blake3_of_bytes
 from tba.common.weights.node_store import (
     DELETED,
     SNAPSHOT,
@@ -34,7 +33,7 @@ from tba.common.weights.node_store import (
     try_lock,
 )
 from tba.common.weights.snapshot import FileEntry, Manifest, SnapshotKey, write_manifest
-from tba.common.weights.tensor_file import Layout, Tensor
+from tba.common.weights.tensor_file import Layout, Tensor, blake3_of_bytes
 from tba.trainer.model.host_buffers import Tensors, register, unregister
 
 log = get_logger(__name__)

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from tba.common.config import Config, LoraSection, ReferenceSection, TrainSection
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
-from tba.common.system.cuda import why_no_cuda
+from tba.common.system.devices import why_no_cuda
 from tba.common.weights.model_files import eos_ids, model_directory
 from tba.trainer.distributed import ALONE, Ranks, shard
 from tba.trainer.metrics.stopwatch import Stopwatch

@@ -20,7 +20,7 @@ from tba.common.errors import ConfigError, MemoryShort, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
 from tba.common.wire.fields import LARGEST_REWARD
-from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, RowNumbers
+from tba.common.wire.trajectory import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, RowNumbers
 from tba.trainer.batch.batch import Row, TrainBatch, measured
 from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
 from tba.trainer.distributed import ALONE, Ranks, full_tensor

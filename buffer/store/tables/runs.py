@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tba.buffer.store.database import Table
-from tba.common.wire.evaluation_messages import PutEvaluation
-from tba.common.wire.messages import AnnounceSnapshot, WeightsRef
+from tba.common.wire.messages import AnnounceSnapshot, PutEvaluation, WeightsRef
 
 
 @dataclass(frozen=True, slots=True)

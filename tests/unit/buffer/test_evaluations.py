@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tba.common.wire.evaluation_messages import HeldOutResponse, PutEvaluation
+from tba.common.wire.messages import HeldOutResponse, PutEvaluation
 
 
 def put(buffer, *responses: HeldOutResponse, version: int = 0, **changes: Any) -> None:

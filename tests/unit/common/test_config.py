@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import Config
-from tba.common.config.engine_arguments import check_arguments, installed_arguments
 from tba.common.config.layers import fields, resolve, value_of
 from tba.common.config.paths import check_gpus_apart
+from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
 from tba.common.system.devices import Gpu
 

@@ -11,7 +11,7 @@ import torch
 
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.engines.transformers_engine import TransformersEngine
 from tba.searcher.evaluation.embedder import SentenceEncoder
 from tba.searcher.scoring.classifier import check_files
@@ -67,7 +67,7 @@ def test_code_of_a_model_does_not_run_also_if_standard_input_says_yes(tmp_path, 
 def test_a_model_of_a_billion_layers_is_refused_at_once(tmp_path, load):
     model = changed_model(tmp_path / "m", num_hidden_layers=10**9)
     with pytest.raises(
-        ConfigError, match=r"config.json: num_hidden_layers is 1000000000, and no model has more than 2000"
+        ConfigError, match=r"config.json: num_hidden_layers is 1000000000, and a model has at least 1 and at most 2000"
     ):
         load(str(model))
 

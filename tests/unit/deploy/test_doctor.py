@@ -19,7 +19,7 @@ from tba.cli.checks import Plan, examine
 from tba.common.config import Config, TaskSection
 from tba.common.config.paths import hub_data
 from tba.common.errors import ConfigError
-from tba.common.system import cuda as system_cuda
+from tba.common.system import devices
 from tba.common.system.devices import assumed_gpus
 from tba.common.weights.tensor_file import Tensor
 from tba.deploy import doctor
@@ -96,7 +96,7 @@ def node(tmp_path, monkeypatch) -> Callable[..., None]:
         if driver is None:
             monkeypatch.setenv("PATH", "/nowhere")
             return
-        monkeypatch.setattr(system_cuda, "_supported_release", lambda: supports)
+        monkeypatch.setattr(devices, "_supported_release", lambda: supports)
         rows = "".join(f"{n}, GPU-{n}aaa, 81559, 0\n" for n in range(4))
         buses = "".join(f"{n}, 00000000:{n}B:00.0\n" for n in range(4))
         drivers, header = f"{driver}\n" * 4, HEADERS[driver]
@@ -136,10 +136,10 @@ def test_the_library_of_the_driver_tells_the_newest_release(tmp_path, monkeypatc
     source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
     source.write_text(f"int cuDriverGetVersion(int *n) {{ {code}; }}\n")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    monkeypatch.setattr(system_cuda, "_LIBRARY", str(library))
-    assert system_cuda._supported_release() == release
-    monkeypatch.setattr(system_cuda, "_LIBRARY", str(source))
-    assert system_cuda._supported_release() is None
+    monkeypatch.setattr(devices, "_LIBRARY", str(library))
+    assert devices._supported_release() == release
+    monkeypatch.setattr(devices, "_LIBRARY", str(source))
+    assert devices._supported_release() is None
 
 
 def test_a_driver_of_the_same_major_release_is_ok(node):

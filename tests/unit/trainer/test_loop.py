@@ -23,7 +23,7 @@ from tba.common.errors import BufferUnavailable, ConfigError, MemoryShort, Train
 from tba.common.weights import snapshot
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import ClientStatus, GetStatus, Status
+from tba.common.wire.messages import ClientStatus, GetStatus, Status
 from tba.tests.conftest import ROOT
 from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.trainer import FakeSearcher, run_with_buffer

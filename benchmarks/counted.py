@@ -139,7 +139,7 @@ def generate(task: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
     from tba.common.config import TaskSection
-    from tba.common.weights.tokenizer import load_tokenizer
+    from tba.common.weights.pretrained import load_tokenizer
     from tba.searcher.tasks import load_task
 
     size = SIZES[task["size"]]

@@ -28,7 +28,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from benchmarks.harness import Seconds, print_table, timed
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.weights.node_store import clear, weights_directory
+from tba.common.run_snapshots import weights_directory
+from tba.common.weights.node_store import clear
 from tba.common.weights.snapshot import Snapshot
 from tba.searcher.engines.vllm.weight_swap import MappedFiles, WeightSwap, record
 from tba.searcher.weights.assembly import SnapshotAssembler

@@ -37,8 +37,8 @@ from benchmarks.off_policy.sampling import Response, as_batch, respond
 from benchmarks.off_policy.setting import WARMUP_STEPS, objective_section
 from benchmarks.off_policy.tasks import ROOT, Problem, Task, small_config
 from examples.arithmetic.make_model import build_tokenizer, save, train
-from tba.common.config import EvalSection, ScoringModelSection, TrainSection
-from tba.searcher.evaluation.measure import cosine_distance, without_near_duplicates
+from tba.common.config import ScoringModelSection, TrainSection
+from tba.searcher.evaluation.measure import NEAR_DUPLICATE_DISTANCE, cosine_distance, without_near_duplicates
 from tba.searcher.scoring.classifier import RewardModel
 from tba.tests.helpers.trainer import learner_of
 from tba.trainer.model.scorer import load_model
@@ -53,7 +53,7 @@ LEVELS = (0.5, 0.7, 0.8, 0.9)
 LEAST_PROBABILITY = 1e-3
 # Of near-duplicates: fixed before any of these counts was seen.
 THRESHOLDS = (0.1, 0.2, 0.3, 0.5)
-HEADLINE = EvalSection.model_fields["duplicate_distance"].default
+HEADLINE = NEAR_DUPLICATE_DISTANCE
 OBJECTIVES = ("tb", "rloo")
 # They took no part in choosing levels, rates or steps.
 SEEDS = (30, 31, 32, 33, 34)
@@ -362,9 +362,7 @@ def print_results(runs: Mapping[str, Sequence[Sequence[Found]]]) -> None:
     print_table(title, [*headings, "first has more", "first is further apart"], rows)
     headings = ["at", "seeds", "distance", "threshold", *runs]
     headings += [f"{next(iter(runs))} has more than {name}" for name in list(runs)[1:]]
-    title = (
-        f"Different successful attacks without near-duplicates; * is the default of eval.duplicate_distance, {HEADLINE}"
-    )
+    title = f"Different successful attacks without near-duplicates; * is that of `tba eval`, {HEADLINE}"
     print_table(title, headings, without)
 
 

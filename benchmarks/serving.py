@@ -13,7 +13,7 @@ from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.curve import new_pair
 from tba.common.wire.keys import AUTHORIZED, KEY_ROLES, ClientKeys, buffer_key, write_pair, write_public
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 
 WEIGHTS = messages.WeightsRef(version=0, step=0, path="/none", manifest_sha256="0" * 64)
 PATIENCE_SECONDS = 120.0

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from tba.buffer.store.recorded_work import refuse_other_work
-from tba.buffer.tools.run_results import read_results
-from tba.common.config import Config, ScoringModelSection
+from tba.buffer.tools.stats import read_results
+from tba.common.config import Config
 from tba.common.config.paths import (
     asked_gpus,
     asked_packages,
@@ -199,7 +199,7 @@ def _embedder(plan: Plan) -> Result:
 
 
 def _scoring_model(name: str, plan: Plan) -> Result:
-    section: ScoringModelSection = getattr(plan.config, name)
+    section = plan.config.reward_model if name == "reward_model" else plan.config.gold_model.classifier
     if not section.configured:
         return "ok", "none is configured"
     setting = f"{name}.path"

@@ -182,7 +182,7 @@ def generate(
         raise UsageError("there is no prompt: write it as an argument or to standard input, or use --chat")
     settings, device = _what_generates(options, model, cpu=cpu)
     text = _read_prompt() if not chat and prompt is None else prompt or ""
-    from tba.common.weights.model_source import held_source
+    from tba.common.run_snapshots import held_source
 
     with ExitStack() as held:
         # A wrong name is found before torch is loaded, which takes many seconds.
@@ -260,7 +260,7 @@ def export_model(
     settings = ConfigOptions.next_to(source, config, sets).resolve().config
     start_process("export", level="WARNING", drains=False)
     need("torch", "train")
-    from tba.common.weights.model_source import check_export, held_source
+    from tba.common.run_snapshots import check_export, held_source
 
     with held_source(settings, source, version) as found:
         # Before torch is loaded, which takes many seconds.

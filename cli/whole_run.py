@@ -108,7 +108,8 @@ def _check_start(config: "Config", options: ConfigOptions, stop: "StopSignal", *
 
 def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *, resume: bool) -> None:
     """Run all roles to the end of the run or until `stop()`, and print how to continue."""
-    from tba.common.weights.node_store import MEMORY, clear, weights_directory
+    from tba.common.run_snapshots import MEMORY, weights_directory
+    from tba.common.weights.node_store import clear
     from tba.deploy.display import Display
     from tba.deploy.launcher import Launcher, evaluate_at_end
     from tba.deploy.run_directory import holds_run, sole_launcher

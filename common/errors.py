@@ -49,6 +49,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -294,3 +295,15 @@ class TaskError(TbaError):
     """The data of a task is missing or malformed."""
 
     exit_code = EXIT_CONFIG
+
+
+def quantity(number: int, noun: str, plural: str = "") -> str:
+    """Return `1 response` or `2 responses`; `plural` is for a noun whose plural is not formed with an s alone."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def lasting(seconds: float) -> str:
+    """Return `94 s`, `12 min` or `5 h`: a duration to about one part in a hundred or in a dozen."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

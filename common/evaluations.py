@@ -9,7 +9,7 @@ from typing import Any
 
 from tba.common import jsonl, run_files
 from tba.common.system.durable import write_text
-from tba.common.wire.evaluation_messages import HeldOutResponse, PutEvaluation
+from tba.common.wire.messages import HeldOutResponse, PutEvaluation
 
 # What a row has besides metrics.
 _FIELDS = ("run", "version", "step", "prompts", "prompt_set", "settings", "evaluated_at", "seconds", "intervals",

@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx2
 
 from tba.common.errors import HttpRefused, HttpUnavailable
-from tba.common.system.backoff import backoff
+from tba.common.system.background import backoff
 
 # The reply to one request: a score, or a few hundred words.
 _REPLY_BYTES = 1 << 20

@@ -7,6 +7,8 @@ METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
 SNAPSHOTS = "snapshots"
 CHECKPOINTS = "checkpoints"
+# The newest checkpoints that are kept.
+KEEP_CHECKPOINTS = 2
 SPOOL = "spool"
 LOGS = "logs"
 # Of snapshots that fit into no memory.

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tba.common.clock import Clock, SystemClock
-from tba.common.quantity import lasting, quantity
-from tba.common.stall import Facts, find_stall, last_trainer, live_trainer, living, name_of, total
+from tba.common.errors import lasting, quantity
+from tba.common.run_status import Facts, find_stall, last_trainer, live_trainer, living, name_of, total
 from tba.common.terminal import printable
-from tba.common.wire.status_messages import ClientStatus, Status
+from tba.common.wire.messages import ClientStatus, Status
 from tba.deploy.child import Child
 
 _LINE_SECONDS = 5.0

@@ -25,18 +25,17 @@ from urllib.parse import urlsplit
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.paths import asked_packages, check_directories, nearest_existing
-from tba.common.errors import ConfigError, TbaError, UsageError
-from tba.common.quantity import quantity
-from tba.common.system.cuda import find_driver, why_no_cuda
-from tba.common.system.devices import CPU, Gpu, ask_nvidia_smi, choose_gpus, list_gpus
+from tba.common.errors import ConfigError, TbaError, UsageError, quantity
+from tba.common.run_snapshots import MEMORY, weights_directory
+from tba.common.run_status import ask_status, monitor
+from tba.common.system.devices import CPU, Gpu, ask_nvidia_smi, choose_gpus, find_driver, list_gpus, why_no_cuda
 from tba.common.terminal import need_engine
 from tba.common.weights.model_files import model_here, weight_files
-from tba.common.weights.node_store import COPIES, MEMORY, SNAPSHOT, weights_directory
+from tba.common.weights.node_store import COPIES, SNAPSHOT
 from tba.common.weights.tensor_file import ITEM_BYTES, read_layout
-from tba.common.wire.addresses import is_local, is_private
 from tba.common.wire.curve import check_curve
 from tba.common.wire.keys import AUTHORIZED, buffer_key, own_pair, read_authorized, server_keys
-from tba.common.wire.probe import ask_status, monitor
+from tba.common.wire.socket_files import is_local, is_private
 
 Result = tuple[str, str]
 NO_GPU = "no GPU is configured"
@@ -323,7 +322,7 @@ def check_keys(config: Config) -> Result:
 
 def _without_keys(config: Config, addresses: dict[str, str]) -> Result:
     for setting, address in addresses.items():
-        server_keys(config.security, address, setting)
+        server_keys(config.security.keys, address, setting, insecure=config.security.insecure)
     remote = [setting for setting, address in addresses.items() if not is_private(address)]
     if remote:
         return "warn", f"security.insecure: every program that reaches {', '.join(remote)} may read and change the run"
@@ -414,7 +413,7 @@ def _needs(config: Config, weights: int) -> list[tuple[str, Path, int]]:
     checkpoint = 0 if config.lora.rank else weights * CHECKPOINT_BYTES
     # One more than are kept: the oldest is deleted when the newest is complete.
     return [
-        ("checkpoints", config.checkpoints, (train.keep_checkpoints + 1) * checkpoint),
+        ("checkpoints", config.checkpoints, (run_files.KEEP_CHECKPOINTS + 1) * checkpoint),
         ("snapshots", config.snapshots, (train.keep_snapshots + kept + 2) * snapshot),
         ("weights", weights_directory(config), COPIES * snapshot),
     ]

@@ -8,13 +8,11 @@ from pathlib import Path
 
 from tba.common.config import Config
 from tba.common.log import get_logger
-from tba.common.stall import Facts
-from tba.common.system.cpu_affinity import openmp_threads, partition_cores
+from tba.common.run_status import Facts, ask_status, monitor
 from tba.common.system.devices import CPU, Gpu, check_free, choose_gpus, group_gpus, label, list_gpus, searcher_gpus
-from tba.common.system.process import notify_systemd
+from tba.common.system.process import notify_systemd, openmp_threads, partition_cores
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire.client import BufferClient
-from tba.common.wire.probe import ask_status, monitor
 from tba.deploy.child import Child, RestartPolicy, drain_seconds
 from tba.deploy.display import fleet_line
 from tba.deploy.supervisor import Supervisor
@@ -22,16 +20,17 @@ from tba.deploy.supervisor import Supervisor
 log = get_logger(__name__)
 
 POLL_SECONDS = 0.1
+SUMMARY_SECONDS = 10.0
 
 
 class Fleet:
-    """The searchers of this machine under one supervisor, with a summary line every `launch.summary_seconds`."""
+    """The searchers of this machine under one supervisor, with a summary line every ten seconds."""
 
     def __init__(self, config: Config, arguments: Sequence[str]) -> None:
         self._config = config
         self._children = searcher_children(config, arguments)
         self._supervisor = Supervisor(self._children, config.launch)
-        self._summary_at = time.monotonic() + config.launch.summary_seconds
+        self._summary_at = time.monotonic() + SUMMARY_SECONDS
         self._ready = False
         # Of the supervisor's loop. The searchers watch their own.
         self._watchdog = Watchdog()
@@ -61,7 +60,7 @@ class Fleet:
     def _summarise(self, client: BufferClient) -> None:
         if time.monotonic() < self._summary_at:
             return
-        self._summary_at = time.monotonic() + self._config.launch.summary_seconds
+        self._summary_at = time.monotonic() + SUMMARY_SECONDS
         status = ask_status(client)
         if status is not None:
             self._supervisor.report_troubles(client)

@@ -14,11 +14,10 @@ from tba.common.config import Config, LaunchSection, TaskSection
 from tba.common.config.paths import asked_gpus, hub_models
 from tba.common.errors import EXIT_CONFIG, TaskError, TbaError
 from tba.common.evaluations import Row, is_measured, read_evaluations
-from tba.common.stall import Facts
+from tba.common.run_status import Facts, ask_status, check_address, monitor
 from tba.common.system.devices import Gpu, list_gpus, shared_gpus
 from tba.common.weights.model_files import check_hub, model_directory
 from tba.common.wire.client import BufferClient
-from tba.common.wire.probe import ask_status, check_address, monitor
 from tba.deploy.child import Child, RestartPolicy, drain_seconds, ending, trainer_drain_seconds
 from tba.deploy.display import Display
 from tba.deploy.fleet import POLL_SECONDS, evaluator_child, one_thread_each, searcher_children

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from tba.common.config import Config
 from tba.common.errors import EXIT_LOST, TbaError
-from tba.common.system.cpu_affinity import openmp_threads, partition_cores
 from tba.common.system.devices import CPU
-from tba.common.system.process import RENDEZVOUS_VARIABLE, notify_systemd
+from tba.common.system.process import RENDEZVOUS_VARIABLE, notify_systemd, openmp_threads, partition_cores
 from tba.deploy.child import NO_RESTART, Child, RestartPolicy, ending, trainer_drain_seconds
 from tba.deploy.supervisor import Supervisor
 

@@ -18,8 +18,8 @@ from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, TbaError, UsageError
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
+from tba.common.run_status import check_address
 from tba.common.system.durable import exclusive_lock, open_regular
-from tba.common.wire.probe import check_address
 from tba.deploy.child import drain_seconds, trainer_drain_seconds
 
 log = get_logger(__name__)
@@ -55,7 +55,7 @@ def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume
         steps = f"{own['steps']} of {own['planned'] or own['steps']} steps"
         raise UsageError(
             f"{directory} holds run {name}, which is finished ({steps}): extend it with --resume and a larger "
-            "train.steps, or choose another run.dir; `tba eval --all` and `tba plot` evaluate and draw it"
+            "train.steps, or choose another run.dir; `tba eval --all` and `tba report` evaluate and show it"
         )
     if own is not None and resume and config.train.steps < (own["steps"] or 0):
         raise UsageError(

@@ -26,18 +26,28 @@ from typing import Self
 from tba.common.config import LaunchSection
 from tba.common.errors import BufferUnavailable, Refused
 from tba.common.log import get_logger
-from tba.common.system.backoff import backoff
-from tba.common.system.cpu_affinity import starting_on
+from tba.common.system.background import backoff
 from tba.common.system.orphan_guard import SessionGuard, session_of
-from tba.common.system.process import KV_CACHE_NOTICE, PARENT_VARIABLE, NotifySocket, adopt_orphans, child_pids
+from tba.common.system.process import (
+    KV_CACHE_NOTICE,
+    PARENT_VARIABLE,
+    NotifySocket,
+    adopt_orphans,
+    child_pids,
+    starting_on,
+)
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
-from tba.deploy.child import NO_RESTART, Child, ending
-from tba.deploy.log_relay import Relay
+from tba.deploy.child import NO_RESTART, Child, Relay, ending
 
 log = get_logger(__name__)
 
 _POLL_SECONDS = 0.1
+# The delay before a restart doubles with each failure in a row, up to a minute. The count of failures is reset when a
+# child has run for ten minutes.
+RESTART_DELAY_SECONDS = 1.0
+_LONGEST_DELAY_SECONDS = 60.0
+_STABLE_SECONDS = 600.0
 _LAST_LINES_SECONDS = 2.0
 _ORPHANS_SECONDS = 5.0
 _REAP_SECONDS = 0.005
@@ -172,7 +182,7 @@ class Supervisor:
     def _check_running(self, child: Child) -> None:
         """Process the end of a child's process, if it has ended."""
         assert child.process is not None
-        if time.monotonic() - child.started_at > self._launch.stable_seconds:
+        if time.monotonic() - child.started_at > _STABLE_SECONDS:
             child.failures = 0
         if child.running:
             return
@@ -185,7 +195,7 @@ class Supervisor:
             child.exit_code = code
             log.info("child ended", child=child.name, exit_code=code)
             return
-        delay = backoff(child.failures, self._launch.restart_delay_seconds, self._launch.restart_delay_max_seconds)
+        delay = backoff(child.failures, RESTART_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         child.start_at = time.monotonic() + delay
         # Code 0 is not a failure: a searcher leaves a finished run.
         log_end = log.warning if code else log.info

@@ -25,8 +25,8 @@ import torch
 from tba.common.config import ObjectiveSection
 from tba.common.system.durable import temporary_directory
 from tba.common.weights.model_files import eos_ids
+from tba.common.weights.pretrained import load_tokenizer
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot, describe_files, directory_name, read, seal
-from tba.common.weights.tokenizer import load_tokenizer
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.engines.transformers_engine import TransformersEngine

@@ -3,12 +3,12 @@
 import asyncio
 
 from tba.common.config import Config, ScoringModelSection
-from tba.common.config.batches import check_batches
+from tba.common.config.root import check_batches
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.terminal import need
 from tba.common.weights.model_files import model_here
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.tasks import declared_floor, load_task
 from tba.searcher.tasks.task import Task, check_prompts, check_rendering

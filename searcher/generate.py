@@ -10,7 +10,7 @@ import numpy as np
 from tba.common.config import Config, LoraSection
 from tba.common.errors import TaskError, UsageError
 from tba.common.rendering import Message, PromptRenderer
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.trajectory import STOP_EOS
 from tba.searcher.build import make_engine
 from tba.searcher.engines.engine import Engine, GenerationRequest, SamplingSettings

@@ -13,17 +13,15 @@ import numpy as np
 
 from tba.common.clock import Clock
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, Refused
+from tba.common.errors import BufferUnavailable, Refused, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.rendering import PromptRenderer
 from tba.common.run_identity import refuse_other_server
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire import fields, messages
-from tba.common.wire.client import BufferClient
+from tba.common.wire.client import BufferClient, own_hello
 from tba.common.wire.codec import Reply
-from tba.common.wire.joining import own_hello
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping

@@ -7,12 +7,12 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
-from tba.common.system.cpu_affinity import give_way
+from tba.common.run_snapshots import weights_directory
 from tba.common.system.devices import CPU
-from tba.common.system.process import StopSignal
+from tba.common.system.process import StopSignal, give_way
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.node_store import clear, make_directory, weights_directory
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.node_store import clear, make_directory
+from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
@@ -43,7 +43,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     clock = SystemClock()
     # The same after a restart, so that the buffer recognizes the searcher.
     name = f"{socket.gethostname()}-{label}"
-    keys = buffer_client_keys(config.security, config.address)
+    keys = buffer_client_keys(config.security.keys, config.address)
     client = BufferClient(config.address, role="searcher", name=name, clock=clock, keys=keys)
     with contextlib.ExitStack() as ending:
         ending.callback(_clear_weights, config, client)

@@ -19,7 +19,7 @@ from tba.common.config import Config, TaskSection
 from tba.common.errors import TaskError, TbaError
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.build import context_of
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.scoring.rewards import Rewards

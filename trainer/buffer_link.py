@@ -20,8 +20,7 @@ from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.wire import fields, messages
 from tba.common.wire.channels import new_secret
-from tba.common.wire.client import BufferClient
-from tba.common.wire.joining import own_hello
+from tba.common.wire.client import BufferClient, own_hello
 from tba.common.wire.keys import ClientKeys
 from tba.trainer.batch.batch import TrainBatch, decode
 from tba.trainer.metrics.stopwatch import Stopwatch
@@ -123,7 +122,7 @@ class BatchFetcher:
         self._config = config.train
         self._last = last
         # At staleness 0 the data of a step exists only after the previous step was published.
-        self._ahead = config.train.prefetch and config.max_staleness != 0
+        self._ahead = config.max_staleness != 0
         # Step and request id of the prefetch in progress.
         self._prefetched: tuple[int, int] | None = None
 

@@ -13,7 +13,6 @@ step and need no state; the optimiser's settings come from the configuration, al
 """
 
 import contextlib
-import errno
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tba.common import run_files
 from tba.common.config import Config
 from tba.common.errors import CheckpointError, CheckpointMismatch, UsageError
 from tba.common.log import get_logger
@@ -130,7 +130,8 @@ def write(
     final = directory / f"step_{manifest['step']:08d}"
     try:
         with new_directory(final) as temporary:
-            _check_space(directory, tensors, min_free)
+            # A full disk would refuse the metrics of the next steps.
+            require_space(directory, sum(tensor.nbytes for tensor in tensors.values()), min_free)
             files = _write_tensors(temporary, tensors)
             write_json(temporary / _MANIFEST, manifest | {"files": files})
     except (OSError, SafetensorError) as error:
@@ -138,16 +139,6 @@ def write(
     for old in list_checkpoints(directory)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
-
-
-def _check_space(directory: Path, tensors: dict[str, Tensor], min_free: int) -> None:
-    """Raise OSError if the checkpoint would fill the disk: the metrics of the next steps could not be written."""
-    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(directory).free
-    if min_free and free - needed < min_free:
-        raise OSError(
-            errno.ENOSPC,
-            f"{free >> 20} MiB are free, and {needed >> 20} MiB of it must leave train.min_free_mib = {min_free >> 20}",
-        )
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -361,7 +352,7 @@ class CheckpointWriter:
                 self._config.checkpoints,
                 manifest,
                 copied.wait(),
-                keep=train.keep_checkpoints,
+                keep=run_files.KEEP_CHECKPOINTS,
                 min_free=train.min_free_mib << 20,
             )
         except (CheckpointError, OSError) as error:

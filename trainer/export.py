@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tba.common.config import Config, LoraSection
 from tba.common.errors import CheckpointMismatch, SnapshotError
+from tba.common.run_snapshots import check_export
 from tba.common.system.durable import copy_file, json_text, new_directory
 from tba.common.weights import adapter
 from tba.common.weights.model_files import (
@@ -26,7 +27,6 @@ from tba.common.weights.model_files import (
     read_json,
     share_weights,
 )
-from tba.common.weights.model_source import check_export
 from tba.common.weights.snapshot import MANIFEST, Snapshot, check_file, directory_name, read
 from tba.trainer import checkpoint
 from tba.trainer.model.adapters import MERGED, add_adapters, base_digest, gathered

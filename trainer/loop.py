@@ -14,9 +14,16 @@ import torch
 from tba.common import run_files
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, CheckpointError, MemoryShort, Refused, TbaError, TrainingBroken
+from tba.common.errors import (
+    BufferUnavailable,
+    CheckpointError,
+    MemoryShort,
+    Refused,
+    TbaError,
+    TrainingBroken,
+    quantity,
+)
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.system.durable import exclusive_lock
 from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
@@ -45,6 +52,8 @@ log = get_logger(__name__)
 
 _FLUSH_WAIT_SECONDS = 1.0
 _STOP_FLUSH_SECONDS = 5.0
+# After this many skipped steps in a row the trainer saves a checkpoint and stops.
+_MAX_SKIPPED_STEPS = 5
 
 
 def train(
@@ -150,7 +159,7 @@ class Trainer:
         self.learner, self._unwrapped = build(
             config, self._model_files, device, ranks, report, watch=self._watch, copies=(self._published, saved)
         )
-        self._throughput = Throughput(self.learner.policy, config.metrics.peak_tflops, devices=ranks.size)
+        self._throughput = Throughput(self.learner.policy, devices=ranks.size)
         self._health, self._skipped_in_a_row = Health(config.objective, config.model.dtype), 0
         self._unreported = msgspec.convert(found and found.unreported, messages.ReportStep | None)
         if found is not None:
@@ -161,7 +170,7 @@ class Trainer:
         self._checkpoints = CheckpointWriter(
             config, saved, self._metrics, ranks=ranks, saved_step=None if found is None else found.step
         )
-        self._dial = dial or network(config.address, buffer_client_keys(config.security, config.address))
+        self._dial = dial or network(config.address, buffer_client_keys(config.security.keys, config.address))
         self._client = self._dial("trainer", "trainer")
         self._heartbeat = HeartbeatThread(self._dial)
         self._batches = BatchFetcher(self._client, config, stop=self._stop, last=self._steps, watch=self._watch)
@@ -298,7 +307,7 @@ class Trainer:
         self._skipped_in_a_row += 1
         count = self._skipped_in_a_row
         log.warning("step skipped: no update was made", step=step, in_a_row=count, reason=result.skipped)
-        if count >= self._config.train.max_skipped_steps:
+        if count >= _MAX_SKIPPED_STEPS:
             raise TrainingBroken(
                 f"{quantity(count, 'step was', 'steps in a row were')} skipped, the last is step {step}: "
                 f"{result.skipped}. {self._last_checkpoint()}: inspect these trajectories, then pass --resume"

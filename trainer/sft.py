@@ -39,7 +39,7 @@ from tba.common.log import get_logger
 from tba.common.rendering import Message, PromptRenderer, as_map, message_of, variables_of
 from tba.common.system.durable import exclusive_lock, new_directory
 from tba.common.weights.model_files import eos_ids, model_directory
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.trainer import checkpoint
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.checkpoint import Checkpoint
@@ -293,7 +293,7 @@ class Job:
             return
         if self._metrics is not None:
             self._metrics.sync()
-            keep = self._train.keep_checkpoints
+            keep = run_files.KEEP_CHECKPOINTS
             checkpoint.save(self._plan.work / run_files.CHECKPOINTS, self.learner, run=self._name, keep=keep)
         else:
             for _ in checkpoint.tensors_of(self.learner):

@@ -12,16 +12,15 @@ from typing import Any
 
 from tba.buffer.store.starts import SERVED_FIRST
 from tba.buffer.store.storage_errors import stored_config, stored_object
-from tba.buffer.tools.page_rows import PageRows, page_rows
+from tba.buffer.tools.query import PageRows, page_rows
 from tba.common import run_files
-from tba.common.config import SecuritySection
 from tba.common.errors import StorageError, TbaError, UsageError
+from tba.common.run_status import ask_status
 from tba.common.system.durable import is_locked
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
-from tba.common.wire.probe import ask_status
+from tba.common.wire.messages import Status
 from tba.common.wire.socket_files import socket_of
-from tba.common.wire.status_messages import Status
 
 DEFAULT_DIRECTORY = Path("runs")
 _PAGE_SECONDS = 5.0
@@ -89,7 +88,7 @@ class Run:
 def _ask(address: str, name: str, directory: str | None) -> Status | None:
     """Return the status of the server at an address if it serves the run of this name."""
     try:
-        keys = buffer_client_keys(SecuritySection.model_validate({"keys": directory}), address)
+        keys = buffer_client_keys(Path(directory) if directory else None, address)
         with contextlib.closing(BufferClient(address, role="monitor", name="ui", keys=keys)) as client:
             status = ask_status(client, deadline_seconds=_STATUS_PATIENCE_SECONDS)
     except TbaError:

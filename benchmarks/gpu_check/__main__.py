@@ -79,7 +79,7 @@ def make_importable(folder: Path) -> None:
 def about(options: argparse.Namespace) -> dict[str, str]:
     """Return what a report says about itself: commit, date, card, driver and versions."""
     from tba.common.system.devices import ask_nvidia_smi
-    from tba.common.system.versions import software
+    from tba.common.system.process import software
 
     versions, asked = software(), ("--query-gpu=name,driver_version", "--format=csv,noheader")
     rows = (ask_nvidia_smi(*asked) if options.device == "cuda" else None) or "none, none"

@@ -78,7 +78,7 @@ def _measure(findings: Findings, way: str, model: Any, step: Any, batches: list[
     findings.note(f"{way}: seconds of the steps", [seconds for _, seconds in made])
     # The first steps choose kernels and allocate memory.
     steady = list(zip(batches, made, strict=True))[2:]
-    rates = [Throughput(model, "auto").metrics(batch, seconds) for batch, (_, seconds) in steady]
+    rates = [Throughput(model).metrics(batch, seconds) for batch, (_, seconds) in steady]
     findings.note(f"{way}: rates", {key: sum(one[key] for one in rates) / len(rates) for key in rates[0]})
     if "mfu" in rates[0]:
         findings.at_most(f"{way}: largest MFU", max(one["mfu"] for one in rates), 1.0)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.findings import Findings
-from tba.common.system.cuda import find_driver
-from tba.common.system.devices import ask_nvidia_smi, list_gpus
-from tba.common.weights.hashing import blake3_of_bytes
+from tba.common.system.devices import ask_nvidia_smi, find_driver, list_gpus
+from tba.common.weights.tensor_file import blake3_of_bytes
 from tba.tests.helpers.gpu_steps import GB, error, timed
 from tba.trainer.metrics.flops import peak_flops
 
@@ -57,7 +56,7 @@ def _speed(findings: Findings) -> None:
     findings.note("bfloat16 products, TFLOP/s", rate / 1e12)
     exact = left[:64].double() @ right.double()
     findings.check("bfloat16 products: error against float64", error((left @ right)[:64], exact), 0.0, 1e-2)
-    if peak := peak_flops(torch.device("cuda"), "auto"):
+    if peak := peak_flops(torch.device("cuda")):
         findings.at_most("bfloat16 products as a share of the peak in tba's table", rate / peak, 1.05)
     device = torch.full((1 << 31,), 7, dtype=torch.uint8, device="cuda")
     pinned = torch.empty_like(device, device="cpu", pin_memory=True)

@@ -15,20 +15,18 @@ from typing import TypeVar
 import typer
 from msgspec import structs
 
-from tba.buffer.offline.recorded_run import RecordedRun
+from tba.buffer.offline.recorded_run import RecordedRun, copy_batch, overlay
 from tba.buffer.service.run_state import AsOf
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.starts import OFFLINE, OfflineSource, recorded_source, refuse_other_runs
 from tba.buffer.store.store import Store
-from tba.buffer.store.tables.recorded_run import copy_batch, overlay
 from tba.buffer.store.tables.runs import Run
 from tba.common import run_files
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import ConfigError, UsageError
+from tba.common.errors import ConfigError, UsageError, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
-from tba.common.system.versions import software
+from tba.common.system.process import software
 from tba.common.wire import fields, messages
 from tba.common.wire.codec import MAX_FRAME_BYTES, RequestHeader
 

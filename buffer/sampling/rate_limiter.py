@@ -14,7 +14,7 @@ What is under way always ends: its trajectories arrive, or its lease expires.
 import math
 from dataclasses import dataclass
 
-from tba.common.quantity import quantity
+from tba.common.errors import quantity
 
 
 @dataclass(frozen=True, slots=True)

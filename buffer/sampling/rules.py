@@ -39,21 +39,9 @@ class SamplingRules:
     min_fill: int
     prompt_priority: Priority = "uniform"
     trajectory_priority: Priority = "softmax"
-    rank_exponent: float = 1.0
     flat_group_weight: float = 1.0
     replacement: Replacement = "if_needed"
-    recency_fraction_final: float | None = None
-    recency_anneal_steps: int = 0
     publish_every: int = 1
-
-    def recency_fraction_at(self, train_step: int) -> float:
-        """Return m for the batch of a training step: linear to `recency_fraction_final`, then constant."""
-        first, final = self.recency_fraction, self.recency_fraction_final
-        if final is None:
-            return first
-        if train_step >= self.recency_anneal_steps:
-            return final
-        return first + (final - first) * train_step / self.recency_anneal_steps
 
     def need(self, samples: int) -> int:
         """Return how many entries make a prompt eligible for a group of `samples`."""
@@ -74,11 +62,11 @@ _Settings = TypeVar("_Settings", Limits, SamplingRules)
 def from_section(kind: type[_Settings], section: BufferSection, **others: int) -> _Settings:
     """Fill a settings class from the fields of `[buffer]` with the same names.
 
-    "unbounded", "same" and "auto" become None.
+    "unbounded" and "auto" become None.
     """
     values: dict[str, Any] = {**others}
     for field in fields(kind):
         if field.name not in others:
             value = getattr(section, field.name)
-            values[field.name] = None if value in ("unbounded", "same", "auto") else value
+            values[field.name] = None if value in ("unbounded", "auto") else value
     return kind(**values)

@@ -15,13 +15,11 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError
 from tba.common.log import get_logger
-from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
-from tba.common.system.versions import software
-from tba.common.wire.addresses import is_private
+from tba.common.run_status import check_address
+from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen, software
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.keys import server_keys
-from tba.common.wire.probe import check_address
-from tba.common.wire.socket_files import make_socket_directory
+from tba.common.wire.socket_files import is_private, make_socket_directory
 
 log = get_logger(__name__)
 
@@ -74,7 +72,10 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
 
 def _bind(config: Config) -> ServerChannel:
     """Listen at the buffer's address. Raises AddressInUse, which names the run if the listener there is a buffer."""
-    address, keys = config.address, server_keys(config.security, config.address, "buffer.address")
+    address, keys = (
+        config.address,
+        server_keys(config.security.keys, config.address, "buffer.address", insecure=config.security.insecure),
+    )
     make_socket_directory(address)
     try:
         return ServerChannel(address, keys=keys)

@@ -12,10 +12,9 @@ from tba.common.log import get_logger
 from tba.common.wire import messages
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
-from tba.common.wire.evaluation_messages import PutEvaluation
 from tba.common.wire.fields import Role
 from tba.common.wire.keys import AuthorizedKeys
-from tba.common.wire.status_messages import GetStatus
+from tba.common.wire.messages import GetStatus, PutEvaluation
 
 log = get_logger(__name__)
 

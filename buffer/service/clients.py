@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tba.common.clock import Clock
-from tba.common.stall import SILENT_SECONDS
+from tba.common.run_status import SILENT_SECONDS
 from tba.common.wire import fields
-from tba.common.wire.status_messages import ClientStatus
+from tba.common.wire.messages import ClientStatus
 
 _REPLACED_SECONDS = 3.0
 # The longest time, after a start of the server, that a trainer needs to reconnect and be seen.
 _RETURN_SECONDS = 5.0
 # How long a count of the living clients is used.
 _CENSUS_SECONDS = 0.1
-# With keys the processes of a node have one owner, otherwise each has its own: one with more names makes them up.
+# With keys the processes of a node have one owner, otherwise each has its own: more names than that are an attack.
 _NAMES_PER_OWNER = 128
 GONE = "gone"
 

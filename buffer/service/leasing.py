@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from tba.buffer.service.clients import GONE
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.prompts import OpenVisit
-from tba.common.config.batches import check_batches
-from tba.common.errors import Refused
-from tba.common.quantity import quantity
+from tba.common.config.root import check_batches
+from tba.common.errors import Refused, quantity
 from tba.common.wire import messages
 
 # How long other searchers wait for the next chunk of the one that registers the prompts, which renders them.

@@ -11,10 +11,9 @@ from tba.buffer.sampling.rate_limiter import RateLimiter
 from tba.buffer.sampling.rules import Limits, SamplingRules, from_section
 from tba.buffer.sampling.sampler import Sampler
 from tba.buffer.service.clients import Clients
-from tba.buffer.service.counters import DataLag
 from tba.buffer.service.curriculum import Curriculum
 from tba.buffer.service.leases import LeaseBook
-from tba.buffer.service.pace import Pace
+from tba.buffer.service.pace import DataLag, Pace
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.common.clock import Clock
@@ -159,7 +158,7 @@ class RunState:
         return self._sender_ids[sender]
 
     def _forget_senders(self) -> None:
-        """Forget what the database knows of senders that are no clients any more: any number of them may come."""
+        """Drop cached ids of senders that left, so that the cache stays bounded."""
         self._sender_ids = {sender: id_ for sender, id_ in self._sender_ids.items() if sender in self.clients}
         self.next_sequences = {name: stop for name, stop in self.next_sequences.items() if name in self.clients}
 

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from tba.buffer.service.clients import GONE
-from tba.buffer.service.counters import Counters
 from tba.buffer.service.ingest import Ingest
 from tba.buffer.service.leasing import Leasing
+from tba.buffer.service.pace import Counters
 from tba.buffer.service.put_columns import PutColumns
 from tba.buffer.service.run_state import AsOf, ReplyBody, RunState, refuse_beyond
 from tba.buffer.service.stall import find_stall
@@ -29,8 +29,7 @@ from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.wire import fields, messages
 from tba.common.wire.codec import RequestHeader
-from tba.common.wire.evaluation_messages import PutEvaluation
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, PutEvaluation, Status
 
 log = get_logger(__name__)
 
@@ -126,15 +125,12 @@ class BufferService:
         return reply
 
     def handle_durably(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody | None:
-        """Handle a single request in a transaction of its own, on disk when this returns. Raises Refused."""
+        """Handle a single request in a transaction of its own. Raises Refused."""
         self.state.clients.mark_seen(header.sender, header.role)
         if self.writes_nothing(message):
             return self.handle(header, message)
         with self.transaction():
-            reply = self.handle(header, message)
-        self.state.store.log.sync()
-        self.state.store.log.checkpoint()
-        return reply
+            return self.handle(header, message)
 
     def with_room(self, waiting: Iterable[tuple[str, messages.LeasePrompts]]) -> list[str]:
         """Return the senders of parked lease requests that can be answered now, in the order of `waiting`."""
@@ -160,7 +156,7 @@ class BufferService:
         return {entry.id for prompt in index.prompts() for entry in index.entries(prompt)}
 
     def status(self) -> Status:
-        """Return counts, clients, and why the run stands still, as `tba status` shows them."""
+        """Return counts, clients and the stall, as `tba status` shows them."""
         state, counters, pace = self.state, self.counters, self.state.pace
         size = state.store.database.size_bytes()
         free, total = state.store.database.disk_space()
@@ -192,7 +188,7 @@ class BufferService:
             last_step_seconds=pace.step_seconds,
             usual_step_seconds=pace.usual_step_seconds,
             last_put_seconds=pace.row_seconds,
-            refuses_puts=counters.storage_trouble or state.shortage_of_space(),
+            refuses_puts=counters.storage_error or state.shortage_of_space(),
             disk_bytes=total,
             free_bytes=free,
             rows_since_step=pace.rows_since_step,

@@ -9,11 +9,20 @@ resolves it: a trainer that waits for searchers at work is healthy, and so are s
 from collections.abc import Callable, Sequence
 
 from tba.common.clock import Clock
+from tba.common.errors import lasting, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import lasting, quantity
-from tba.common.stall import READ_LOGS, SILENT_SECONDS, is_silent, last_trainer, live_trainer, living, name_of, total
+from tba.common.run_status import (
+    READ_LOGS,
+    SILENT_SECONDS,
+    is_silent,
+    last_trainer,
+    live_trainer,
+    living,
+    name_of,
+    total,
+)
 from tba.common.terminal import printable
-from tba.common.wire.status_messages import ClientStatus, Stall, Status
+from tba.common.wire.messages import ClientStatus, Stall, Status
 
 log = get_logger(__name__)
 

@@ -11,13 +11,11 @@ from tba.buffer.sampling.index import Entry
 from tba.buffer.sampling.rules import Shortage
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.batches import Recency
-from tba.common.errors import Refused, StorageError
+from tba.common.errors import Refused, StorageError, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REPLY_HEADER_BYTES
-from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, RowNumbers
-from tba.common.wire.trajectory import ARRAY_KINDS
+from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE, RowNumbers
 
 log = get_logger(__name__)
 
@@ -68,7 +66,6 @@ class DrawnBatches:
             groups=message.prompts,
             samples=message.samples,
             rng=np.random.default_rng([state.run.seed, message.step]),
-            train_step=message.step,
         )
         state.too_little_data = isinstance(draw, Shortage)
         if isinstance(draw, Shortage):

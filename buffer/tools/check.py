@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
-from tba.common.wire.row_numbers import LOG_RATIO_DTYPE
-from tba.common.wire.trajectory import ARRAY_KINDS
+from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE
 
 _SHOWN = 5
 _UNITS = {kind.name: kind.unit_bytes for kind in ARRAY_KINDS}

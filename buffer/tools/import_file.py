@@ -25,8 +25,7 @@ from tba.buffer.tools.tokenizer import Tokenizer
 from tba.common import jsonl
 from tba.common.config import Config
 from tba.common.config.layers import is_database
-from tba.common.errors import BufferFault, StorageError, UsageError
-from tba.common.quantity import quantity
+from tba.common.errors import BufferFault, StorageError, UsageError, quantity
 from tba.common.system.durable import sha256_of
 from tba.common.weights.model_files import model_here, vocabulary_size
 from tba.common.wire import messages

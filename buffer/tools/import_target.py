@@ -12,13 +12,12 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, LockTaken
 from tba.common.run_identity import refuse_other_server
-from tba.common.system.versions import software
+from tba.common.system.process import software
 from tba.common.wire import fields, messages
-from tba.common.wire.client import BufferClient
+from tba.common.wire.client import BufferClient, own_hello
 from tba.common.wire.codec import decode_request, encode_request
-from tba.common.wire.joining import own_hello
 from tba.common.wire.keys import buffer_client_keys
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 
 _REPLY_SECONDS = 60.0
 _POLL_SECONDS = 0.2
@@ -46,16 +45,16 @@ class ImportTarget(ABC):
 
 
 @contextlib.contextmanager
-def open_target(config: Config) -> Iterator[ImportTarget]:
-    """Open the configured run for an import.
+def open_target(config: Config, *, named: bool = True) -> Iterator[ImportTarget]:
+    """Open the configured run for an import. It must be `named` if the database holds other runs.
 
     Raises ConfigError, also for the record of an offline run, StorageError, or BufferFault if a server does not reply.
     """
-    refuse_other_runs(config, may_share=True)
+    refuse_other_runs(config, alone=not named)
     try:
         store = Store(config.database, durability=config.buffer.durability)
     except LockTaken:
-        keys = buffer_client_keys(config.security, config.address)
+        keys = buffer_client_keys(config.security.keys, config.address)
         with contextlib.closing(BufferClient(config.address, role=_ROLE, name="import", keys=keys)) as client:
             yield ServerTarget(client, config)
     else:

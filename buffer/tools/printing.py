@@ -9,8 +9,7 @@ from typing import Any
 
 import typer
 
-from tba.common.errors import UsageError
-from tba.common.quantity import quantity
+from tba.common.errors import UsageError, quantity
 from tba.common.terminal import cell, print_csv, print_table, printable
 
 

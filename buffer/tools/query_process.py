@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tba.common.errors import UsageError
-from tba.common.quantity import quantity
+from tba.common.errors import UsageError, quantity
 
 REFUSED = 3
 MAX_QUERY_ROWS = 10_000

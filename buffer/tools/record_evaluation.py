@@ -37,8 +37,6 @@ def record_evaluation(config: Config, row: Row) -> str:
             return f"not in the database: {config.database} has no run {row['run']}"
         with store.transaction():
             store.evaluations.put(run, as_message(row))
-        store.log.sync()
-        store.log.checkpoint()
     return ""
 
 
@@ -49,10 +47,7 @@ def read_wrong(path: Path, run: str) -> list[dict[str, Any]]:
     """
     with open_reader(path) as connection:
         if connection.execute(_STORED, (run,)).fetchone() is None:
-            raise UsageError(
-                f"{path} has no responses to held-out prompts of run {run}: evaluate it with `tba eval`, with "
-                "eval.stored_responses above 0"
-            )
+            raise UsageError(f"{path} has no responses to held-out prompts of run {run}: evaluate it with `tba eval`")
         return read_maps(connection, _WRONG, run)
 
 
@@ -60,7 +55,7 @@ def _send(config: Config, row: Row) -> str:
     if row["run"] != config.run.name:
         return f"not in the database: it is of run {row['run']}, the configuration of {config.run.name}"
     try:
-        keys = buffer_client_keys(config.security, config.address)
+        keys = buffer_client_keys(config.security.keys, config.address)
         with closing(BufferClient(config.address, role="evaluator", name="eval", keys=keys)) as client:
             client.call(as_message(row), Done, deadline_seconds=_REPLY_SECONDS)
     except BufferFault as error:

@@ -11,8 +11,7 @@ from tba.buffer.store.reader import open_reader, read_maps
 from tba.buffer.store.starts import SERVED_FIRST
 from tba.buffer.store.storage_errors import stored_object
 from tba.common.errors import StorageError, UsageError
-from tba.common.wire.row_numbers import QUANTITIES
-from tba.common.wire.trajectory import ARRAY_KINDS
+from tba.common.wire.trajectory import ARRAY_KINDS, QUANTITIES
 
 _POLL_SECONDS = 0.5
 _TRAINED_COLUMNS = ("step", "slot", "staleness", *QUANTITIES, "skipped", "trained_at")
@@ -78,7 +77,7 @@ def arrays_of_blobs(blobs: tuple[bytes, ...]) -> dict[str, Any]:
 
 
 def _tokens(blobs: tuple[bytes, ...] | None, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
-    # Compacted.
+    # Its tokens were dropped.
     if blobs is None:
         return {"prompt_text": None, "response_text": None, **dict.fromkeys(kind.name for kind in ARRAY_KINDS)}
     lists = {name: array.tolist() for name, array in arrays_of_blobs(blobs).items()}

@@ -12,7 +12,7 @@ from tba.common.config import TaskSection
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.model_files import eos_ids, model_directory
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 
 log = get_logger(__name__)
 

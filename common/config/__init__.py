@@ -1,13 +1,11 @@
 """The configuration of a run: one TOML file for all roles, one frozen object per section.
 
     root        Config: all sections, derived values, and the checks across sections
-    run         [run] [model] [eval] [launch]
+    run         [run] [model] [eval] [launch] [security]
     task        [task] [reward_model] [gold_model]
-    buffer      [buffer]
-    curriculum  [curriculum]
+    buffer      [buffer] [curriculum]
     search      [search]
     train       [train] [sft] [objective] [lora] [reference] [metrics]
-    security    [security]
     section     the base class of all sections
     layers      where values come from: flag over environment over file over default
     paths       checks that the files and directories of a configuration exist
@@ -16,13 +14,11 @@ Relative paths are relative to the working directory of the command. The docstri
 `docs/configuration.md` is generated from it.
 """
 
-from tba.common.config.buffer import BufferSection
-from tba.common.config.curriculum import CurriculumSection
+from tba.common.config.buffer import BufferSection, CurriculumSection
 from tba.common.config.root import Config
-from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection
+from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection, SecuritySection
 from tba.common.config.search import Explored, SearchSection
 from tba.common.config.section import Section
-from tba.common.config.security import SecuritySection
 from tba.common.config.task import GoldModelSection, RewardModelSection, ScoringModelSection, TaskSection, Truncated
 from tba.common.config.train import (
     LoraSection,

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.common.config import Config, TaskSection
-from tba.common.config.engine_arguments import check_arguments, installed_arguments
+from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.data_files import is_data_file
 from tba.common.errors import ConfigError
 from tba.common.system.devices import CPU, Gpu, searcher_gpus, shared_gpus
 from tba.common.weights.model_files import check_model, is_hub_name
-from tba.common.wire.addresses import is_local
+from tba.common.wire.socket_files import is_local
 
 # The largest share of a GPU that an engine may have if a trainer uses it too.
 SHARED_UTILIZATION = 0.5

@@ -1,11 +1,11 @@
-"""[run], [model], [eval] and [launch]: name, model, evaluation, and supervision of processes."""
+"""[run], [model], [eval], [launch] and [security]: name, model, evaluation, supervision, and who may connect."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from tba.common.config.section import GpuList, NonNegative, PositiveFloat, Section
 
 
 class RunSection(Section):
@@ -44,26 +44,14 @@ class EvalSection(Section):
     samples: NonNegative = 0
     """Sampled answers per held-out prompt, in addition to the greedy one: for pass@k, diversity and the KL. 0 is
     none."""
-    pass_at: tuple[Positive, ...] = (1, 4, 16, 64)
-    """The k of pass@k; those above `samples` are left out."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Temperature of the sampled responses."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus of the sampled responses."""
-    max_tokens: NonNegative = 0
-    """Maximum length of an answer, in tokens; 0 is search.max_tokens."""
     kl: bool = False
     """Measure the KL divergence of the sampled responses from model.path, of which a frozen copy is loaded."""
     embedder: str = ""
     """A sentence encoder (model directory or hub id, such as sentence-transformers/all-MiniLM-L6-v2) for the mean
     cosine distance between the sampled responses to a prompt, and for the count of correct ones without
     near-duplicates. Empty: not measured."""
-    stored_responses: NonNegative = 500
-    """Held-out prompts whose greedy response is stored with each evaluation, at most 10,000 and 8 MiB of text, each of
-    them cut to its last 4,000 characters (docs/evaluation.md#what-it-gets-wrong). 0 stores none."""
-    duplicate_distance: Annotated[float, Field(ge=0, le=2)] = 0.2
-    """Cosine distance, 1 − cos, of embeddings below which an answer is a near-duplicate of another one. 0 removes none
-    but equal texts."""
 
 
 class LaunchSection(Section):
@@ -72,14 +60,16 @@ class LaunchSection(Section):
     max_restarts: NonNegative = 5
     """A child with more failures in a row than this counts as broken. It is still restarted while another child can do
     its work: the launcher gives up when the buffer, the trainer, or all searchers are broken."""
-    restart_delay_seconds: NonNegativeFloat = 1.0
-    """Delay before a restart, in seconds. It doubles with each failure in a row."""
-    restart_delay_max_seconds: NonNegativeFloat = 60.0
-    """Maximum delay before a restart, in seconds."""
-    stable_seconds: PositiveFloat = 600.0
-    """The count of failures is reset when a child has run for this many seconds."""
-    summary_seconds: PositiveFloat = 10.0
-    """Seconds between two summary lines of `tba search` with several searchers."""
     drain_seconds: PositiveFloat | Literal["auto"] = "auto"
     """Seconds that a child has to end after SIGTERM, before it is killed. auto is 20, and for a trainer also the time
     for two checkpoints of its model, of 12 bytes per trained parameter, at 0.5 GB/s: 386 s for 7 B parameters."""
+
+
+class SecuritySection(Section):
+    """Keys that encrypt and authenticate the connections between machines ([security](security.md))."""
+
+    keys: Path | None = None
+    """Directory of this node's key pair and of the keys that it admits (`tba keys`). With it every TCP socket is
+    encrypted, and only authorised keys get in. Without it TCP sockets are open to every program that reaches them."""
+    insecure: bool = False
+    """Whether servers may listen at addresses that other machines can reach without keys."""

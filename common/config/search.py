@@ -1,13 +1,17 @@
-"""[search]: generation."""
+"""[search]: generation, and the engine arguments of vLLM that tba sets itself."""
 
+import ast
+import difflib
 import math
+from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from tba.common.config.engine_arguments import own_argument
 from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from tba.common.errors import ConfigError
 
 # What `max_in_flight = "auto"` is for the Transformers engine: its KV cache grows, so nothing limits the number.
 TRANSFORMERS_IN_FLIGHT = 256
@@ -35,31 +39,30 @@ class SearchSection(Section):
     with half of their `max_tokens`, at most 512 on a GPU and 256 on a CPU; the Transformers engine 256."""
     temperature: Explored = 1.0
     """Sampling temperature: one value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`).
-    0 is greedy. Each trajectory records its temperature, and the trainer compares log-probabilities at the same one."""
+    0 is greedy. Each trajectory records its temperature."""
     top_p: Explored = 1.0
-    """Nucleus sampling from the smallest set of tokens with this total probability. One value, several or a range,
-    drawn independently of the temperature. Below 1 the trainer cannot compute a ratio to the sampler, and objectives
-    that need one are refused."""
+    """Nucleus sampling from the smallest set of tokens with this total probability: one value, several or a range.
+    Objectives that need a ratio to the sampler refuse values below 1."""
     explore: Literal["sample", "group", "searcher"] = "sample"
     """How often temperature and top_p are drawn if they are several or a range: for each response, for each visit of a
-    prompt, or once per searcher. All draws are derived from run.seed."""
+    prompt, or once per searcher."""
     max_tokens: Positive = 512
     """Maximum length of a response, in tokens."""
     stop: tuple[int | str, ...] = ()
-    """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`. A
-    string that is a special token means its id. The response is trained on with what ended it, and scored without."""
+    """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`
+    (docs/prompts.md)."""
     reference_logprobs: bool = False
-    """Compute the reference log-probabilities in the searcher, as in the paper: with a frozen copy of model.path on
-    its device, in a thread parallel to generation. Otherwise the trainer computes those of its batches."""
+    """Compute the reference log-probabilities in the searcher, with a frozen copy of model.path on its device
+    (docs/rewards.md). Otherwise the trainer computes those of its batches."""
     spool_dir: Path | None = None
-    """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir. The spool of
-    a dead searcher is delivered by the next searcher that starts with this directory on the same machine."""
+    """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir
+    (docs/outages.md)."""
     spool_mib: PositiveFloat = 512.0
     """Maximum size of one searcher's spool in MiB. When it is full, the searcher pauses until the buffer is back."""
     canary_tolerance: PositiveFloat | None = None
-    """Maximum absolute difference of the canary's log-probabilities from the trainer's after a hot reload. By default
-    1e-3 if model.dtype is float32, and 0.5 if it is bfloat16, whose rounding alone causes up to about 0.15. The mean
-    may be a quarter of it. Models with routed experts have no maximum; see docs/vllm.md for the calibration."""
+    """Maximum absolute difference of the canary's log-probabilities from the trainer's after a hot reload: by default
+    1e-3 in float32, and 0.5 in bfloat16, whose rounding alone causes up to about 0.15. The mean may be a quarter of it.
+    Models with routed experts have no maximum (docs/vllm.md)."""
     max_model_len: NonNegative = 0
     """vLLM: maximum length of prompt plus response, in tokens; 0 is the model's own limit."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -67,31 +70,26 @@ class SearchSection(Section):
     kv_cache_gib: PositiveFloat | Literal["auto"] = "auto"
     """vLLM: size of the KV cache per GPU in GiB. auto: 1 on a CPU; on a GPU what vLLM measures to be left of
     gpu_memory_utilization, which is wrong if another process allocates or frees memory there meanwhile. With a number
-    vLLM measures nothing, and gpu_memory_utilization does not limit the cache."""
+    vLLM measures nothing."""
     step_seconds: NonNegativeFloat = 300.0
     """A searcher whose engine has not finished a step, or a swap of weights, for this many seconds writes the stacks of
-    its threads to its log and exits with code 75, so that it is restarted; with code 1 if a call into C holds the
-    interpreter's lock. Until its first response is complete it has four times as long, for compilation. 0 is no
-    limit."""
+    its threads to its log and exits, so that it is restarted. Until its first response is complete it has four times as
+    long, for compilation. 0 is no limit."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """vLLM: further engine arguments, such as `{ kv_cache_dtype = "fp8", max_num_batched_tokens = 8192 }`. Arguments
     that other keys or tba itself set are refused."""
-    keep_prefix_cache: bool = False
-    """vLLM: keep the prefix cache after a reload, with keys and values of older weights. Faster, but the recorded
-    log-probabilities are then those of mixed weights."""
     weights_from: Literal["auto", "path", "trainer"] = "auto"
     """The source of snapshots. path: the trainer's directory, on a shared file system; trainer: its
     `train.serve_snapshots`; auto: the path if it exists on this node, else the trainer."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:\d+)$")] = ""
-    """ZeroMQ endpoint (tcp://HOST:PORT) where this node serves its snapshots, and those it is fetching, to other nodes
-    that set this key. One of the node's searchers listens there. The buffer learns the address, with the name of this
-    machine if HOST is `*`, and has each node ask others before the trainer. Empty: only the trainer is asked."""
+    """ZeroMQ endpoint (tcp://HOST:PORT) where one searcher of this node serves its snapshots to other nodes that set
+    this key; with HOST `*` they use the name of this machine. Each node asks others before the trainer. Empty: only the
+    trainer is asked."""
     weights_dir: Path | None = None
-    """Directory of the weights that the trainer of a node publishes and its searchers serve or prepare: /dev/shm or a
-    local disk, with room for four times the model. By default /dev/shm if it has that and 512 MiB more, else
-    run.dir."""
+    """Directory of the weights of a node's trainer and searchers: /dev/shm or a local disk, with room for four times
+    the model. By default /dev/shm if it has that and 512 MiB more, else run.dir."""
 
     @field_validator("vllm")
     @classmethod
@@ -162,3 +160,73 @@ def _explored_numbers(value: Any) -> list[float]:
     if isinstance(value, dict) and value["min"] > value["max"]:
         raise ValueError("the range's min is above its max")
     return numbers
+
+
+_HOT_RELOAD = "hot reload of weights depends on it"
+_TOKENS = "tba passes token ids and decodes responses itself"
+_ONE_PROCESS = "an engine runs on the search.tensor_parallel GPUs of one searcher"
+_LORA = "set lora.rank and lora.publish"
+
+# By argument, the reason or the key to set instead.
+_OWN = {
+    "model": "set model.path",
+    "dtype": "set model.dtype",
+    "seed": "set run.seed, from which each searcher's seed follows",
+    "tokenizer": _TOKENS,
+    "tokenizer_mode": _TOKENS,
+    "skip_tokenizer_init": _TOKENS,
+    "max_model_len": "set search.max_model_len",
+    "max_num_seqs": "set search.max_in_flight",
+    "tensor_parallel_size": "set search.tensor_parallel",
+    "enforce_eager": "set search.enforce_eager",
+    "gpu_memory_utilization": "set search.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "set search.kv_cache_gib",
+    "enable_lora": _LORA,
+    "max_loras": _LORA,
+    "max_lora_rank": _LORA,
+    "logprobs_mode": "recorded log-probabilities must be those of the distribution that was sampled from",
+    "generation_config": "each request defines its sampling",
+    "scheduling_policy": "the canary must come before other requests",
+    "worker_extension_cls": _HOT_RELOAD,
+    "load_format": _HOT_RELOAD,
+    "model_loader_extra_config": _HOT_RELOAD,
+    "runner": "a searcher generates",
+    "pipeline_parallel_size": _ONE_PROCESS,
+    "distributed_executor_backend": _ONE_PROCESS,
+    "nnodes": _ONE_PROCESS,
+}
+
+
+def check_arguments(names: Collection[str], known: Collection[str]) -> None:
+    """Raise ConfigError for the first name of `search.vllm` that is not among the engine arguments of this vLLM."""
+    for name in names:
+        if name not in known:
+            near = [one for one in difflib.get_close_matches(name, known, n=3) if own_argument(one) is None]
+            hint = f"did you mean {' or '.join(near)}?" if near else "see the engine arguments in vLLM's documentation"
+            raise ConfigError(f"search.vllm: vLLM has no engine argument {name!r}: {hint}")
+
+
+def installed_arguments() -> list[str]:
+    """Return the engine arguments of the vLLM that is installed here; [] if there is none, or its source differs."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        return []
+    try:
+        tree = ast.parse((Path(found.origin).parent / "engine/arg_utils.py").read_bytes())
+    except (OSError, SyntaxError):
+        return []
+    fields = (
+        field.target
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+    )
+    return [target.id for target in fields if isinstance(target, ast.Name)]
+
+
+def own_argument(name: str) -> str | None:
+    """Return why `search.vllm` must not set an argument, or None if it may."""
+    if name.startswith("data_parallel"):
+        return _ONE_PROCESS
+    return _OWN.get(name)

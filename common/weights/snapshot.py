@@ -7,7 +7,7 @@
         manifest.json       also its base (version, sha256 of the manifest), and the base's files
         adapter_model.safetensors, adapter_config.json
                             PEFT's format of low-rank factors on the base: `tba.common.weights.adapter`
-    deltas/v00000041/       optional, for nodes that fetch: `tba.common.weights.delta_store`
+    deltas/v00000041/       optional, for nodes that fetch: `tba.common.weights.delta`
         manifest.json       the same bytes as in the full snapshot v00000041, which names the delta and its base
         delta.safetensors.zst
                             what changed since the base: `tba.common.weights.delta`
@@ -33,7 +33,7 @@ from tba.common.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, U
 from tba.common.log import get_logger
 from tba.common.system.durable import json_text, open_regular, publish_directory, sha256_of
 from tba.common.weights import adapter, delta
-from tba.common.weights.hashing import blake3_of
+from tba.common.weights.tensor_file import blake3_of
 
 log = get_logger(__name__)
 

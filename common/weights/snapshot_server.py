@@ -18,14 +18,13 @@ from pathlib import Path
 from tba.common.errors import SnapshotError, WireError
 from tba.common.log import get_logger
 from tba.common.system.background import Background
-from tba.common.weights import delta, delta_store
+from tba.common.weights import delta
 from tba.common.weights.node_store import VERIFIED, PinnedSnapshot, modified_at, pin_path
 from tba.common.weights.snapshot import MANIFEST, directory_name, read
 from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.codec import FILE_REQUESTS, Frames, decode_request, encode_plain_reply, request_id_of
-from tba.common.wire.file_messages import Chunk, FetchChunk
 from tba.common.wire.keys import KeyRole, ServerKeys, with_key
-from tba.common.wire.messages import Failure
+from tba.common.wire.messages import Chunk, Failure, FetchChunk
 
 log = get_logger(__name__)
 
@@ -117,7 +116,7 @@ class SnapshotServer:
         for parent in self._directories:
             # Several if an earlier run of this name had the version, too. The newest is of this run.
             named = sorted(parent.glob(f"{name}-*"), key=modified_at, reverse=True)
-            for directory in (*named, parent / name, parent / delta_store.NAME / name):
+            for directory in (*named, parent / name, parent / delta.FOLDER / name):
                 if self._hold(reader, directory):
                     if _has(directory, request.file):
                         return directory
@@ -161,7 +160,7 @@ def _has(directory: Path, file: str) -> bool:
 @functools.lru_cache(maxsize=64)
 def _files(directory: Path) -> frozenset[str]:
     """The files of a snapshot that may be served. Cached: a published snapshot never changes. Raises SnapshotError."""
-    if directory.parent.name == delta_store.NAME:
+    if directory.parent.name == delta.FOLDER:
         if read(directory).manifest.delta is None:
             raise SnapshotError(f"{directory} has no delta")
         return frozenset({MANIFEST, delta.FILE})

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from tba.common.errors import SnapshotCorrupt, SnapshotError
 
@@ -163,3 +164,13 @@ def _view(data: Bits, start: int, end: int, dtype: np.dtype[Any]) -> Bits:
 def _bytes(bits: Bits) -> memoryview:
     # A memoryview without elements cannot be cast.
     return bits.data.cast("B") if len(bits) else memoryview(b"")
+
+
+def blake3_of(path: Path) -> str:
+    """The BLAKE3 of a file as hex digits. The file is mapped, not copied."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+def blake3_of_bytes(content: memoryview | bytes) -> str:
+    """The BLAKE3 of memory as hex digits."""
+    return blake3(content, max_threads=blake3.AUTO).hexdigest()

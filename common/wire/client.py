@@ -8,6 +8,8 @@ thread.
 """
 
 import math
+import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ from tba.common.wire.codec import (
 )
 from tba.common.wire.fields import Role
 from tba.common.wire.keys import ClientKeys
-from tba.common.wire.messages import PROTOCOL_VERSION, Failure, Message, RunState
+from tba.common.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, RunState
 
 log = get_logger(__name__)
 
@@ -292,3 +294,8 @@ class BufferClient:
             if id_ > reply.header.id:
                 pending.progress_at = self._last_reply_at
         return reply
+
+
+def own_hello() -> Hello:
+    """Return the introduction of this process."""
+    return Hello(host=socket.gethostname(), pid=os.getpid())

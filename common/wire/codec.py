@@ -13,14 +13,17 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from tba.common.errors import Oversize, VersionMismatch, WireError
-from tba.common.quantity import quantity
+from tba.common.errors import Oversize, VersionMismatch, WireError, quantity
 from tba.common.wire import messages
-from tba.common.wire.evaluation_messages import PutEvaluation
 from tba.common.wire.fields import Id, Name, Role
-from tba.common.wire.file_messages import Chunk, FetchChunk
-from tba.common.wire.messages import PROTOCOL_VERSION, Message, PutTrajectories, RunState
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import (
+    PROTOCOL_VERSION,
+    Chunk,
+    FetchChunk,
+    Message,
+    PutTrajectories,
+    RunState,
+)
 from tba.common.wire.trajectory import ARRAY_KINDS, check_frames, check_tokens
 
 # Of a request.
@@ -35,8 +38,8 @@ def _by_type(*classes: type[Message]) -> dict[str, type[Message]]:
     return {cls.TYPE: cls for cls in classes}
 
 
-REQUESTS = _by_type(*messages.Request.__subclasses__(), GetStatus, PutEvaluation)
-REPLIES = _by_type(*messages.Reply.__subclasses__(), Status)
+REQUESTS = _by_type(*messages.Request.__subclasses__())
+REPLIES = _by_type(*messages.Reply.__subclasses__())
 FILE_REQUESTS, FILE_REPLIES = _by_type(FetchChunk), _by_type(Chunk, messages.Failure)
 _COUNT_COLUMNS = {f"{kind.name}_count" for kind in ARRAY_KINDS}
 

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from tba.common.config.security import SecuritySection
 from tba.common.errors import ConfigError, first_line
 from tba.common.log import get_logger
-from tba.common.wire.addresses import is_private
 from tba.common.wire.fields import Role
+from tba.common.wire.socket_files import is_private
 
 log = get_logger(__name__)
 
@@ -149,9 +148,9 @@ def own_pair(directory: Path) -> KeyPair:
     return KeyPair(str(values.get("name", "")), _hex(values, "public", path), _hex(values, "secret", path))
 
 
-def node_pair(security: SecuritySection) -> KeyPair | None:
-    """Return the key pair of this node, None without `security.keys`. Raises ConfigError."""
-    return None if security.keys is None else own_pair(security.keys)
+def node_pair(directory: Path | None) -> KeyPair | None:
+    """Return the key pair of this node, None without a directory of keys. Raises ConfigError."""
+    return None if directory is None else own_pair(directory)
 
 
 def buffer_key(directory: Path) -> str:
@@ -194,26 +193,29 @@ def check_public(public: str) -> str:
     return public
 
 
-def buffer_client_keys(security: SecuritySection, address: str) -> ClientKeys | None:
-    """Return the keys of a client of the buffer, or of its query server. Raises ConfigError.
+def buffer_client_keys(directory: Path | None, address: str) -> ClientKeys | None:
+    """Return the keys of a client of the buffer from a directory, `security.keys`. Raises ConfigError.
 
-    None without `security.keys`, and for a socket file, which its mode protects.
+    None without a directory, and for a socket file, which its mode protects.
     """
-    if security.keys is None or not address.startswith("tcp://"):
+    if directory is None or not address.startswith("tcp://"):
         return None
-    return ClientKeys(own_pair(security.keys), buffer_key(security.keys))
+    return ClientKeys(own_pair(directory), buffer_key(directory))
 
 
-def server_keys(security: SecuritySection, address: str, setting: str) -> ServerKeys | None:
-    """Return the keys of a server at an address, None if it needs none. Raises ConfigError, also if it needs some."""
-    if security.keys is not None and address.startswith("tcp://"):
-        return ServerKeys(own_pair(security.keys), AuthorizedKeys(security.keys / AUTHORIZED))
-    if address.startswith("ipc://@") and not security.insecure:
+def server_keys(directory: Path | None, address: str, setting: str, *, insecure: bool) -> ServerKeys | None:
+    """Return the keys of a server at an address, None if it needs none. Raises ConfigError, also if it needs some.
+
+    `insecure` admits addresses that others can reach without keys. `setting` names the address in errors.
+    """
+    if directory is not None and address.startswith("tcp://"):
+        return ServerKeys(own_pair(directory), AuthorizedKeys(directory / AUTHORIZED))
+    if address.startswith("ipc://@") and not insecure:
         raise ConfigError(
             f"{setting} {address} is an abstract socket, to which every user of this machine can connect: name a "
             "socket file, such as ipc:///run/user/1000/buffer.socket"
         )
-    if not (is_private(address) or security.insecure):
+    if not (is_private(address) or insecure):
         raise ConfigError(
             f"{setting} {address} can be reached from other machines, and without keys any program there may read and"
             " change the run: create keys (docs/security.md), or set security.insecure = true in a trusted network"

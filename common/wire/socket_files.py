@@ -1,10 +1,11 @@
-"""The files of ipc sockets: only one server listens at each, and only its user may connect."""
+"""The files of ipc sockets, where only one server listens and only its user connects; and who can reach an address."""
 
 import contextlib
 import errno
 import fcntl
 import hashlib
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -135,3 +136,19 @@ def _listens(path: Path) -> bool:
             # An error without a number: the path is too long for a socket, and binding will fail with that.
             return error.errno not in (None, errno.ENOENT, errno.ECONNREFUSED)
     return True
+
+
+_LOOPBACK = re.compile(r"tcp://(127\.|localhost:|\[::1\]:)")
+
+
+def is_local(address: str) -> bool:
+    """Whether an endpoint can be reached only from this machine."""
+    return address.startswith("ipc://") or _LOOPBACK.match(address) is not None
+
+
+def is_private(address: str) -> bool:
+    """Whether an endpoint can be reached only from this machine, and a socket only by the users whom its file admits.
+
+    An abstract socket (`ipc://@name`) has no file: every user of the machine may connect.
+    """
+    return is_local(address) and not address.startswith("ipc://@")

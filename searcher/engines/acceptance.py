@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.common.errors import CanaryMismatch, EngineError, SnapshotError, SnapshotRefused, first_line
+from tba.common.errors import CanaryMismatch, EngineError, SnapshotError, SnapshotRefused, first_line, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.system.load_errors import out_of_memory
 from tba.common.weights import adapter
 from tba.common.weights.snapshot import Snapshot

@@ -28,9 +28,8 @@ from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
 from tba.common.weights import adapter
 from tba.common.weights.model_files import model_directory, weight_files
-from tba.common.weights.pretrained import from_directory
+from tba.common.weights.pretrained import from_directory, tied_names
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
-from tba.common.weights.tied import tied_names
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
 from tba.searcher.engines.acceptance import (
     Acceptance,

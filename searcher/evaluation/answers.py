@@ -9,7 +9,7 @@ import numpy as np
 
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
-from tba.common.wire.evaluation_messages import MAX_RESPONSES, MAX_STORED_TEXT
+from tba.common.wire.messages import MAX_RESPONSES, MAX_STORED_TEXT
 from tba.common.wire.trajectory import STOP_EOS, Int32
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.scoring.rewards import Rewards

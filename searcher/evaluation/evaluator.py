@@ -24,12 +24,13 @@ from tba.common.errors import SnapshotError, TaskError
 from tba.common.evaluations import Row
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
+from tba.common.run_snapshots import pin_newest, weights_directory
 from tba.common.system.durable import sha256_of
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.node_store import PinnedSnapshot, pin_newest, weights_directory
+from tba.common.weights.node_store import PinnedSnapshot
+from tba.common.weights.pretrained import load_tokenizer
 from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
-from tba.common.weights.tokenizer import load_tokenizer
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import Visit, WeightsRef
@@ -59,10 +60,11 @@ from tba.searcher.weights.fetch import Progress
 log = get_logger(__name__)
 
 # Keys of [task] that change neither prompts nor scores, or are part of the prompts' own hash.
-_NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency", "load_seconds"}
+_NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency"}
 _OF_CLASSIFIER = {"path", "weight", "template"}
-_NOT_MEASURED = {"at_end", "gpu", "stored_responses"}
-_OF_EMBEDDINGS = {"duplicate_distance"}
+_NOT_MEASURED = {"at_end", "gpu"}
+# Held-out prompts whose greedy response is stored with each evaluation.
+_STORED_RESPONSES = 500
 _REFERENCE_ROWS = 256
 _HASH_DIGITS = 16
 _WAIT_SECONDS = 1.0
@@ -103,11 +105,10 @@ def read_subject(config: Config) -> Subject:
     check_answers(task)
     check_rendering(task, prompts, renderer, context_of(config))
     # What changes no number must not have a curve of evaluations repeated.
-    unused = _NOT_MEASURED if config.eval.embedder else _NOT_MEASURED | _OF_EMBEDDINGS
     settings = {
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
         **_scoring_models(config),
-        "eval": config.eval.model_dump(mode="json", exclude=unused),
+        "eval": config.eval.model_dump(mode="json", exclude=_NOT_MEASURED),
         "max_tokens": max_tokens(config),
         "stop": config.search.stop,
         "seed": config.run.seed,
@@ -120,7 +121,7 @@ def read_subject(config: Config) -> Subject:
 
 def _scoring_models(config: Config) -> dict[str, Any]:
     """Return the settings of the classifiers that change scores."""
-    reward, gold = config.reward_model, config.gold_model
+    reward, gold = config.reward_model, config.gold_model.classifier
     served = {"url", "api", "served_model"}
     found = {"reward_model": reward.model_dump(mode="json", include=_OF_CLASSIFIER | (served if reward.url else set()))}
     if gold.configured:
@@ -130,7 +131,7 @@ def _scoring_models(config: Config) -> dict[str, Any]:
 
 def max_tokens(config: Config) -> int:
     """Return the maximum length of an answer in tokens."""
-    return config.eval.max_tokens or config.search.max_tokens
+    return config.search.max_tokens
 
 
 class GoldModel:
@@ -240,7 +241,7 @@ class Evaluator:
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         if answers is None or measured is None:
             return None
-        most = min(len(self.subject.prompts), self.config.eval.stored_responses)
+        most = min(len(self.subject.prompts), _STORED_RESPONSES)
         texts = [self.subject.renderer.text(prompt) for prompt in self.subject.prompts[:most]]
         row = self._row(manifest, measured, time.monotonic() - started)
         return row | {"responses": for_storage(texts, self.subject.prompts, answers)}
@@ -260,7 +261,7 @@ class Evaluator:
         if not samples:
             return measured
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
-        measure.measure_sampled(measured, groups, self.config.eval.pass_at, tasks)
+        measure.measure_sampled(measured, groups, tasks)
         if self.references is not None:
             found = self._reference_logprobs(answers[prompts:], go_on)
             if found is None:
@@ -268,8 +269,7 @@ class Evaluator:
             references = [found[start : start + samples] for start in range(0, len(found), samples)]
             measure.measure_divergence(measured, groups, references)
         if self.embed is not None:
-            least = self.config.eval.duplicate_distance
-            measure.measure_diversity(measured, groups, self.embed, least_distance=least, tasks=tasks, go_on=go_on)
+            measure.measure_diversity(measured, groups, self.embed, tasks=tasks, go_on=go_on)
         return measured if go_on() else None
 
     def _reference_logprobs(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> list[float | None] | None:
@@ -304,7 +304,7 @@ def questions(config: Config, subject: Subject) -> list[Question]:
     length, section = max_tokens(config), config.eval
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=length)
     asked = [Question(number, ids[number], greedy) for number in range(len(prompts))]
-    sampled = {"temperature": section.temperature, "top_p": section.top_p, "max_tokens": length}
+    sampled = {"temperature": section.temperature, "top_p": 1.0, "max_tokens": length}
     exploration = Exploration(config.search.model_copy(update=sampled), run_seed=config.run.seed, searcher="eval")
     for number, prompt in enumerate(prompts):
         visit = Visit(lease=NO_VISIT, epoch=_EPOCH, prompt_key=prompt.key)
@@ -328,7 +328,7 @@ def open_evaluator(
     Raises ConfigError for a model or task that cannot be loaded.
     """
     with contextlib.ExitStack() as ending:
-        own = node_pair(config.security)
+        own = node_pair(config.security.keys)
         assembler = SnapshotAssembler(weights_directory(config), "auto", SystemClock(), progress, own)
         ending.callback(assembler.remove_created)
         # Before the engine, as `WorkerPool` says.
@@ -336,7 +336,7 @@ def open_evaluator(
         ending.callback(rewards.close)
         gold = None
         if config.gold_model.configured:
-            scorer = ModelScorer(config.gold_model, device, stop, section="gold_model")
+            scorer = ModelScorer(config.gold_model.classifier, device, stop, section="gold_model")
             ending.callback(scorer.close)
             gold = GoldModel(scorer, subject.prompts)
         # Entered before the engine, so released after it: the engine may read the files of the weights it serves.

@@ -16,13 +16,13 @@ from tba.common.errors import BufferUnavailable, EngineFaulty, SnapshotError
 from tba.common.evaluations import all_evaluations, as_message, is_measured, key_of, record_evaluations
 from tba.common.log import get_logger
 from tba.common.run_identity import refuse_other_server
+from tba.common.run_snapshots import weights_directory
 from tba.common.system.process import StopSignal, notify_systemd
 from tba.common.system.watchdog import Watchdog
-from tba.common.weights.node_store import make_directory, weights_directory
+from tba.common.weights.node_store import make_directory
 from tba.common.weights.snapshot import directory_name, list_snapshots, read
 from tba.common.wire import fields, messages
-from tba.common.wire.client import BufferClient
-from tba.common.wire.joining import own_hello
+from tba.common.wire.client import BufferClient, own_hello
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject, ref_of
 from tba.searcher.run_end import RunEnd
@@ -48,27 +48,14 @@ def follow(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     make_directory(weights_directory(config))
     name = f"{socket.gethostname()}-eval-{label}"
     with contextlib.ExitStack() as ending:
-        keys = buffer_client_keys(config.security, config.address)
+        keys = buffer_client_keys(config.security.keys, config.address)
         client = BufferClient(config.address, role="evaluator", name=name, keys=keys)
         ending.callback(client.close)
-        fetching = Fetching()
+        fetching = Progress()
         opened = open_evaluator(config, subject, device=device, name=name, stop=stop, progress=fetching)
         with stop.exits_immediately():
             evaluator, assembler = ending.enter_context(opened)
         Follower(config, evaluator, assembler, fetching, client, SystemClock()).run(stop)
-
-
-class Fetching(Progress):
-    """Calls `go_on` while the server of a snapshot is silent; False ends the wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go_on: Callable[[], bool] = lambda: True
-
-    def check(self, what: str) -> None:
-        """Raise SnapshotOutdated if `what` is not waited for any more."""
-        self.outdated = not self.go_on()
-        super().check(what)
 
 
 class Follower:
@@ -79,7 +66,7 @@ class Follower:
         config: Config,
         evaluator: Evaluator,
         assembler: SnapshotAssembler,
-        fetching: Fetching,
+        fetching: Progress,
         client: BufferClient,
         clock: Clock,
     ) -> None:

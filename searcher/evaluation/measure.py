@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.common.evaluations import why_not_measured
-from tba.common.wire.evaluation_messages import MAX_NOT_MEASURED
+from tba.common.wire.messages import MAX_NOT_MEASURED
 from tba.searcher.evaluation.answers import Answer
 from tba.searcher.tasks.task import CORRECT
 
@@ -20,6 +20,10 @@ Floats = npt.NDArray[np.float64]
 Interval = tuple[float, float]
 
 _GRAMS = (1, 2, 4)
+# The k of pass@k, up to the number of sampled responses.
+_PASS_AT = (1, 4, 16, 64)
+# The cosine distance of embeddings below which a correct response is a near-duplicate of another one.
+NEAR_DUPLICATE_DISTANCE = 0.2
 _RESAMPLES = 1000
 _CONFIDENCE = 0.95
 
@@ -81,15 +85,13 @@ def measure_greedy(measured: Measured, answers: Sequence[Answer], tasks: Sequenc
             measured.add(f"accuracy_of_{task}", [_correct(answer) for answer in own])
 
 
-def measure_sampled(
-    measured: Measured, groups: Sequence[Sequence[Answer]], pass_at: Sequence[int], tasks: Sequence[str] = ()
-) -> None:
+def measure_sampled(measured: Measured, groups: Sequence[Sequence[Answer]], tasks: Sequence[str] = ()) -> None:
     """Add the metrics of the sampled answers, n per prompt. `tasks` are the tasks of a mixture, one per prompt."""
     graded = _graded(groups, tasks)
     has_scores = _measure_rewards(measured, groups, graded, "sampled_")
     # A part between 0 and 1 counts as correct at 1. Without the part there is no correct answer, and no count.
     right = [sum(_correct(answer) >= 1 for answer in group) for group in groups]
-    for k in sorted({k for k in pass_at if has_scores and k <= len(groups[0])}):
+    for k in (k for k in _PASS_AT if has_scores and k <= len(groups[0])):
         estimates = [pass_at_k(len(group), c, k) for group, c in zip(groups, right, strict=True)]
         measured.add(f"pass_at_{k}", estimates, graded)
     if len(groups[0]) > 1:
@@ -164,13 +166,12 @@ def measure_diversity(
     groups: Sequence[Sequence[Answer]],
     embed: Embed,
     *,
-    least_distance: float,
     tasks: Sequence[str] = (),
     go_on: Callable[[], bool] = lambda: True,
 ) -> None:
     """Add the metrics of the embeddings of the sampled answers, without empty ones; nothing if `go_on` is False.
 
-    Of correct answers closer than `least_distance`, in cosine distance, one counts. `tasks` as in `measure_sampled`.
+    Of correct answers closer than NEAR_DUPLICATE_DISTANCE one counts. `tasks` as in `measure_sampled`.
     """
     distances: list[float | None] = []
     found: list[int] = []
@@ -184,7 +185,7 @@ def measure_diversity(
         for number, answer in enumerate(answers):
             if _correct(answer) >= 1:
                 right.setdefault(answer.text, number)
-        found.append(len(without_near_duplicates(embeddings_nE[list(right.values())], least_distance)))
+        found.append(len(without_near_duplicates(embeddings_nE[list(right.values())], NEAR_DUPLICATE_DISTANCE)))
     _add_known(measured, "embedding_distance", distances)
     graded = _graded(groups, tasks)
     if len(groups[0]) > 1 and measured.has_scores("sampled responses", list(chain(*_errors(groups, graded)))):

@@ -20,9 +20,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging as transformers_logging
 
 from tba.common.config import ScoringModelSection
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.rendering import Message, as_map
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading, not_loaded, out_of_memory
@@ -35,7 +34,8 @@ from tba.searcher.tasks.task import Prompt
 
 log = get_logger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
+# Maximum tokens of one forward pass, including padding; a single pair may have more.
+BATCH_TOKENS = 16_384
 
 # A score, or a sentence why there is none.
 Score = float | str
@@ -52,15 +52,15 @@ class RewardModel:
         self, directory: Path, config: ScoringModelSection, device: str, section: str = "reward_model"
     ) -> None:
         self._config = config
-        self._section = section
+        self._section, self._name = section, section.replace("_", " ")
         self._device = torch.device(device)
-        self._model = _load(directory, config.dtype, self._device, section)
+        self._model = _load(directory, self._device, section)
         self._tokenizer = _read_tokenizer(directory, section, chat=config.template == "chat")
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
         self._own_pad_id = _own_pad_id(self._model.config)
-        # The length of a pair is limited by the model's positions, and by the configuration or the tokenizer.
+        # The length of a pair is limited by the model's positions and by the tokenizer.
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        limits = (config.max_length or self._tokenizer.model_max_length, positions)
+        limits = (self._tokenizer.model_max_length, positions)
         self._max_tokens = int(min(limit for limit in limits if limit))
 
     def encode(self, prompt: str, response: str, messages: Sequence[Message] = ()) -> list[int]:
@@ -83,19 +83,17 @@ class RewardModel:
                 raise ValueError(f'the prompt has messages and no text: set {self._section}.template = "chat"')
             ids = self._tokenizer.encode(prompt + response, verbose=False)
         if not 0 < len(ids) <= self._max_tokens:
-            raise ValueError(
-                f"{quantity(len(ids), 'token')}; it takes 1 to {self._max_tokens} ({self._section}.max_length)"
-            )
+            raise ValueError(f"{quantity(len(ids), 'token')}; the {self._name} takes 1 to {self._max_tokens}")
         if max(ids) >= self._vocabulary:
             raise ValueError(f"token {max(ids)} is outside the vocabulary of {self._vocabulary}")
         return ids
 
     def batches(self, pairs: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Indices of pairs, longest first, in batches of at most `batch_tokens`, padding included.
+        """Indices of pairs, longest first, in batches of at most BATCH_TOKENS, padding included.
 
         A batch has fewer pairs than the vocabulary has tokens, so that there is a token that none of them ends with.
         """
-        cut = partial(cut_by_tokens, limit=self._config.batch_tokens, padded=True, max_rows=self._vocabulary - 1)
+        cut = partial(cut_by_tokens, limit=BATCH_TOKENS, padded=True, max_rows=self._vocabulary - 1)
         return Rotation.of(self._model.config).split([len(pair) for pair in pairs], cut)
 
     def score(self, pairs: Sequence[Sequence[int]], begin: Callable[[int, int], None]) -> list[Score]:
@@ -179,14 +177,14 @@ def _model_in(directory: Path, section: str) -> str:
     return f"the {section.replace('_', ' ')} in {directory}"
 
 
-def _load(directory: Path, dtype: str, device: torch.device, section: str) -> Any:
+def _load(directory: Path, device: torch.device, section: str) -> Any:
     config = _read_config(directory, section)
     with loading(_model_in(directory, section), device):
         model, found = from_directory(
             AutoModelForSequenceClassification,
             directory,
             config=config,
-            dtype=_DTYPES[dtype],
+            dtype="auto",
             use_safetensors=True,
             output_loading_info=True,
         )

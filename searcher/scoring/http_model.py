@@ -105,7 +105,7 @@ def main() -> None:
     with asyncio.Runner() as runner:
         model = HttpModel(config, settings["key"], settings["section"])
         try:
-            runner.run(model.try_out(seconds=config.load_seconds))
+            runner.run(model.try_out(seconds=settings["load_seconds"]))
         except (HttpRefused, HttpUnavailable) as error:
             connection.send(["refused" if isinstance(error, HttpRefused) else "failed", storable(str(error))])
             sys.exit(1)

@@ -13,7 +13,7 @@ from tba.common.config import ScoringModelSection
 from tba.common.errors import ConfigError, WorkerLost
 from tba.common.log import get_logger
 from tba.common.weights.model_files import model_directory
-from tba.searcher.scoring.worker_pool import PoolSettings, WorkerPool
+from tba.searcher.scoring.worker_pool import LOAD_SECONDS, PoolSettings, WorkerPool
 
 log = get_logger(__name__)
 
@@ -67,12 +67,11 @@ def _own_process(config: ScoringModelSection, device: str, section: str) -> Pool
     directory = model_directory(config.path, setting=f"{section}.path")
     return PoolSettings(
         name=section.replace("_", " "),
-        section=section,
         module="tba.searcher.scoring.classifier",
         settings={"config": _sent(config), "section": section, "directory": str(directory), "device": device},
         workers=1,
         batch=_BATCH,
-        load_seconds=config.load_seconds,
+        load_seconds=LOAD_SECONDS,
         work_seconds=config.time_limit_seconds,
         gather_seconds=_GATHER_SECONDS,
         max_wait_seconds=config.time_limit_seconds,
@@ -83,12 +82,16 @@ def _own_process(config: ScoringModelSection, device: str, section: str) -> Pool
 def _server(config: ScoringModelSection, section: str) -> PoolSettings:
     return PoolSettings(
         name=section.replace("_", " "),
-        section=section,
         module="tba.searcher.scoring.http_model",
-        settings={"config": _sent(config), "section": section, "key": config.api_key.get_secret_value()},
+        settings={
+            "config": _sent(config),
+            "section": section,
+            "key": config.api_key.get_secret_value(),
+            "load_seconds": LOAD_SECONDS,
+        },
         workers=1,
         batch=max(_BATCH, config.concurrency),
-        load_seconds=config.load_seconds + _GRACE_SECONDS,
+        load_seconds=LOAD_SECONDS + _GRACE_SECONDS,
         work_seconds=config.time_limit_seconds + _GRACE_SECONDS,
         max_wait_seconds=config.time_limit_seconds,
     )

@@ -17,7 +17,7 @@ from tba.common.errors import TaskError, TbaError, WorkerLost
 from tba.common.log import configure, get_logger
 from tba.common.system.process import SAFE_PATH
 from tba.searcher.scoring.scoring import Item, Scored, failed, score, score_later, storable
-from tba.searcher.scoring.worker_pool import Connection, PoolSettings, Result, WorkerPool
+from tba.searcher.scoring.worker_pool import LOAD_SECONDS, Connection, PoolSettings, Result, WorkerPool
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt, Reward, Task, least_reward, name_of, scores_concurrently
 
@@ -44,12 +44,11 @@ class TaskScorer(WorkerPool):
         super().__init__(
             PoolSettings(
                 name="reward worker",
-                section="task",
                 module="tba.searcher.scoring.task_scorer",
                 settings=config.model_dump(mode="json"),
                 workers=config.reward_workers,
                 batch=max(_BATCH, config.reward_concurrency) if concurrent else _BATCH,
-                load_seconds=config.load_seconds,
+                load_seconds=LOAD_SECONDS,
                 work_seconds=config.reward_seconds + (_GRACE_SECONDS if concurrent else 0.0),
             )
         )

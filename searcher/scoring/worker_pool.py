@@ -34,13 +34,15 @@ from typing import Any
 import msgpack
 
 from tba.common.log import get_logger
-from tba.common.system.backoff import backoff
+from tba.common.system.background import backoff
 from tba.common.system.orphan_guard import SessionGuard, kill_sessions
 from tba.common.system.process import PARENT_VARIABLE, die_with_parent, signal_name
 from tba.searcher.scoring.scoring import Item, timed_out
 
 log = get_logger(__name__)
 
+# Time limit of a worker's start.
+LOAD_SECONDS = 600.0
 _FIRST_PAUSE_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 60.0
 _CHUNK_BYTES = 1 << 18
@@ -157,14 +159,13 @@ class Connection:
 class PoolSettings:
     """What a pool runs, and its limits.
 
-    A worker runs `module` and receives `settings` first. It must be ready within `load_seconds`, a key of the
-    configuration's `section`, and while it has items it must send a message every `work_seconds`. It is sent at most
+    A worker runs `module` and receives `settings` first. It must be ready within `load_seconds`, and while it has
+    items it must send a message every `work_seconds`. It is sent at most
     `batch` items at a time, and waits up to `gather_seconds` for that many. While no worker is ready, items fail that
     wait longer than `max_wait_seconds`, if that is set. `name` is for log messages.
     """
 
     name: str
-    section: str
     module: str
     settings: Any
     workers: int
@@ -291,8 +292,7 @@ class WorkerPool:
         if worker.items and worker.process.silent_seconds > self.settings.work_seconds:
             return timed_out(self.settings.work_seconds)
         if not worker.ready and worker.process.silent_seconds > self.settings.load_seconds:
-            limit = f"{self.settings.section}.load_seconds = {self.settings.load_seconds:g}"
-            return f"the worker was not ready within {limit}"
+            return f"the worker was not ready within {self.settings.load_seconds:g} s"
         return None
 
     def _replace(self, worker: Worker, failure: str) -> None:

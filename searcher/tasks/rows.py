@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tba.common import data_files
-from tba.common.errors import MissingExtra, TaskError
+from tba.common.errors import MissingExtra, TaskError, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.rendering import message_of, variables_of
 from tba.searcher.tasks.task import Prompt
 

@@ -25,11 +25,11 @@ from typing import Literal
 from tba.common.clock import Clock
 from tba.common.errors import DamagedInUse, SnapshotCorrupt, SnapshotError, SnapshotOutdated
 from tba.common.log import get_logger
+from tba.common.run_snapshots import MEMORY
 from tba.common.system.durable import copy_file, link_or_copy
 from tba.common.weights import delta
 from tba.common.weights.node_store import (
     DELETED,
-    MEMORY,
     SNAPSHOT,
     PinnedSnapshot,
     delete,

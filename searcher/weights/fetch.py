@@ -7,7 +7,7 @@ computed while receiving.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,14 +17,14 @@ from tba.common.clock import Clock
 from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError, SnapshotError, SnapshotMissing, SnapshotOutdated, WireError
 from tba.common.log import get_logger
+from tba.common.run_snapshots import weights_directory
 from tba.common.weights import delta
-from tba.common.weights.node_store import make_directory, weights_directory
+from tba.common.weights.node_store import make_directory
 from tba.common.weights.snapshot_server import NodeServer, address_of
 from tba.common.wire.channels import ClientChannel
 from tba.common.wire.codec import PlainReply, decode_plain_reply, encode_request
-from tba.common.wire.file_messages import MAX_CHUNK_BYTES, Chunk, FetchChunk
 from tba.common.wire.keys import KeyPair, announced, server_keys, with_key
-from tba.common.wire.messages import Failure
+from tba.common.wire.messages import MAX_CHUNK_BYTES, Chunk, Failure, FetchChunk
 
 log = get_logger(__name__)
 
@@ -45,7 +45,8 @@ _RETRY_SECONDS = 10.0
 class Progress:
     """What the preparing thread waits for, and whether it should stop waiting.
 
-    The preparing thread calls `report` and `check`; another thread sets `outdated` and reads `waits_for`.
+    The preparing thread calls `report` and `check`; another thread sets `outdated` and reads `waits_for`. With one
+    thread, `go_on` is called while it waits, and False ends the wait.
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,7 @@ class Progress:
         self.outdated = False
         # A sentence for people, empty while nothing is waited for.
         self.waits_for = ""
+        self.go_on: Callable[[], bool] = lambda: True
 
     def report(self, waits_for: str) -> None:
         """Publish what is waited for; an empty string when the wait is over."""
@@ -60,7 +62,7 @@ class Progress:
 
     def check(self, what: str) -> None:
         """Raise SnapshotOutdated if `what` is not needed any more. Called while waiting, not while progressing."""
-        if self.outdated:
+        if self.outdated or not self.go_on():
             raise SnapshotOutdated(f"{what} is no longer wanted")
 
 
@@ -262,7 +264,9 @@ class Serving:
         self._endpoint = config.search.serve_snapshots
         self._keys = None
         if self._endpoint:
-            self._keys = server_keys(config.security, self._endpoint, "search.serve_snapshots")
+            self._keys = server_keys(
+                config.security.keys, self._endpoint, "search.serve_snapshots", insecure=config.security.insecure
+            )
         self.address = with_key(address_of(self._endpoint), self._keys)
         self._directory = weights_directory(config)
         self._clock = clock

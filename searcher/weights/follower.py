@@ -25,9 +25,9 @@ from tba.common.errors import (
     SnapshotRefused,
 )
 from tba.common.log import get_logger
-from tba.common.system.background import Background
-from tba.common.system.backoff import backoff
-from tba.common.weights.node_store import PinnedSnapshot, weights_directory
+from tba.common.run_snapshots import weights_directory
+from tba.common.system.background import Background, backoff
+from tba.common.weights.node_store import PinnedSnapshot
 from tba.common.weights.snapshot import Snapshot
 from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import WeightsRef
@@ -79,7 +79,7 @@ class Preparation:
         # Addresses of the nodes to ask for files before the trainer. Set by the other thread.
         self.nodes: Sequence[str] = ()
         self._assembler = SnapshotAssembler(
-            weights_directory(config), config.search.weights_from, clock, self.progress, node_pair(config.security)
+            weights_directory(config), config.search.weights_from, clock, self.progress, node_pair(config.security.keys)
         )
         self._make_ready = make_ready
         # Guards everything below.

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.common.errors import UsageError
-from tba.common.quantity import quantity
+from tba.common.errors import UsageError, quantity
 from tba.common.system.devices import Gpu, list_gpus
 from tba.tests.gpu.report import ReportWriter
 

@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 from tba.common.errors import UsageError
-from tba.common.system.cuda import find_driver
-from tba.common.system.devices import ask_nvidia_smi
-from tba.common.system.versions import software
+from tba.common.system.devices import ask_nvidia_smi, find_driver
+from tba.common.system.process import software
 
 
 @dataclass

@@ -29,7 +29,7 @@ def test_a_step_reaches_a_share_of_the_peak_in_the_memory_of_the_estimate(tmp_pa
     assert all(result.metrics["skipped"] == 0 for result, _ in made)
     # The first steps choose kernels and allocate memory.
     seconds = [elapsed for _, elapsed in made[2:]]
-    throughput = Throughput(model, "auto")
+    throughput = Throughput(model)
     rates = [throughput.metrics(batch, elapsed) for batch, elapsed in zip(batches[2:], seconds, strict=True)]
     found = {name: mean(rate[name] for rate in rates) for name in rates[0]}
     for name, value in found.items():

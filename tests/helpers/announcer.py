@@ -8,7 +8,7 @@ from tba.common.system.durable import temporary_directory
 from tba.common.weights.snapshot import Canary, Manifest, describe_files, directory_name, seal
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import ClientStatus, GetStatus, Status
+from tba.common.wire.messages import ClientStatus, GetStatus, Status
 
 
 def write_snapshot(model: Path, directory: Path, version: int, *, canary_error: float = 0.0) -> tuple[Path, str]:

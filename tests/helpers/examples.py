@@ -1,9 +1,8 @@
 """An example of each message that may be sent."""
 
-from tba.common.wire import file_messages, messages
-from tba.common.wire.evaluation_messages import HeldOutResponse, PutEvaluation
-from tba.common.wire.row_numbers import RowNumbers
-from tba.common.wire.status_messages import GetStatus
+from tba.common.wire import messages
+from tba.common.wire.messages import GetStatus, HeldOutResponse, PutEvaluation
+from tba.common.wire.trajectory import RowNumbers
 
 REF = messages.WeightsRef(version=7, step=14, path="/s/v00000007", manifest_sha256="ab" * 32)
 STATE = messages.RunState(weights=REF, step=14, finished=False)
@@ -74,7 +73,7 @@ REPLIES = {
 
 
 FILE_MESSAGES = {
-    "fetch_chunk": file_messages.FetchChunk(version=7, file="model.safetensors", offset=1 << 33, length=1 << 20),
-    "chunk": file_messages.Chunk(offset=1 << 33, file_bytes=(1 << 33) + 3),
+    "fetch_chunk": messages.FetchChunk(version=7, file="model.safetensors", offset=1 << 33, length=1 << 20),
+    "chunk": messages.Chunk(offset=1 << 33, file_bytes=(1 << 33) + 3),
     "failure": REPLIES["failure"],
 }

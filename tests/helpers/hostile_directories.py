@@ -233,7 +233,7 @@ def load(kind: str) -> Callable[[Path], object]:
         import torch
 
         from tba.common.weights.model_files import eos_ids, weights_digest
-        from tba.common.weights.tokenizer import load_tokenizer
+        from tba.common.weights.pretrained import load_tokenizer
         from tba.trainer.model.scorer import load_model
         from tba.trainer.preflight.shape import meta_model
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from tba.common.config.security import SecuritySection
 from tba.common.wire.curve import new_pair
 from tba.common.wire.keys import (
     AUTHORIZED,
@@ -24,7 +23,7 @@ class Keyring:
 
     def server(self) -> ServerKeys:
         """Return the keys of a server on this node."""
-        keys = server_keys(SecuritySection(keys=self.directory), "tcp://127.0.0.1:1", "buffer.address")
+        keys = server_keys(self.directory, "tcp://127.0.0.1:1", "buffer.address", insecure=False)
         assert keys is not None
         return keys
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from tba.common.wire import messages
 from tba.common.wire.codec import encode_request
-from tba.common.wire.evaluation_messages import PutEvaluation
-from tba.common.wire.status_messages import GetStatus
+from tba.common.wire.messages import GetStatus, PutEvaluation
 from tba.tests.helpers.puts import make_trajectory, numbers_of, put_message, reference
 
 Frames = list[bytes]

@@ -8,8 +8,7 @@ import numpy as np
 
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, RowNumbers
-from tba.common.wire.trajectory import Trajectory, pack
+from tba.common.wire.trajectory import LOG_RATIO_DTYPE, RowNumbers, Trajectory, pack
 from tba.tests.helpers.checks import PATIENCE_SECONDS
 
 

@@ -22,7 +22,7 @@ from msgspec.structs import asdict
 from tba.common.config import Config, LoraSection, ReferenceSection
 from tba.common.errors import ConfigError
 from tba.common.system.process import RENDEZVOUS_VARIABLE
-from tba.common.wire.row_numbers import RowNumbers
+from tba.common.wire.trajectory import RowNumbers
 from tba.tests.helpers import trainer
 from tba.tests.helpers.puts import read_log_ratios
 from tba.tests.helpers.trainer import random_batch
@@ -87,7 +87,12 @@ def run_all(processes: Sequence[BaseProcess], seconds: float) -> None:
 def make_learner(ranks: Ranks = ALONE, **settings: Any) -> Learner:
     """Return a learner of two layers, in float64 unless it is told otherwise."""
     model = {"layers": 2} | settings.pop("model", {})
-    keys = {"double": True, "trained_adapters": True, "measured": Measured(entropy=True), "packing": "auto"}
+    keys: dict[str, Any] = {
+        "double": True,
+        "trained_adapters": True,
+        "measured": Measured(entropy=True),
+        "packing": "auto",
+    }
     return trainer.make_learner(ranks, model=model, **keys | settings)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from tba.common.wire.status_messages import ClientStatus, Status
+from tba.common.wire.messages import ClientStatus, Status
 
 
 def make_status(step: int = 0, **changes: Any) -> Status:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba.common.wire.row_numbers import LOG_RATIO_DTYPE
+from tba.common.wire.trajectory import LOG_RATIO_DTYPE
 
 _ROWS = """
 SELECT c.log_ratio, c.mismatch, t.response_tokens, c.token_log_ratios

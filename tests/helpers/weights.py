@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from tba.common.system.durable import temporary_directory
-from tba.common.weights import delta, delta_store, snapshot
+from tba.common.weights import delta, snapshot
 from tba.common.weights.snapshot import MANIFEST, Canary, Delta, Manifest, Snapshot, directory_name
 from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.weights.tensor_file import Tensor, content_of
 from tba.common.wire import messages
-from tba.common.wire.file_messages import FetchChunk
+from tba.common.wire.messages import FetchChunk
 from tba.tests.helpers.checks import not_none
 
 WEIGHTS = "model.safetensors"
@@ -51,7 +51,7 @@ class RandomWeights:
         last, old = self.refs[-1], dict(self._tensors)
         self._change(0.01)
         changed = not_none(delta.build_delta(old, self._tensors, max_bytes=1e12))
-        directory = self.directory / delta_store.NAME / directory_name(len(self.refs))
+        directory = self.directory / delta.FOLDER / directory_name(len(self.refs))
         directory.mkdir(parents=True)
         size = delta.write_delta(directory / delta.FILE, changed)
         entry = snapshot.describe_file(directory / delta.FILE)
@@ -61,7 +61,7 @@ class RandomWeights:
 
     def path(self, version: int, name: str) -> Path:
         """A published file, or the delta of a version."""
-        return self.directory / (delta_store.NAME if name == delta.FILE else "") / directory_name(version) / name
+        return self.directory / (delta.FOLDER if name == delta.FILE else "") / directory_name(version) / name
 
     def _change(self, fraction: float) -> None:
         for name, tensor in self._tensors.items():

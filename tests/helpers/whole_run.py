@@ -22,7 +22,7 @@ def small_sections(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the sections of a run of a few steps with one Transformers searcher, with changes."""
     defaults: dict[str, dict[str, Any]] = {
         "buffer": {"recency_window": 8, "lease_seconds": 4.0},
-        "launch": {"restart_delay_seconds": 0.1, "drain_seconds": 10.0},
+        "launch": {"drain_seconds": 10.0},
         "task": {"limit": PROMPTS},
         "search": {"samples_per_prompt": SAMPLES},
         "train": {"steps": STEPS, "checkpoint_every": 3, "keep_snapshot_every": 6},

@@ -12,7 +12,7 @@ import pytest
 
 from tba.common.errors import EXIT_INTERRUPTED
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.process.conftest import arithmetic, clean_environment, merged
 

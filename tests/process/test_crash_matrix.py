@@ -21,7 +21,7 @@ from tba.common.config import Config
 from tba.common.errors import BufferUnavailable
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.producers import PROMPTS, tokens_of
 from tba.tests.helpers.puts import connected, prepare

@@ -7,7 +7,7 @@ import pytest
 
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.puts import connected, make_trajectory, prepare, put_message
 
 PROMPTS, ANSWERS = 12, 4

@@ -14,7 +14,7 @@ import pytest
 from tba.common.errors import StorageError
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.delivery import delivery
 from tba.searcher.delivery.delivery import Delivery
 from tba.tests.helpers.checks import not_none

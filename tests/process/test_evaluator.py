@@ -7,7 +7,7 @@ import pytest
 from tba.common.evaluations import read_json_lines
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.announcer import Announcer
 from tba.tests.helpers.checks import wait_until

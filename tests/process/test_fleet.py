@@ -14,10 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba.common.stall import Facts
+from tba.common.run_status import Facts, ask_status
 from tba.common.system.process import NotifySocket
 from tba.common.wire.client import BufferClient
-from tba.common.wire.probe import ask_status
 from tba.deploy.display import explain
 from tba.tests.helpers.checks import wait_until
 
@@ -42,7 +41,7 @@ def fleet_config(make_config, example_model):
             model={"path": str(example_model), "dtype": "float32"},
             task={"name": "arithmetic", "limit": 8, "reward_workers": 0},
             search={"engine": "transformers", "gpus": "cpu", "max_in_flight": 8},
-            launch={"restart_delay_seconds": 0.1, "drain_seconds": 10.0, "summary_seconds": 0.5} | launch,
+            launch={"drain_seconds": 10.0} | launch,
         )
 
     return make
@@ -170,7 +169,7 @@ def test_one_broken_searcher_does_not_stop_the_others(fleet_config, start_fleet,
     broken = (
         "import sys, os\nif sys.orig_argv[-2:] == ['--index', '1']: os.write(1, b'error: no device'), os._exit(3)\n"
     )
-    run = fleet_config(max_restarts=2, restart_delay_max_seconds=0.2)
+    run = fleet_config(max_restarts=2)
     fleet = start_fleet(run, 2, broken)
     wait_for_output(tmp_path, r"1/2 searchers up.*; cpu1 broken, .* last exit code 3\): no device")
     # The buffer knows too: there is no trainer, so the run stands still.
@@ -200,7 +199,7 @@ def test_a_configuration_error_of_one_searcher_ends_the_fleet_with_its_message(f
 def test_lines_of_many_children_are_never_torn(tmp_path):
     program = """
 import subprocess, sys
-from tba.deploy.log_relay import Relay
+from tba.deploy.child import Relay
 program = "import sys\\nfor n in range(2000): sys.stdout.write(sys.argv[1] * 50); sys.stdout.write('.\\\\n')"
 children = [subprocess.Popen([sys.executable, "-c", program, x], stdout=subprocess.PIPE) for x in "abcd"]
 relays = [Relay(child.stdout, f"gpu{n}", n) for n, child in enumerate(children)]

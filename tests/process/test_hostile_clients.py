@@ -7,7 +7,7 @@ import pytest
 
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_reply, encode_request
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers import hostile
 from tba.tests.helpers.producers import put_of
 from tba.tests.helpers.puts import connected, prepare

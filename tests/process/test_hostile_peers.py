@@ -17,7 +17,7 @@ from tba.buffer.store.store import Store
 from tba.buffer.store.tables.trajectories import TRAJECTORY_COLUMNS
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_HEADER_BYTES, decode_reply, encode_request
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.mutations import PROMPTS, VERSIONS, Mutator
 from tba.tests.helpers.producers import put_of
@@ -202,8 +202,6 @@ def write_five_mib(store: Store, run) -> float:
             row |= dict.fromkeys(("reward_parts", "stop_reason", "sampling", "text", "error", "metadata"), "{}")
             columns = {name: [value] for name, value in row.items()}
             store.trajectories.add(columns, [[memoryview(blob)] for blob in (bytes(1 << 20), b"", b"", b"", b"")])
-    if store.log.checkpoint():
-        store.log.checkpoint_all()
     return time.monotonic() - started
 
 

@@ -131,11 +131,14 @@ def test_a_server_that_dies_leaves_rows_with_errors_and_no_more_requests_are_in_
     assert "nothing usable within 5 s: ConnectError" in error
 
 
-def test_a_server_that_is_no_reward_model_is_refused_at_the_start_and_one_that_is_silent_is_waited_for(rewards, server):
+def test_a_server_that_is_no_reward_model_is_refused_at_the_start_and_one_that_is_silent_is_waited_for(
+    rewards, server, monkeypatch
+):
     with pytest.raises(ConfigError, match="answered with status 401: wrong key"):
         rewards(server.url, api_key="other")
+    monkeypatch.setattr("tba.searcher.scoring.model_scorer.LOAD_SECONDS", 0.2)
     with pytest.raises(WorkerLost, match=r"reward_model.url does not answer: .*ConnectError"):
-        rewards("http://127.0.0.1:9", load_seconds=0.2)
+        rewards("http://127.0.0.1:9")
 
 
 def test_a_worker_that_is_refused_later_is_started_again_after_a_pause(server):
@@ -183,7 +186,6 @@ def test_a_prompt_without_a_text_needs_the_chat_template(rewards, server):
         ({"url": "http://[::1"}, "IPv6"),
         ({"url": "http://a", "api_key": "two\nlines"}, "line ends"),
         ({"url": "http://a", "api": "score", "template": "chat"}, "as two texts"),
-        ({"url": "http://a", "max_length": 5}, "the server has a limit"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys, problem):
@@ -199,7 +201,7 @@ def test_the_key_is_not_stored(server):
 def test_a_gold_model_scores_answers_and_references_of_prompts_that_have_one(server):
     config = Config.model_validate({"gold_model": {"url": server.url}})
     prompts = [Prompt("0", "12", answer="345"), Prompt("1", "12"), Prompt("2", "", answer="3")]
-    with closing(ModelScorer(config.gold_model, "cpu", section="gold_model")) as scorer:
+    with closing(ModelScorer(config.gold_model.classifier, "cpu", section="gold_model")) as scorer:
         gold = GoldModel(scorer, prompts)
         server.fail("400")
         scores, references = gold.compare(["1", "1", "1234567"], lambda: True) or ([], [])

@@ -34,7 +34,7 @@ from pathlib import Path
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.weights import snapshot
-from tba.common.weights.node_store import weights_directory
+from tba.common.run_snapshots import weights_directory
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.weights.assembly import SnapshotAssembler
 

@@ -13,7 +13,7 @@ import msgpack
 import pytest
 
 from tba.common.errors import RecordLost
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.delivery.spool import read_put
 from tba.tests.helpers.announcer import Announcer
 from tba.tests.helpers.checks import wait_until

@@ -7,9 +7,9 @@ from contextlib import closing
 import pytest
 
 from tba.common.errors import EXIT_CONFIG
+from tba.common.run_status import ask_status
 from tba.common.wire.client import BufferClient
-from tba.common.wire.probe import ask_status
-from tba.common.wire.status_messages import Stall
+from tba.common.wire.messages import Stall
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.random_configurations import STEPS, draw_sections
 from tba.tests.process.conftest import arithmetic, merged

@@ -128,7 +128,6 @@ def test_a_run_trains_on_the_log_probabilities_of_replies_and_is_evaluated_by_it
         "samples": 16,
         "temperature": 2.0,
         "embedder": str(EXAMPLE_MODEL),
-        "duplicate_distance": 0.0,
     }
     run = make_config(**arithmetic(task=task, train=train, eval=evaluation))
     result = tba("run", run.file, timeout=400)
@@ -144,4 +143,4 @@ def test_a_run_trains_on_the_log_probabilities_of_replies_and_is_evaluated_by_it
     assert evaluated["step"] == steps
     assert evaluated["sampled_reward_part_correct"] > 0
     assert 0 < evaluated["embedding_distance"] <= 2
-    assert evaluated["distinct_correct_by_embedding"] == evaluated["distinct_correct"] > 0
+    assert 0 < evaluated["distinct_correct_by_embedding"] <= evaluated["distinct_correct"]

@@ -93,7 +93,7 @@ def send_all(rewards, texts, first=0):
 
 def test_a_reward_is_the_sum_of_the_task_and_the_weighted_logit(rewards, classifier):
     texts = [str(n) * (1 + n % 7) for n in range(100)]
-    rewards = rewards(batch_tokens=64)
+    rewards = rewards()
     submit(rewards, texts)
     model, task = RewardModel(classifier, rewards._model.config, "cpu"), load_task(Config().task)
     for scored, prompt, text in zip(collect(rewards), prompts(), texts, strict=False):

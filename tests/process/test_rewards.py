@@ -12,6 +12,7 @@ from tba.common.errors import EngineError, TaskError
 from tba.searcher.engines.engine import Generation, SamplingSettings
 from tba.searcher.evaluation.answers import Question, answer
 from tba.searcher.evaluation.measure import Measured, measure_greedy
+from tba.searcher.scoring import task_scorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt
@@ -84,8 +85,9 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(hostile):
     scorer.close()
 
 
-def test_a_worker_that_is_not_ready_in_time_is_started_again(hostile, caplog):
-    scorer = make_scorer("SlowOnce", reward_workers=1, load_seconds=3.0)
+def test_a_worker_that_is_not_ready_in_time_is_started_again(hostile, caplog, monkeypatch):
+    monkeypatch.setattr(task_scorer, "LOAD_SECONDS", 3.0)
+    scorer = make_scorer("SlowOnce", reward_workers=1)
     assert [scored.error for scored in score_all(scorer, ["good", "raises"])] == [None, MISDEEDS["raises"]]
     assert (hostile / "slow").exists()
     assert "reward worker did not start" in caplog.text

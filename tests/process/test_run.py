@@ -249,9 +249,7 @@ def test_a_second_run_neither_joins_nor_harms_the_first_which_when_killed_leaves
 
 def test_of_two_runs_that_start_together_one_starts_only_its_buffer(small_run, start_tba):
     """Both find the address free. Only the launcher whose buffer binds it starts the other roles."""
-    run = small_run(
-        train={"steps": 100_000}, launch={"restart_delay_seconds": 0.1, "max_restarts": 1, "drain_seconds": 1.0}
-    )
+    run = small_run(train={"steps": 100_000}, launch={"max_restarts": 1, "drain_seconds": 1.0})
     folders = [run.directory.with_name(name) for name in ("one", "two")]
     launchers = [start_tba("run", run.file, "--set", f"run.dir={folder}") for folder in folders]
     wait_until(lambda: any(launcher.poll() is not None for launcher in launchers))
@@ -264,7 +262,7 @@ def test_of_two_runs_that_start_together_one_starts_only_its_buffer(small_run, s
 def test_a_run_waits_for_the_previous_one_to_end_and_a_stopped_trainer_does_not_finish_it(
     small_run, start_tba, tmp_path
 ):
-    run = small_run(launch={"restart_delay_seconds": 0.1, "drain_seconds": 8.0}, train={"steps": 100_000})
+    run = small_run(launch={"drain_seconds": 8.0}, train={"steps": 100_000})
     previous = start_tba("run", run.file)
     wait_until(lambda: run.steps_trained() >= 4)
     # It cannot save, so the launcher waits for its whole drain time.

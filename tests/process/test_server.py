@@ -12,7 +12,7 @@ import pytest
 from tba.common.errors import BufferUnavailable
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.puts import connected, prepare, put_message
 
 

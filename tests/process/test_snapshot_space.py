@@ -34,7 +34,7 @@ def test_snapshots_wait_for_disk_space_and_only_the_newest_is_published_afterwar
     assert publisher.flush(60)
     lab.disk.fill()
     for step in range(1, 6):
-        publisher.publish(step)  # returns: training goes on
+        publisher.publish(step)  # returns: training continues
     wait_until(lambda: publisher.reason.startswith("v5 waits for disk space"), what=publisher.reason)
     assert "train.min_free_mib = 12" in publisher.reason
     assert not publisher.flush(0.1)
@@ -48,7 +48,8 @@ def test_snapshots_wait_for_disk_space_and_only_the_newest_is_published_afterwar
 def test_a_disk_that_fills_during_a_write_is_recognised_and_no_file_is_left(lab):
     copies = HostBuffers(torch.device("cpu"))
     publication = Publication(0, 0, copies.copy(lab.weights().items()))
-    writer = SnapshotWriter(lab.config, lab.model, copies, unwrapped=lab.model, model_files=lab.files)
+    config = lab.config.model_copy(update={"train": lab.config.train.model_copy(update={"min_free_mib": 0})})
+    writer = SnapshotWriter(config, lab.model, copies, unwrapped=lab.model, model_files=lab.files)
     lab.config.snapshots.mkdir(parents=True, exist_ok=True)
     with (lab.disk.path / "all").open("wb") as file:
         free = os.statvfs(lab.disk.path).f_bavail * os.statvfs(lab.disk.path).f_frsize

@@ -12,7 +12,7 @@ import pytest
 
 from tba.common.wire import client as client_module
 from tba.common.wire import messages
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.faults import (
     BYTES_PER_TOKEN,

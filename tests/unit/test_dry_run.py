@@ -63,9 +63,7 @@ def test_a_reward_model_behind_a_server_is_asked(dry_run):
 def test_sizes_follow_from_the_configuration_of_a_model_without_weights(dry_run, tmp_path):
     (tmp_path / "qwen").mkdir()
     (tmp_path / "qwen/config.json").write_text(json.dumps(QWEN))
-    outcome = dry_run(
-        "examples/gsm8k/node.toml", "--assume", "8x80", "--set", "model.path=qwen", "--set", "train.keep_checkpoints=2"
-    )
+    outcome = dry_run("examples/gsm8k/node.toml", "--assume", "8x80", "--set", "model.path=qwen")
     assert outcome.exit_code == 78
     assert "would not start: model, trainer memory" in outcome.message
     assert "checkpoints 255.3, snapshots" in row(outcome, "disk"), "three checkpoints of 12 bytes per parameter"

@@ -18,7 +18,7 @@ from tba.common.config import ObjectiveSection
 from tba.common.errors import CanaryMismatch
 from tba.common.evaluations import why_not_measured
 from tba.common.weights import delta
-from tba.common.wire.status_messages import GetStatus
+from tba.common.wire.messages import GetStatus
 from tba.searcher.scoring.scoring import score
 from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler

@@ -6,8 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from tba.common.config.engine_arguments import _OWN, own_argument
-from tba.common.config.search import SearchSection
+from tba.common.config.search import _OWN, SearchSection, own_argument
 from tba.common.errors import ConfigError
 from tba.common.system.process import KV_CACHE_NOTICE, NotifySocket
 from tba.searcher.engines.engine import SamplingSettings
@@ -140,6 +139,6 @@ def test_the_names_of_engine_arguments_in_vllms_source_are_those_of_the_class():
 
     from vllm import EngineArgs
 
-    from tba.common.config.engine_arguments import installed_arguments
+    from tba.common.config.search import installed_arguments
 
     assert installed_arguments() == [field.name for field in dataclasses.fields(EngineArgs)]

@@ -170,20 +170,3 @@ def test_with_packed_weights_vllm_reloads_and_a_tied_head_is_not_stale(lab, dtyp
     np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(new, ids), atol=BOUNDS[dtype])
     assert lab.finish(engine)[request].version_runs.tolist() == [[snapshot.manifest.version, 20]]
     engine.close()
-
-
-def test_an_engine_that_keeps_its_prefix_cache_reuses_prefixes_of_older_weights_but_not_of_refused_ones(lab):
-    old, new = lab.model(seed=1), lab.model(seed=2)
-    engine = lab.engine(old, keep_prefix_cache=True)
-    # Longer than a block of 128.
-    prompt = lab.tokens(1, 200)
-    lab.generate(engine, prompt)
-    lab.serve(engine, new)
-    generation = lab.generate(engine, prompt)
-    pure = lab.response_logprobs(new, prompt, generation.response_ids)
-    assert np.abs(generation.logprobs - pure).max() > 0.1, "no prefix was reused"
-    with pytest.raises(SnapshotError):
-        engine.load_weights(lab.snapshot(old, canary_error=0.1))
-    again = lab.generate(engine, prompt)
-    np.testing.assert_allclose(again.logprobs, lab.response_logprobs(new, prompt, again.response_ids), atol=1e-4)
-    engine.close()

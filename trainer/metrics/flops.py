@@ -1,7 +1,6 @@
 """Model FLOPs utilisation (MFU): FLOPs that an update needs, divided by what the devices could compute."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -92,16 +91,14 @@ class ModelFlops:
         return float(self._body * (sum(prompts) + predicted) + self._head * predicted + self._attention * pairs)
 
 
-def peak_flops(device: torch.device, tflops: float | Literal["auto"]) -> float | None:
+def peak_flops(device: torch.device) -> float | None:
     """Peak FLOPs per second of a device, None if unknown. Logs the name of a GPU that is unknown."""
-    if tflops != "auto":
-        return tflops * 1e12
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     known = _PEAK_TFLOPS.get(name.removeprefix("NVIDIA ").removeprefix("AMD "))
     if known is None:
-        log.info("no MFU: the peak of this GPU is not known", gpu=name, remedy="set metrics.peak_tflops")
+        log.info("no MFU: the peak of this GPU is not known", gpu=name)
         return None
     return known * 1e12
 
@@ -109,9 +106,9 @@ def peak_flops(device: torch.device, tflops: float | Literal["auto"]) -> float |
 class Throughput:
     """Tokens per second, and MFU where the peak of the device is known."""
 
-    def __init__(self, model: PreTrainedModel, peak_tflops: float | Literal["auto"], devices: int = 1) -> None:
+    def __init__(self, model: PreTrainedModel, devices: int = 1) -> None:
         self._flops = ModelFlops(model)
-        peak = peak_flops(model.device, peak_tflops)
+        peak = peak_flops(model.device)
         self._peak = None if peak is None else peak * devices
 
     def metrics(self, batch: TrainBatch, seconds: float) -> dict[str, float]:

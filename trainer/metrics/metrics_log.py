@@ -15,22 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from tba.common import jsonl, run_files
-from tba.common.errors import CheckpointError, TbaError
+from tba.common.errors import CheckpointError, TbaError, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.system.durable import write_text
 from tba.trainer.metrics.sinks import Answer, BackgroundSink
 
 log = get_logger(__name__)
 
-# Lines of about 2 KB each. A disk that has refused this many steps has refused their checkpoints too.
-_MAX_WAITING = 10_000
-
 
 class MetricsLog:
     """Appends each step to `metrics.jsonl`, which loses nothing, and passes it to sinks, which may lose steps.
 
-    `first_step` is the first step that will be recorded. Raises TbaError if the file cannot be written.
+    A full disk cannot corrupt the file: each line is written whole and in order, or waits in memory, and is tried again
+    with the next step. `first_step` is the first step that will be recorded. `sync` is called by the thread that writes
+    checkpoints. Raises TbaError if the file cannot be written.
     """
 
     def __init__(self, directory: Path, *, first_step: int, sinks: Sequence[BackgroundSink] = ()) -> None:
@@ -39,10 +37,21 @@ class MetricsLog:
             directory.mkdir(parents=True, exist_ok=True)
             kept = [row for row in _rows(path) if row["step"] < first_step]
             write_text(path, "".join(f"{json.dumps(row)}\n" for row in kept))
-            self._file = AppendFile(path)
+            # Unbuffered: after an error it would be unknown how much of a buffer had been written.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise TbaError(f"{path} cannot be written: {error.strerror}; see to it, and start again") from error
         self._sinks = sinks
+        # Guards everything below.
+        self._lock = threading.Lock()
+        # End of the last complete line, in bytes, and whether there is a part of a line after it.
+        self._end, self._torn = self._file.tell(), False
+        self._waiting: deque[bytes] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """The number of lines that are not written yet."""
+        return len(self._waiting)
 
     def record(
         self,
@@ -57,21 +66,36 @@ class MetricsLog:
         `blamed` are the ids of the trajectories that caused the step to be skipped. `answers` go to the sinks alone.
         """
         trajectories = {"skipped_trajectories": list(blamed)} if blamed else {}
-        self._file.append(json.dumps({"step": step, "time": time, **numbers, **trajectories}))
+        line = json.dumps({"step": step, "time": time, **numbers, **trajectories})
+        with self._lock:
+            self._waiting.append(line.encode() + b"\n")
+            try:
+                self._write()
+            except OSError as error:
+                if self.waiting == 1:
+                    log.warning("lines of metrics wait in memory", reason=str(error))
         for sink in self._sinks:
             sink.record(step, time, numbers, answers)
 
     def sync(self) -> None:
         """Fsync the file before a checkpoint, whose steps will not be repeated. Raises CheckpointError."""
         try:
-            self._file.sync()
+            with self._lock:
+                self._write()
+            # Outside the lock: `record` must not wait for the disk.
+            os.fsync(self._file.fileno())
         except OSError as error:
-            waiting = quantity(self._file.waiting, "line of metrics is", "lines of metrics are")
+            waiting = quantity(self.waiting, "line of metrics is", "lines of metrics are")
             raise CheckpointError(f"{waiting} not on disk: {error}") from error
 
     def close(self) -> None:
-        """Close the file and the sinks."""
-        self._file.close()
+        """Try the waiting lines once more, and close the file and the sinks."""
+        with self._lock:
+            try:
+                self._write()
+            except OSError as error:
+                log.warning("lines of metrics were never written", lines=self.waiting, reason=str(error))
+            self._file.close()
         for sink in self._sinks:
             sink.close()
 
@@ -143,14 +167,9 @@ class AppendFile:
                 rest = rest[self._file.write(rest) or 0 :]
             self._torn = False
             self._end += len(self._waiting.popleft())
-        if self._refused:
-            log.info("all lines are written that had to wait", path=self._path, lost=self.lost)
-            self._refused = False
 
-    def _refuse(self, error: OSError) -> None:
-        if not self._refused:
-            log.warning("lines wait in memory", path=self._path, reason=str(error))
-        self._refused = True
-        if len(self._waiting) > _MAX_WAITING:
-            self._waiting.popleft()
-            self.lost += 1
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of the file, without lines that a crash has damaged."""
+    rows = [row for _, row in jsonl.read(path, skip_malformed=True)] if path.exists() else []
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]

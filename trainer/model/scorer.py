@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tba.common.errors import ConfigError
-from tba.common.quantity import quantity
+from tba.common.errors import ConfigError, quantity
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
-from tba.common.weights.pretrained import from_directory
-from tba.common.weights.tied import tied_names
+from tba.common.weights.pretrained import from_directory, tied_names
 from tba.trainer.batch.batch import Layout, Row, counted, pad
 from tba.trainer.batch.micro_batches import CPU_PASS_TOKENS, GPU_PASS_TOKENS, forward_passes
 from tba.trainer.model.chunked_logprobs import token_logprobs

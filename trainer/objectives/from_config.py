@@ -24,6 +24,12 @@ from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance
 from tba.trainer.objectives.responses import Responses, Terms, row_totals
 
 # A response whose sampler is unknown is left out of their losses.
+# A ratio below 1 - this is clipped.
+_CLIP_LOW = 0.2
+# The maximum importance weight of a token.
+_CISPO_CAP = 5.0
+# Decay rate per optimiser step of the moving average that `kl = "ema"` anchors to.
+_EMA_DECAY = 0.9
 _NEEDS_SAMPLER = ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo")
 Loss = Callable[..., Tensor]
 Advantage = Callable[[Tensor], Tensor]
@@ -40,7 +46,6 @@ class Objective:
     terms: Callable[[Responses, float], Terms]
     needs_reference: bool
     learns_log_z: bool = False
-    log_z_learning_rate: float = 0.0
     ratio_bounds: tuple[float, float] | None = None
     ratio_of_response: bool = False
     # The least reward that the task is said to give, or -inf if the loss does not depend on it.
@@ -77,8 +82,7 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
         )
         return objective(terms=balance, reward_floor=floor)
     if config.name == "tb_learned_z":
-        rate = config.log_z_learning_rate
-        return objective(terms=trajectory_balance_learned_z, learns_log_z=True, log_z_learning_rate=rate)
+        return objective(terms=trajectory_balance_learned_z, learns_log_z=True)
     if config.name == "online_dpo":
         return objective(terms=pg.online_dpo)
     if config.name == "oapl":
@@ -93,7 +97,7 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
 
 
 def _policy_gradient(config: ObjectiveSection, longest_response: int) -> _PolicyGradient:
-    low, high = config.clip_low, config.clip_high
+    low, high = _CLIP_LOW, config.clip_high
     bounds = 1 - low, 1 + high
     cap = None if config.truncation == "off" else config.truncation
     on_tokens = _PolicyGradient(partial(pg.truncated_importance, cap=cap), centred, None if cap is None else (0.0, cap))
@@ -108,14 +112,14 @@ def _policy_gradient(config: ObjectiveSection, longest_response: int) -> _Policy
         "dr_grpo": _PolicyGradient(dr_grpo, centred, bounds, clips=True),
         "ppo_clip": _PolicyGradient(partial(pg.ppo_clip, low=low, high=high), leave_one_out, bounds, clips=True),
         "proximal_rloo": _PolicyGradient(proximal_rloo, leave_one_out, bounds, clips=True),
-        "cispo": _PolicyGradient(partial(pg.cispo, cap=config.cispo_cap), standardised, (0.0, config.cispo_cap)),
+        "cispo": _PolicyGradient(partial(pg.cispo, cap=_CISPO_CAP), standardised, (0.0, _CISPO_CAP)),
     }
     return choices[config.name]
 
 
 def _with_advantage(config: ObjectiveSection, chosen: _PolicyGradient, responses: Responses, beta: float) -> Terms:
     reward_bK = responses.reward_bK
-    penalty_bK = kl_penalty(responses, beta, config.anchor, config.ema_decay)
+    penalty_bK = kl_penalty(responses, beta, config.anchor, _EMA_DECAY)
     if chosen.advantage is standardised:
         # Equal rewards would have the deviation of the KL term, and beta would cancel.
         advantage_bK = standardised(reward_bK) - centred(penalty_bK)

@@ -9,7 +9,7 @@ from tba.common.config.paths import SHARED_UTILIZATION
 from tba.common.errors import ConfigError
 from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, searcher_gpus, shared_gpus
 from tba.common.weights.model_files import config_here
-from tba.common.wire.addresses import is_local
+from tba.common.wire.socket_files import is_local
 
 if TYPE_CHECKING:
     from tba.trainer.preflight.check import Report

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tba.common.config import Config
 from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
-from tba.common.errors import ConfigError
-from tba.common.quantity import quantity
+from tba.common.errors import ConfigError, quantity
 from tba.common.system.devices import count_gpus
 from tba.trainer.batch.micro_batches import GPU_PASS_TOKENS
 from tba.trainer.preflight.memory import Setup, device_bytes, host_bytes, transformers_engine_bytes

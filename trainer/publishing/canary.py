@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tba.common.weights.pretrained import load_tokenizer
 from tba.common.weights.snapshot import Canary
-from tba.common.weights.tokenizer import load_tokenizer
 from tba.trainer.model.scorer import structure_of
 
 _TEXTS = (

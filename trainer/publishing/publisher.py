@@ -31,7 +31,7 @@ from tba.trainer.buffer_link import Client, Dial
 from tba.trainer.distributed import ALONE, Ranks
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.publishing.canary import use_one_core
-from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, Written, is_full_disk, waits_for_disk
+from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, Written, is_full_disk
 
 log = get_logger(__name__)
 
@@ -75,7 +75,9 @@ class Publisher:
         self._server: SnapshotServer | None = None
         if config.train.serve_snapshots:
             endpoint = config.train.serve_snapshots
-            keys = server_keys(config.security, endpoint, "train.serve_snapshots")
+            keys = server_keys(
+                config.security.keys, endpoint, "train.serve_snapshots", insecure=config.security.insecure
+            )
             self._server = SnapshotServer(endpoint, *self._writer.served, keys=keys)
         self._address = self._server.address if self._server else ""
         # The reason why a snapshot waits. The training thread reads it.
@@ -273,7 +275,7 @@ class Publisher:
             except (OSError, SafetensorError) as error:
                 if not is_full_disk(error):
                     raise
-                publication = self._wait_for_space(publication, waits_for_disk(publication.version, error))
+                publication = self._wait_for_space(publication, f"v{publication.version} waits for disk space: {error}")
             else:
                 self.reason = ""
                 return written

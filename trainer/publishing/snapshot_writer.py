@@ -34,16 +34,17 @@ from transformers.core_model_loading import revert_weight_conversion
 from tba.common.config import Config
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
-from tba.common.system.durable import json_text, new_directory
+from tba.common.run_snapshots import weights_directory
+from tba.common.system.durable import json_text, new_directory, require_space
 from tba.common.weights import adapter, snapshot
 from tba.common.weights.adapter import Adapter, Factors
-from tba.common.weights.delta_store import DeltaStore
+from tba.common.weights.delta import DeltaStore
 from tba.common.weights.model_files import share_weights
-from tba.common.weights.node_store import delete, weights_directory
+from tba.common.weights.node_store import delete
 from tba.common.weights.snapshot import MANIFEST, Canary, FileEntry, Manifest, SnapshotKey, directory_name
 from tba.common.weights.tensor_file import Tensor, layout_of
-from tba.common.wire.addresses import is_local
 from tba.common.wire.messages import AnnounceSnapshot, WeightsRef
+from tba.common.wire.socket_files import is_local
 from tba.trainer.distributed import ALONE, PUBLISH, Ranks
 from tba.trainer.model.adapters import BASE, FACTORS, MERGED, A, B, gathered
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy, Tensors, own_stream
@@ -115,13 +116,6 @@ def is_full_disk(error: Exception) -> bool:
     if isinstance(error, SafetensorError):
         return f"os error {errno.ENOSPC}" in str(error) or f"os error {errno.EDQUOT}" in str(error)
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def waits_for_disk(version: int, error: Exception) -> str:
-    """The reason why a snapshot waits, after an error of `is_full_disk`."""
-    # The system's errors name a file.
-    own = isinstance(error, OSError) and error.filename is None
-    return f"v{version} waits for disk space: {error.strerror if own else error}"
 
 
 def as_saved(unwrapped: PreTrainedModel, weights: Tensors) -> Tensors:
@@ -378,14 +372,7 @@ class SnapshotWriter:
 
     def _require_space(self, needed: int) -> None:
         """Raise OSError if a snapshot of `needed` bytes would leave less than `train.min_free_mib` of disk space."""
-        floor = self._config.train.min_free_mib << 20
-        free = shutil.disk_usage(self._directory).free
-        if floor and free - needed < floor:
-            sentence = (
-                f"{self._directory} has {free >> 20} MiB free, a snapshot of {needed >> 20} MiB must leave "
-                f"train.min_free_mib = {floor >> 20}"
-            )
-            raise OSError(errno.ENOSPC, sentence)
+        require_space(self._directory, needed, self._config.train.min_free_mib << 20)
 
     # ------------------------------------------------------------ adapters
 
@@ -474,7 +461,7 @@ class SnapshotWriter:
             except OSError as error:
                 if not is_full_disk(error):
                     raise
-                return waits_for_disk(one.written.manifest.version, error)
+                return f"v{one.written.manifest.version} waits for disk space: {error}"
             self._pool.let_go(one.file)
             self._pending.pop(0)
         return ""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.common.wire.row_numbers import QUANTITIES
+from tba.common.wire.trajectory import QUANTITIES
 from tba.trainer.batch.batch import Row, TrainBatch, counted, known
 from tba.trainer.batch.micro_batches import Chunk, MicroBatch
 from tba.trainer.distributed import Ranks, keep_gathered

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from tba.common.config import Config, LoraSection, ReferenceSection, TrainSection
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
-from tba.common.system.cuda import why_no_cuda
+from tba.common.system.devices import why_no_cuda
 from tba.common.weights.model_files import eos_ids, model_directory
 from tba.trainer.distributed import ALONE, Ranks, shard
 from tba.trainer.metrics.stopwatch import Stopwatch
@@ -40,9 +40,9 @@ log = get_logger(__name__)
 # Keys of [train] that change a weight by rounding at most, given the batches, which are recorded.
 _NOT_DETERMINING = {
     "gpu", "processes", "sharding", "offload", "threads", "check_memory",
-    "micro_batch_tokens", "packing", "gradient_checkpointing", "prefetch", "max_skipped_steps",
+    "micro_batch_tokens", "packing", "gradient_checkpointing",
     "publish_every", "snapshots_in", "keep_snapshots", "keep_snapshot_every", "serve_snapshots",
-    "checkpoint_every", "keep_checkpoints", "min_free_mib",
+    "checkpoint_every", "min_free_mib",
 }  # fmt: skip
 
 

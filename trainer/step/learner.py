@@ -20,7 +20,7 @@ from tba.common.errors import ConfigError, MemoryShort, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
 from tba.common.wire.fields import LARGEST_REWARD
-from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, RowNumbers
+from tba.common.wire.trajectory import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, RowNumbers
 from tba.trainer.batch.batch import Row, TrainBatch, measured
 from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
 from tba.trainer.distributed import ALONE, Ranks, full_tensor
@@ -58,6 +58,7 @@ _SCHEDULES = {
 }
 # How many trajectory ids an error message lists.
 _NAMED_IDS = 20
+_LOG_Z_LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class Learner:
         if self.log_z is not None:
             # The head starts at zero and has large gradients at first. It has its own learning rate and is clipped
             # separately, so that it does not scale down the policy's gradient.
-            rate = self._objective.log_z_learning_rate
+            rate = _LOG_Z_LEARNING_RATE
             head = list(self.log_z.to(policy.device).parameters())
             optimizer.add_param_group({"params": head, "lr": rate, "weight_decay": 0.0})
             self.trained += head

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from tba.common.wire.row_numbers import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers
+from tba.common.wire.trajectory import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers
 from tba.trainer.batch.batch import Row, TrainBatch, known, measured
 from tba.trainer.distributed import Ranks, local_part
 from tba.trainer.objectives.diagnostics import (

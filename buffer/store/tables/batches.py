@@ -11,7 +11,7 @@ from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.runs import Run
 from tba.buffer.store.tables.trajectories import Trajectories
 from tba.common.wire.messages import ReportStep
-from tba.common.wire.row_numbers import RowNumbers
+from tba.common.wire.trajectory import RowNumbers
 
 SUMMARY = "trajectories, min_staleness, mean_staleness, max_staleness, mean_age_seconds, max_age_seconds, mean_reward"
 _SUMMARISE = f"""

@@ -11,15 +11,14 @@ from typing import Any
 
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.runs import Run
-from tba.common.errors import Refused
-from tba.common.quantity import quantity
+from tba.common.errors import Refused, quantity
 from tba.common.wire.trajectory import ARRAY_KINDS, ROW_FIELDS
 
 # A prompt may have very many trajectories: the index receives them in blocks of at most this size at a start.
 _BLOCK_ROWS = 256
 # Approximate size of a trajectory in the write-ahead log, without its payload.
 _ROW_BYTES = 1024
-# Those of a row in the header of a batch.
+# Bytes of the numbers of a row in the header of a batch.
 _NUMBER_BYTES = 128
 TRAJECTORY_COLUMNS = (
     "id",

@@ -28,9 +28,8 @@ import numpy as np
 
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection
-from tba.common.errors import CanaryMismatch, ConfigError, EngineError, EngineFaulty, SnapshotError
+from tba.common.errors import CanaryMismatch, ConfigError, EngineError, EngineFaulty, SnapshotError, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.system.load_errors import out_of_memory
 from tba.common.system.process import KV_CACHE_NOTICE, notify_systemd
 from tba.common.weights.model_files import model_directory, read_json, weight_files

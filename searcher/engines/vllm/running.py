@@ -176,7 +176,6 @@ class RunningVllm:
         # Responses that it generates concurrently; more are queued.
         self.max_in_flight = self.scheduler.choose_in_flight(search, prompt_tokens)
         self._stopping = stopping
-        self._keep_prefix_cache = search.keep_prefix_cache
         self._adapter = adapter
         # Version that the next token will be produced by.
         self.weights_version = 0
@@ -263,7 +262,7 @@ class RunningVllm:
         """
         self.scheduler.drain(self._step)
         self.weights_version = version
-        self._salt += not self._keep_prefix_cache
+        self._salt += 1
         self._llm.set_weight_version(str(version))
 
     def start_over(self) -> None:
@@ -272,7 +271,7 @@ class RunningVllm:
         self._llm.abort_request([*map(str, self._in_flight)])
         self._finished.clear()
         self._queue = deque(self._in_flight)
-        # Cached keys and values of refused weights are never reused, not even with `keep_prefix_cache`.
+        # Cached keys and values of refused weights are never reused.
         self._salt += 1
 
     def check(self) -> None:
@@ -285,7 +284,7 @@ class RunningVllm:
         self._broken = reason
 
     def _add(self, name: str, ids: Sequence[int], params: Any, priority: int) -> None:
-        """Hand one request to vLLM, with a cache salt that changes at each swap (unless `keep_prefix_cache`).
+        """Hand one request to vLLM, with a cache salt that changes at each swap.
 
         The salt prevents reuse of a prefix computed with other weights, also by requests that were submitted before a
         swap and continue after it. The alternative, `reset_prefix_cache`, does nothing while a request is running. The

@@ -4,9 +4,8 @@ import dataclasses
 import os
 from typing import Any
 
-from tba.common.config.engine_arguments import check_arguments
 from tba.common.config.run import ModelSection
-from tba.common.config.search import SearchSection
+from tba.common.config.search import SearchSection, check_arguments
 from tba.common.errors import ConfigError, EngineError
 from tba.common.terminal import need_engine
 from tba.common.weights.model_files import model_directory

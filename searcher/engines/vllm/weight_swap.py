@@ -29,9 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tba.common.errors import EngineError
+from tba.common.errors import EngineError, quantity
 from tba.common.log import get_logger
-from tba.common.quantity import quantity
 from tba.common.weights.tensor_file import Span, read_layout
 
 log = get_logger(__name__)

@@ -22,11 +22,10 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
-from tba.common.errors import EngineError
-from tba.common.quantity import quantity
+from tba.common.errors import EngineError, quantity
 from tba.common.system.background import Background
 from tba.common.weights.model_files import weight_files
-from tba.common.weights.tied import tied_names
+from tba.common.weights.pretrained import tied_names
 from tba.searcher.engines.vllm.running import FAILURE
 from tba.searcher.engines.vllm.start import ADAPTER_ID, adapter_request
 from tba.searcher.engines.vllm.weight_state import (

@@ -12,7 +12,7 @@ from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import REQUESTS
 from tba.common.wire.fields import Role
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.puts import connected, make_trajectory, prepare, put_message, reference
 from tba.tests.helpers.trainer import BufferThread
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from tba.common.config import Config
-from tba.common.config.batches import check_batches
+from tba.common.config.root import check_batches
 from tba.tests.helpers.random_configurations import draw_sections, run_until_it_waits
 from tba.tests.runner import FULL_SIZE
 

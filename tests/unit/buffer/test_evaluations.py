@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tba.common.wire.evaluation_messages import HeldOutResponse, PutEvaluation
+from tba.common.wire.messages import HeldOutResponse, PutEvaluation
 
 
 def put(buffer, *responses: HeldOutResponse, version: int = 0, **changes: Any) -> None:
@@ -64,4 +64,4 @@ def test_without_stored_responses_the_question_what_is_wrong_has_no_answer(harne
     buffer.store.close()
     where = ("--set", f"buffer.database={buffer.store.path}", "--set", "run.name=test")
     asked = tba_here("eval", "--wrong", *where)
-    assert (asked.exit_code, "eval.stored_responses above 0" in asked.message) == (2, True)
+    assert (asked.exit_code, "evaluate it with `tba eval`" in asked.message) == (2, True)

@@ -11,14 +11,13 @@ import pytest
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.config.security import SecuritySection
 from tba.common.errors import BufferUnavailable, ConfigError, Refused, SnapshotError
 from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.curve import new_pair
 from tba.common.wire.keys import AUTHORIZED, OWN, own_pair, server_keys
-from tba.common.wire.status_messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.weights.fetch import Fetcher, Progress
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.keyring import Keyring
@@ -167,11 +166,11 @@ def test_snapshots_are_for_authorised_searchers(keyring, tmp_path):
 
 def test_a_server_that_others_can_reach_needs_keys_and_a_private_file(keyring):
     with pytest.raises(ConfigError, match="any program there may read and change the run"):
-        server_keys(SecuritySection(), "tcp://*:5757", "buffer.address")
-    assert server_keys(SecuritySection(insecure=True), "tcp://*:5757", "buffer.address") is None
-    assert server_keys(SecuritySection(), "tcp://127.0.0.1:5757", "buffer.address") is None
+        server_keys(None, "tcp://*:5757", "buffer.address", insecure=False)
+    assert server_keys(None, "tcp://*:5757", "buffer.address", insecure=True) is None
+    assert server_keys(None, "tcp://127.0.0.1:5757", "buffer.address", insecure=False) is None
     with pytest.raises(ConfigError, match="every user of this machine can connect"):
-        server_keys(SecuritySection(keys=keyring.directory), "ipc://@tba", "buffer.address")
+        server_keys(keyring.directory, "ipc://@tba", "buffer.address", insecure=False)
     (keyring.directory / OWN).chmod(0o640)
     with pytest.raises(ConfigError, match="is open to other users"):
         own_pair(keyring.directory)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from tba.buffer.sampling.rate_limiter import RateLimiter
 from tba.common.config import Config
 from tba.common.wire import messages
-from tba.common.wire.status_messages import GetStatus
+from tba.common.wire.messages import GetStatus
 from tba.tests.runner import size
 
 

@@ -48,7 +48,6 @@ def rules(**changes: Any) -> SamplingRules:
         "inverse_temperature": 1.3,
         "max_staleness": None,
         "min_fill": 0,
-        "rank_exponent": 1.2,
     }
     return SamplingRules(**{**defaults, **changes})
 
@@ -96,7 +95,7 @@ def across(rule: str, left: list[int], flat_weight: float) -> dict[Hashable, flo
     """Return the declared chance of each prompt that is left, for one group of a batch."""
     if rule == "rank":
         order = sorted(PROMPTS, key=lambda p: (p in FLAT and flat_weight < 1, -MEAN[p], p))
-        return normalised({p: (order.index(p) + 1) ** -1.2 for p in left})
+        return normalised({p: (order.index(p) + 1) ** -1 for p in left})
     if rule == "recency":
         youngest = min(AGE[p] for p in left)
         return normalised(by_factor({p: 1.0 for p in left if AGE[p] == youngest}, flat_weight))
@@ -151,14 +150,15 @@ def test_prompts_over_the_staleness_limit_are_not_ranked():
     settings = rules(prompt_priority="rank", max_staleness=4)
     drawn = Counter(batch[0][0].prompt for batch in batches(HISTORY, settings, groups=1, samples=1))
     order = sorted((0, 1, 3, 4), key=lambda p: -MEAN[p])
-    assert_drawn_as_declared(drawn, normalised({p: rank**-1.2 for rank, p in enumerate(order, 1)}))
+    assert_drawn_as_declared(drawn, normalised({p: 1 / rank for rank, p in enumerate(order, 1)}))
 
 
 def test_prompts_of_equal_score_are_ranked_by_first_appearance():
-    history = {prompt: [(10, float(prompt % 3), False)] for prompt in range(30)}
-    settings = rules(prompt_priority="rank", rank_exponent=1e6)
-    batch = next(batches(history, settings, groups=30, samples=1))
-    assert [group[0].prompt for group in batch] == sorted(history, key=lambda prompt: (-(prompt % 3), prompt))
+    history = {prompt: [(10, 1.0, False)] for prompt in range(3)}
+    drawn = Counter(
+        batch[0][0].prompt for batch in batches(history, rules(prompt_priority="rank"), groups=1, samples=1)
+    )
+    assert_drawn_as_declared(drawn, normalised({prompt: 1 / (prompt + 1) for prompt in history}))
 
 
 def within(rule: str) -> dict[int, float]:
@@ -170,7 +170,7 @@ def within(rule: str) -> dict[int, float]:
         return {n: math.exp(1.3 * reward) for n, reward in enumerate(rewards)}
     if rule == "rank":
         order = sorted(range(len(rewards)), key=lambda n: (-rewards[n], -n))
-        return {n: (order.index(n) + 1) ** -1.2 for n in range(len(rewards))}
+        return {n: (order.index(n) + 1) ** -1 for n in range(len(rewards))}
     return dict.fromkeys(range(len(rewards)), 1.0)
 
 

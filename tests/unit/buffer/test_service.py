@@ -7,7 +7,7 @@ import pytest
 
 from tba.common.errors import Refused, WireError
 from tba.common.wire import messages
-from tba.common.wire.status_messages import GetStatus
+from tba.common.wire.messages import GetStatus
 from tba.common.wire.trajectory import RESPONSE_IDS
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tba.buffer.service.stall import StallWatch, find_stall
-from tba.common.wire.status_messages import STALL_REASONS, Stall, Status
+from tba.common.wire.messages import STALL_REASONS, Stall, Status
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.statuses import make_client, make_status
 

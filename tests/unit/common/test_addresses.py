@@ -2,7 +2,7 @@
 
 import pytest
 
-from tba.common.wire.addresses import is_local, is_private
+from tba.common.wire.socket_files import is_local, is_private
 
 
 @pytest.mark.parametrize(

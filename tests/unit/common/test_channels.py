@@ -267,7 +267,7 @@ def send_without_end(address: str) -> None:
 
 @pytest.mark.parametrize("limit", ["_UNFINISHED_BYTES", "_ALL_UNFINISHED_BYTES"])
 def test_a_connection_whose_message_has_no_end_is_closed_and_others_are_not(monkeypatch, caplog, limit):
-    monkeypatch.setattr(f"tba.common.wire.connections.{limit}", 16 << 20)
+    monkeypatch.setattr(f"tba.common.wire.channels.{limit}", 16 << 20)
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(ClientChannel(server.address)) as client:
         attackers = [threading.Thread(target=send_without_end, args=(server.address,), daemon=True) for _ in range(2)]
         for attacker in attackers:

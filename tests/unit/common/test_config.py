@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import Config
-from tba.common.config.engine_arguments import check_arguments, installed_arguments
 from tba.common.config.layers import fields, resolve, value_of
 from tba.common.config.paths import check_gpus_apart
+from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
 from tba.common.system.devices import Gpu
 
@@ -73,7 +73,8 @@ ALERTS = "Alertmanager calls for help (docs/operations.md, deploy/prometheus/ale
         ("bojective.name", "did you mean objective.name?"),
         ("erward_model.path", "did you mean reward_model.path?"),
         ("train.gpus", "did you mean train.gpu?"),
-        ("alarm.command", f"it was removed, and {ALERTS}"),
+        ("launch.stable_seconds", "it was removed: failures are forgotten after ten minutes without one"),
+        ("alarm.command", f"it was removed: {ALERTS}"),
     ],
 )
 def test_the_hint_names_a_similar_key_or_none(key, hint):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.common.system.cpu_affinity import openmp_threads, partition_cores, starting_on
+from tba.common.system.process import openmp_threads, partition_cores, starting_on
 
 AUTOGROUP = Path("/proc/self/autogroup")
 
@@ -45,7 +45,7 @@ def test_processes_that_share_cores_get_one_openmp_thread():
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not divide the cores among sessions")
 def test_a_process_that_gives_way_is_nice_and_its_session_too_if_it_leads_one():
     show = "import os; print(os.nice(0), *open('/proc/self/autogroup').read().split()[-1:])"
-    command = [sys.executable, "-c", f"from tba.common.system.cpu_affinity import give_way; give_way(); {show}"]
+    command = [sys.executable, "-c", f"from tba.common.system.process import give_way; give_way(); {show}"]
     own, shared = (
         subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=new).stdout.split()
         for new in (True, False)

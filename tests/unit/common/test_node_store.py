@@ -7,9 +7,11 @@ import threading
 
 import pytest
 
+from tba.common import run_snapshots
 from tba.common.config import Config
+from tba.common.run_snapshots import weights_directory
 from tba.common.weights import node_store
-from tba.common.weights.node_store import is_verified, mark_verified, pin, weights_directory
+from tba.common.weights.node_store import is_verified, mark_verified, pin
 from tba.common.weights.snapshot import SnapshotKey
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import not_none
@@ -72,4 +74,4 @@ def test_a_memory_file_system_that_is_too_small_for_what_must_stay_free_is_not_u
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=mebibytes << 20))
     config = Config.model_validate({"run": {"dir": str(tmp_path)}, "model": {"path": str(EXAMPLE_MODEL)}})
-    assert weights_directory(config).is_relative_to(node_store.MEMORY) == in_memory
+    assert weights_directory(config).is_relative_to(run_snapshots.MEMORY) == in_memory

@@ -11,7 +11,7 @@ import torch
 
 from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.engines.transformers_engine import TransformersEngine
 from tba.searcher.evaluation.embedder import SentenceEncoder
 from tba.searcher.scoring.classifier import check_files

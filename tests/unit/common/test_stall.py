@@ -2,7 +2,7 @@
 
 import pytest
 
-from tba.common.stall import Facts, find_stall
+from tba.common.run_status import Facts, find_stall
 from tba.tests.helpers.statuses import make_status
 
 _CRASHES = ["buffer failed 2 times: disk I/O error"]

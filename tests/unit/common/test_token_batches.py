@@ -1,6 +1,6 @@
 """Rows are cut into batches by their tokens; failures in a row are answered by growing pauses."""
 
-from tba.common.system.backoff import backoff
+from tba.common.system.background import backoff
 from tba.common.token_batches import cut_by_tokens
 
 

@@ -21,9 +21,8 @@ from tba.common.wire.codec import (
     encode_request,
     request_id_of,
 )
-from tba.common.wire.row_numbers import MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers
-from tba.common.wire.status_messages import GetStatus
-from tba.common.wire.trajectory import pack, unpack_arrays
+from tba.common.wire.messages import GetStatus
+from tba.common.wire.trajectory import MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers, pack, unpack_arrays
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.examples import FILE_MESSAGES, REPLIES, REQUESTS, STATE
 from tba.tests.helpers.puts import put_message

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from tba.cli.inspection import for_machines
-from tba.common.quantity import quantity
-from tba.common.stall import Facts
+from tba.common.errors import quantity
+from tba.common.run_status import Facts
 from tba.deploy.display import Display, clients_table, explain, status_view, summary_line
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock

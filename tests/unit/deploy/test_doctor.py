@@ -19,7 +19,7 @@ from tba.cli.checks import Plan, examine
 from tba.common.config import Config, TaskSection
 from tba.common.config.paths import hub_data
 from tba.common.errors import ConfigError
-from tba.common.system import cuda as system_cuda
+from tba.common.system import devices
 from tba.common.system.devices import assumed_gpus
 from tba.common.weights.tensor_file import Tensor
 from tba.deploy import doctor
@@ -96,7 +96,7 @@ def node(tmp_path, monkeypatch) -> Callable[..., None]:
         if driver is None:
             monkeypatch.setenv("PATH", "/nowhere")
             return
-        monkeypatch.setattr(system_cuda, "_supported_release", lambda: supports)
+        monkeypatch.setattr(devices, "_supported_release", lambda: supports)
         rows = "".join(f"{n}, GPU-{n}aaa, 81559, 0\n" for n in range(4))
         buses = "".join(f"{n}, 00000000:{n}B:00.0\n" for n in range(4))
         drivers, header = f"{driver}\n" * 4, HEADERS[driver]
@@ -136,10 +136,10 @@ def test_the_library_of_the_driver_tells_the_newest_release(tmp_path, monkeypatc
     source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
     source.write_text(f"int cuDriverGetVersion(int *n) {{ {code}; }}\n")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    monkeypatch.setattr(system_cuda, "_LIBRARY", str(library))
-    assert system_cuda._supported_release() == release
-    monkeypatch.setattr(system_cuda, "_LIBRARY", str(source))
-    assert system_cuda._supported_release() is None
+    monkeypatch.setattr(devices, "_LIBRARY", str(library))
+    assert devices._supported_release() == release
+    monkeypatch.setattr(devices, "_LIBRARY", str(source))
+    assert devices._supported_release() is None
 
 
 def test_a_driver_of_the_same_major_release_is_ok(node):
@@ -313,7 +313,7 @@ def storage(model: Path, folder: Path, **sections: Any) -> Config:
 
 def test_disk_is_compared_with_what_the_run_stores_at_the_size_of_its_model(model, tmp_path, monkeypatch):
     """Checkpoints take 12 bytes per parameter, snapshots 2 in bfloat16: 3 and 4 + 10 + 2 of them, and 4 on the node."""
-    config = storage(model, tmp_path, train={"steps": 100, "keep_snapshot_every": 10, "keep_checkpoints": 2})
+    config = storage(model, tmp_path, train={"steps": 100, "keep_snapshot_every": 10})
     assert count_parameters(config) == 1_000_000
     needs = doctor._needs(config, 1_000_000)
     assert [size for _, _, size in needs] == [36_000_000, 32_000_000, 8_000_000]
@@ -335,7 +335,7 @@ def test_what_a_run_has_stored_already_is_not_asked_for_again(model, tmp_path):
 
 
 def test_the_size_of_a_model_without_weights_is_that_of_its_configuration(tmp_path):
-    config = config_of(run={"dir": tmp_path}, model={"path": "org/model"}, train={"keep_checkpoints": 2})
+    config = config_of(run={"dir": tmp_path}, model={"path": "org/model"}, train={"steps": 1000})
     here = check_disk(config, lambda _: 7_620_000_000)
     assert "(checkpoints 255.5, snapshots" in here[1]
     elsewhere = check_disk(config, lambda _: 7_620_000_000, here=False)

@@ -9,7 +9,7 @@ import pytest
 
 from tba.buffer.server.prometheus import MetricsEndpoint, Sample, open_endpoint, samples_of
 from tba.buffer.service.pace import StepMetrics
-from tba.common.wire.status_messages import STALL_REASONS, Status
+from tba.common.wire.messages import STALL_REASONS, Status
 from tba.tests.helpers.prometheus import FOLDER, alerts, expressions, promtool
 from tba.tests.helpers.statuses import make_client, make_status
 

@@ -7,7 +7,7 @@ import pytest
 
 from tba.buffer.server.start import serve
 from tba.buffer.store.store import Store
-from tba.buffer.tools.run_results import read_results
+from tba.buffer.tools.stats import read_results
 from tba.cli.checks import Plan, check_start
 from tba.common.config import Config
 from tba.common.errors import ConfigError, RunTaken, UsageError

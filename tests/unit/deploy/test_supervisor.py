@@ -38,11 +38,16 @@ def child(tmp_path):
 READY = 'tell("READY=1"); signal.pause()'
 
 
+@pytest.fixture(autouse=True)
+def restarts_do_not_wait(monkeypatch):
+    monkeypatch.setattr("tba.deploy.supervisor.RESTART_DELAY_SECONDS", 0)
+
+
 @pytest.mark.parametrize(("code", "starts"), [(READY, 1), ("", 2)], ids=["ready", "given up"])
 def test_a_trainer_starts_when_the_engine_on_its_gpu_is_ready_or_has_given_up(child, code, starts):
     engine = child("engine", code)
     trainer = child("trainer", READY, behind=[engine])
-    with Supervisor([engine, trainer], LaunchSection(max_restarts=1, restart_delay_seconds=0)) as supervisor:
+    with Supervisor([engine, trainer], LaunchSection(max_restarts=1)) as supervisor:
         wait_until(lambda: supervisor.poll() or trainer.starts)
         assert engine.starts == starts
         assert engine.ready == (code == READY)
@@ -52,7 +57,7 @@ def test_a_trainer_starts_when_the_engine_on_its_gpu_is_ready_or_has_given_up(ch
 def test_a_trainer_that_failed_waits_for_an_engine_that_starts_again(child):
     engine = child("engine", READY)
     trainer = child("trainer", READY, behind=[engine])
-    with Supervisor([engine, trainer], LaunchSection(restart_delay_seconds=0)) as supervisor:
+    with Supervisor([engine, trainer], LaunchSection()) as supervisor:
         wait_until(lambda: supervisor.poll() or trainer.ready)
         engine.process.kill()
         trainer.process.kill()
@@ -64,7 +69,7 @@ def test_an_engine_starts_again_with_the_size_of_its_kv_cache_and_measures_after
     # The first start reports a size and fails; the second fails before it does.
     code = 'print(arguments, flush=True)\nif len(arguments) == 1: tell("X_KV_CACHE_GIB=11.5")'
     engine = child("engine", code)
-    with Supervisor([engine], LaunchSection(restart_delay_seconds=0)) as supervisor:
+    with Supervisor([engine], LaunchSection()) as supervisor:
         wait_until(lambda: supervisor.poll() or engine.failures == 3)
     given = (tmp_path / "engine.log").read_text().splitlines()
     assert given == ["['x']", "['x', '--set=search.kv_cache_gib=11.5']", "['x']"]

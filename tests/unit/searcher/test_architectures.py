@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from tba.common.errors import ConfigError, SnapshotRefused  # noqa: E402
+from tba.common.weights.pretrained import tied_names  # noqa: E402
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot  # noqa: E402
-from tba.common.weights.tied import tied_names  # noqa: E402
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings  # noqa: E402
 from tba.tests.helpers.architectures import ARCHITECTURES, CAPPED, EXPERTS, save  # noqa: E402
 from tba.tests.helpers.engines import cpu_engine  # noqa: E402

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from tba.common.clock import SystemClock
 from tba.common.errors import SnapshotError
 from tba.common.weights import delta, snapshot
-from tba.common.weights.hashing import blake3_of
 from tba.common.weights.node_store import VERIFIED, clear, delete, mark_verified
 from tba.common.weights.snapshot import SnapshotKey
-from tba.common.weights.tensor_file import map_tensors
+from tba.common.weights.tensor_file import blake3_of, map_tensors
 from tba.searcher.weights import assembly
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights, flip_a_byte

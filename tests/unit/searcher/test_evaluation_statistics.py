@@ -79,9 +79,9 @@ def test_the_metrics_of_sampled_answers_by_hand():
         [answered([3, 4]), answered([5, 6])],
     ]
     measured = Measured(seed=0)
-    measure_sampled(measured, groups, (1, 2, 4))
+    measure_sampled(measured, groups)
     found = measured.metrics
-    assert (found["pass_at_1"], found["pass_at_2"]) == (0.25, 0.5)
+    assert found["pass_at_1"] == 0.25
     assert "pass_at_4" not in found
     assert (found["sampled_reward"], found["sampled_failed"]) == (0.25, 0.0)
     # One of two prompts has two equal answers, the other two without a common token.
@@ -106,7 +106,7 @@ def test_answers_of_a_task_that_says_nothing_of_correct_are_not_wrong():
     groups = [[answered([1], correct=1.0)], [ungraded]]
     measured = Measured(seed=0)
     measure_greedy(measured, [answer for group in groups for answer in group], ["a", "b"])
-    measure_sampled(measured, groups, (1,), ["a", "b"])
+    measure_sampled(measured, groups, ["a", "b"])
     found = measured.metrics
     assert (found["accuracy"], found["pass_at_1"]) == (1.0, 1.0)
     assert (found["failed"], found["sampled_failed"]) == (0.0, 0.0)
@@ -148,7 +148,7 @@ def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(fai
     references = [None if one is failed else -1.0 for one in answers]
     measured = Measured(seed=0)
     measure_greedy(measured, answers)
-    measure_sampled(measured, [[one] for one in answers], (1,))
+    measure_sampled(measured, [[one] for one in answers])
     measure_divergence(measured, [[one] for one in answers], [[one] for one in references])
     measure_win_rate(measured, answers, ["r"] * 100, references, [-2.0] * 100)
     scored = {"accuracy", "reward", "reward_part_correct", "sampled_reward", "pass_at_1", "kl", "win_rate"}
@@ -171,11 +171,11 @@ def test_a_task_of_a_mixture_that_cannot_be_scored_has_no_accuracy_and_the_other
 def test_the_diversity_leaves_out_empty_answers():
     groups = [[answered([1], text="a"), answered([1], text=" "), answered([1], text="b")]]
     measured = Measured(seed=0)
-    measure_diversity(measured, groups, lambda texts: np.eye(2)[[ord(text) - 97 for text in texts]], least_distance=0.2)
+    measure_diversity(measured, groups, lambda texts: np.eye(2)[[ord(text) - 97 for text in texts]])
     assert measured.metrics["embedding_distance"] == pytest.approx(1.0)
 
 
-def test_near_duplicates_of_correct_answers_count_once():
+def test_near_duplicates_of_correct_answers_count_once(monkeypatch):
     degrees = {"a": 0, "b": 20, "c": 60, "wrong": 180, "one": 0}
 
     def embed(texts):
@@ -189,8 +189,9 @@ def test_near_duplicates_of_correct_answers_count_once():
     ]
     counts = {}
     for least in (0.0, 0.1, 0.6):
+        monkeypatch.setattr("tba.searcher.evaluation.measure.NEAR_DUPLICATE_DISTANCE", least)
         measured = Measured(seed=0)
-        measure_diversity(measured, groups, embed, least_distance=least)
+        measure_diversity(measured, groups, embed)
         counts[least] = measured.metrics["distinct_correct_by_embedding"] * len(groups)
     # 1 - cos 20 degrees is 0.06, 1 - cos 60 degrees is 0.5.
     assert counts == {0.0: 3, 0.1: 2, 0.6: 1}
@@ -201,7 +202,7 @@ def test_a_task_without_right_and_wrong_has_no_count_of_correct_answers():
     for answer in ungraded:
         answer.reward = Reward(0.5, {})
     measured = Measured(seed=0)
-    measure_diversity(measured, [ungraded], lambda texts: np.eye(len(texts)), least_distance=0.2)
+    measure_diversity(measured, [ungraded], lambda texts: np.eye(len(texts)))
     assert "distinct_correct_by_embedding" not in measured.metrics
 
 

@@ -8,7 +8,7 @@ import pytest
 from tba.cli.models import _with_installed_engine
 from tba.common.config.layers import resolve
 from tba.common.errors import UsageError
-from tba.common.weights.model_source import check_export, find_source
+from tba.common.run_snapshots import check_export, find_source
 from tba.searcher.generate import Generator
 
 

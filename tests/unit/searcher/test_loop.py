@@ -135,7 +135,7 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
     """Run a searcher for a number of iterations of its loop."""
     from tba.common.rendering import PromptRenderer
     from tba.common.weights.model_files import eos_ids
-    from tba.common.weights.tokenizer import load_tokenizer
+    from tba.common.weights.pretrained import load_tokenizer
     from tba.searcher.engines.stopping import Stopping
     from tba.searcher.loop import Searcher
     from tba.searcher.pipeline import Exploration
@@ -291,7 +291,7 @@ def test_a_trajectory_records_the_settings_it_was_sampled_with(search, model):
 
 @pytest.mark.slow
 def test_a_chat_prompt_with_stop_strings_is_trained_on_with_what_ended_it_and_scored_without(search, model):
-    from tba.common.weights.tokenizer import load_tokenizer
+    from tba.common.weights.pretrained import load_tokenizer
 
     template = "+{% for m in messages %}{{ m.content }}{% endfor %}-"
     _, client = search(

@@ -13,7 +13,7 @@ from tba.buffer.tools.tokenizer import Tokenizer as ImportTokenizer
 from tba.common.config import Config, TaskSection
 from tba.common.errors import ConfigError, TaskError
 from tba.common.rendering import PromptRenderer
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.messages import Visit
 from tba.searcher.checks import check_task_and_prompts
 from tba.searcher.engines.stopping import Stopping

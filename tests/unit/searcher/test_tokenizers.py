@@ -16,7 +16,7 @@ from tba.buffer.tools.tokenizer import Tokenizer as ImportTokenizer
 from tba.common.config import TaskSection
 from tba.common.errors import ConfigError
 from tba.common.rendering import PromptRenderer
-from tba.common.weights.tokenizer import load_tokenizer
+from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.tasks.task import Prompt
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tba.common import run_snapshots
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
-from tba.common.weights import adapter, node_store
-from tba.common.weights.model_source import find_source, held_source
-from tba.common.weights.node_store import delete, weights_directory
+from tba.common.run_snapshots import find_source, held_source, weights_directory
+from tba.common.weights import adapter
+from tba.common.weights.node_store import delete
 from tba.common.weights.snapshot import MANIFEST, Canary, Manifest, Snapshot, describe_files, directory_name, read, seal
 from tba.searcher.engines.transformers_engine import _read
 from tba.tests.conftest import EXAMPLE_MODEL
@@ -127,12 +128,12 @@ def test_a_snapshot_in_memory_is_not_deleted_while_it_is_read_and_a_newer_one_re
     gone, there = (newest / f"{directory_name(version)}-0" for version in (1, 2))
     there.mkdir(parents=True)
     chosen = iter([gone, there])
-    monkeypatch.setattr(node_store, "choose_snapshots", lambda *_, every: [next(chosen)])
+    monkeypatch.setattr(run_snapshots, "choose_snapshots", lambda *_, every: [next(chosen)])
     with held_source(config, None, None) as source:
         assert source == there
         assert not delete(there)
     assert delete(there)
-    monkeypatch.setattr(node_store, "choose_snapshots", lambda *_, every: [gone])
+    monkeypatch.setattr(run_snapshots, "choose_snapshots", lambda *_, every: [gone])
     with pytest.raises(SnapshotError, match="was deleted before it could be read"), held_source(config, None, None):
         pass
 

@@ -35,9 +35,8 @@ def test_a_shared_prompt_counts_once():
     assert together == sum(alone) - 2 * flops.update([make_row(0, prompt, [])])
 
 
-def test_a_cpu_has_no_peak_unless_it_is_configured():
-    assert peak_flops(torch.device("cpu"), "auto") is None
-    assert peak_flops(torch.device("cpu"), 0.5) == 0.5e12
+def test_a_cpu_has_no_peak():
+    assert peak_flops(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(("name", "tflops"), [
@@ -48,7 +47,7 @@ def test_a_cpu_has_no_peak_unless_it_is_configured():
 ])  # fmt: skip
 def test_a_gpu_has_the_peak_of_its_whole_name(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert peak_flops(torch.device("cuda"), "auto") == tflops * 1e12
+    assert peak_flops(torch.device("cuda")) == tflops * 1e12
 
 
 # A part of a card, older cards without bfloat16, and small ones whose names contain those of large ones.
@@ -58,6 +57,6 @@ def test_a_gpu_has_the_peak_of_its_whole_name(monkeypatch, name, tflops):
 def test_an_unknown_gpu_has_no_peak_and_is_named(monkeypatch, caplog, name):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     with caplog.at_level(logging.INFO, logger="tba"):
-        assert peak_flops(torch.device("cuda"), "auto") is None
+        assert peak_flops(torch.device("cuda")) is None
     (record,) = caplog.records
-    assert record.fields == {"gpu": name, "remedy": "set metrics.peak_tflops"}
+    assert record.fields == {"gpu": name}

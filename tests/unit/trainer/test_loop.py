@@ -23,7 +23,7 @@ from tba.common.errors import BufferUnavailable, ConfigError, MemoryShort, Train
 from tba.common.weights import snapshot
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.status_messages import ClientStatus, GetStatus, Status
+from tba.common.wire.messages import ClientStatus, GetStatus, Status
 from tba.tests.conftest import ROOT
 from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.trainer import FakeSearcher, run_with_buffer
@@ -451,7 +451,7 @@ def test_a_run_with_skipped_steps_can_be_killed_resumed_and_replayed(make_run, t
 
 @pytest.mark.slow
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint_after_them(make_run):
-    run = make_run(max_skipped_steps=2, **OVERFLOWING)
+    run = make_run(**OVERFLOWING)
     feeder = run.feed(broken=["p0", "p1", "p2", "p3"])
     with pytest.raises(TrainingBroken, match=r"2 steps in a row were skipped, the last is step 1: loss inf"):
         run.train()

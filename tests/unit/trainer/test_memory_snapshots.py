@@ -14,8 +14,9 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tba.common.clock import SystemClock
+from tba.common.run_snapshots import weights_directory
 from tba.common.weights import node_store, snapshot
-from tba.common.weights.node_store import pin, pin_path, weights_directory
+from tba.common.weights.node_store import pin, pin_path
 from tba.common.weights.snapshot import MANIFEST, SnapshotKey
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.checks import not_none, wait_until

@@ -112,7 +112,6 @@ def test_an_updated_reference_that_the_objective_does_not_use_is_rejected():
 @pytest.mark.parametrize(
     ("section", "key", "value", "determines"),
     [
-        ("train", "keep_checkpoints", 7, False),
         ("train", "threads", 3, False),
         ("train", "gpu", "cpu", False),
         ("train", "checkpoint_every", 9, False),

@@ -25,7 +25,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("tba_prime", {"truncation": "off"}),
     ("tb_stale", {"truncation": 1.0}),
     ("ppo_clip", {"kl": "ema"}),
-    ("cispo", {"cispo_cap": 1.0}),
+    ("cispo", {}),
 ]
 
 

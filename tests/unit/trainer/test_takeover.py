@@ -12,7 +12,7 @@ from tba.common.config import Config
 from tba.common.errors import EXIT_CONFIG, Refused
 from tba.common.wire import messages
 from tba.common.wire.channels import ServerChannel
-from tba.common.wire.status_messages import GetStatus
+from tba.common.wire.messages import GetStatus
 from tba.tests.helpers.trainer import BufferThread, save_tiny_model
 from tba.trainer import buffer_link
 from tba.trainer.buffer_link import hello

@@ -1,15 +1,21 @@
-"""Why a run stands still, for a process that asks the buffer, and what the status says of the clients.
+"""The status of a run as a process asks the buffer for it, and why the run stands still.
 
 The buffer finds the stall (`tba.buffer.service.stall`). What only the asker knows is added here: that the buffer does
 not answer, and what its own child processes do.
 """
 
+import contextlib
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tba.common.quantity import lasting
+from tba.common.config import Config
+from tba.common.errors import AddressInUse, BufferUnavailable, Refused, lasting
 from tba.common.terminal import printable
-from tba.common.wire.status_messages import ClientStatus, Stall, Status
+from tba.common.wire.channels import ServerChannel
+from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import buffer_client_keys
+from tba.common.wire.messages import ClientStatus, GetStatus, Stall, Status
 
 # A heartbeat is due every second, however long a step is. A client gives up on an unanswered one after three seconds
 # and sends the next a second later. After this time the buffer counts a trainer as dead.
@@ -85,3 +91,33 @@ def is_silent(client: ClientStatus) -> bool:
 def total(clients: Sequence[ClientStatus], metric: str) -> float:
     """Return the sum of a metric, limited: each value from the network is finite, but their sum need not be."""
     return max(-_MOST, min(_MOST, sum(client.metrics.get(metric, 0.0) for client in clients)))
+
+
+def monitor(config: Config, name: str) -> BufferClient:
+    """Return a client that watches the buffer of a run. Raises ConfigError for its address or its keys."""
+    keys = buffer_client_keys(config.security.keys, config.address)
+    return BufferClient(config.address, role="monitor", name=name, keys=keys)
+
+
+def ask_status(client: BufferClient, deadline_seconds: float = 1.0) -> Status | None:
+    """Return the buffer's status, or None if it does not answer in time."""
+    try:
+        return client.call(GetStatus(), Status, deadline_seconds=deadline_seconds)[0]
+    except (BufferUnavailable, Refused):
+        return None
+
+
+def check_address(config: Config) -> None:
+    """Raise AddressInUse if the address is taken, ConfigError if no buffer can be served there."""
+    address = config.address
+    # Before the first start of a run there is neither its directory nor a socket file.
+    if address.startswith("ipc://") and not os.path.exists(address.removeprefix("ipc://")):
+        return
+    with contextlib.closing(monitor(config, "probe")) as client:
+        status = ask_status(client, deadline_seconds=0.5)
+    if status is not None:
+        raise AddressInUse(
+            f"buffer.address {address} is in use: a buffer serves run {status.run_name} there; stop it or choose "
+            "another address"
+        )
+    ServerChannel(address).close()

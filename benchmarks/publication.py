@@ -36,9 +36,8 @@ from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.passes import counted
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.publishing.canary import use_one_core
-from tba.trainer.publishing.memory_writer import MemoryWriter
-from tba.trainer.publishing.snapshot_writer import Publication, Written
-from tba.trainer.startup import prepare
+from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, Written
+from tba.trainer.step.build import prepare
 
 MILLIONS = int(os.environ.get("MILLIONS", "512"))
 ROUNDS = 5
@@ -82,7 +81,7 @@ class Publisher:
         sections: dict[str, Any] = {
             "run": {"dir": str(folder / "run"), "name": "bench"},
             "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
-            "train": {"min_free_mib": 0, "steps": 10**9},
+            "train": {"min_free_mib": 0, "steps": 10**9, "snapshots_in": "memory"},
             "search": {"weights_dir": str(weights)} if weights else {},
         }
         self._config = Config.model_validate(sections)
@@ -91,7 +90,7 @@ class Publisher:
         prepare(self._config, str(model.device))
         # The publisher's thread.
         self._publisher = ThreadPoolExecutor(1, initializer=use_one_core, initargs=(model.device,))
-        self._writer = MemoryWriter(self._config, model, copies, unwrapped=model, model_files=folder / "model")
+        self._writer = SnapshotWriter(self._config, model, copies, unwrapped=model, model_files=folder / "model")
         self._model = model
         self._node = SnapshotAssembler(weights_directory(self._config), "auto", SystemClock())
         self._served: Any = None
@@ -109,7 +108,7 @@ class Publisher:
         cuda = self._model.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()
-        copy = noted(stages, "trainer: copy and round", partial(self._writer.copy, lambda: None))
+        copy = noted(stages, "trainer: copy and round", self._writer.copy)
         if cuda:
             # The training thread goes on meanwhile.
             noted(stages, "trainer: the copy arrives", copy.wait)
@@ -117,7 +116,7 @@ class Publisher:
         publication = Publication(step, step, copy)
         write = partial(self._writer.write, publication)
         written = self._in_publisher(stages, "trainer: canary, hash, seal", write)
-        self._in_publisher(stages, ALONE[0], partial(self._writer._make_canary, copy.wait()))
+        self._in_publisher(stages, ALONE[0], partial(self._writer.make_canary, copy.wait()))
         self._in_publisher(stages, ALONE[1], copy.file.describe)
         self._writer.announced(written)
         self.written = written
@@ -139,7 +138,7 @@ class Publisher:
     def passes(self, step: int) -> dict[str, Counter[str]]:
         """Publish and serve once more. Returns the bytes that pass, by role."""
         with counted() as trainer:
-            written = self._writer.write(Publication(step, step, self._writer.copy(lambda: None)))  # type: ignore[arg-type]
+            written = self._writer.write(Publication(step, step, self._writer.copy()))  # type: ignore[arg-type]
         with counted() as node:
             snapshot, pinned = self._node.assemble(written.announcement("").weights)
             assert self._swap is not None

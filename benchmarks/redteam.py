@@ -40,6 +40,7 @@ from examples.arithmetic.make_model import build_tokenizer, save, train
 from tba.common.config import ScoringModelSection, TrainSection
 from tba.searcher.evaluation.measure import NEAR_DUPLICATE_DISTANCE, cosine_distance, without_near_duplicates
 from tba.searcher.scoring.classifier import RewardModel
+from tba.tests.helpers.trainer import learner_of
 from tba.trainer.model.scorer import load_model
 from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.step.learner import Learner
@@ -144,7 +145,7 @@ def make_learner(path: Path, objective: str) -> Learner:
         steps=STEPS, learning_rate=RATE, schedule="constant", warmup_steps=WARMUP_STEPS, beta=BETA, beta_final=BETA
     )
     made = make_objective(objective_section(objective), longest_response=ATTACK_TOKENS)
-    return Learner(policy, reference, section, made, autocast=False)
+    return learner_of(policy, reference, section, made)
 
 
 def sample(

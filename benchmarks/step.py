@@ -39,11 +39,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.bare import logprobs
 from benchmarks.harness import Seconds, in_turns, print_table, timed
 from tba.common.config import ObjectiveSection, TrainSection
+from tba.tests.helpers.trainer import learner_of
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.batch.micro_batches import forward_passes
 from tba.trainer.objectives.advantages import standardised
 from tba.trainer.objectives.from_config import make_objective
-from tba.trainer.step.learner import Learner
+from tba.trainer.step.learner import Measured
 
 LONGEST, PAD = 1024, 0
 VOCABULARIES = (32_000, 152_000)
@@ -93,7 +94,7 @@ def tba_way(
     # The batch includes reference log-probabilities, so no reference model is needed.
     objective = replace(make_objective(ObjectiveSection(), longest_response=LONGEST), needs_reference=False)
     config = TrainSection(micro_batch_tokens=16384)
-    learner = Learner(model, None, config, objective, autocast=False, entropy=entropy, packed=packed)
+    learner = learner_of(model, None, config, objective, packed=packed, measured=Measured(entropy))
     return lambda: learner.accumulate(batch, batch.reference_BK, 0.01)
 
 

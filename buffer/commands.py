@@ -11,9 +11,12 @@ import typer
 from tba.common import run_files
 from tba.common.errors import EXIT_FAILED, EXIT_OK, UsageError, quantity
 from tba.common.terminal import (
+    ConfigFile,
     ConfigOptions,
     Csv,
+    FileArgument,
     Json,
+    Sets,
     not_both,
     note,
     print_columns,
@@ -24,7 +27,6 @@ from tba.common.terminal import (
     refusing,
     row_progress,
     start_process,
-    with_config,
 )
 
 if TYPE_CHECKING:
@@ -58,9 +60,15 @@ _LARGEST_ID = (1 << 63) - 1
 
 
 @app.command()
-@with_config
-def serve(options: ConfigOptions, buffer: Database = None, insecure: Insecure = False) -> None:
+def serve(
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    buffer: Database = None,
+    insecure: Insecure = False,
+) -> None:
     """Serve the replay buffer of a run until SIGTERM."""
+    options = ConfigOptions.of(file, config, sets)
     resolved = resolve(options, buffer, insecure=insecure, starts=True)
     from tba.buffer.server.start import serve as run_server
 
@@ -68,14 +76,16 @@ def serve(options: ConfigOptions, buffer: Database = None, insecure: Insecure = 
 
 
 @app.command()
-@with_config
 def stats(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
     """Show counts, sizes and rewards from the database file. Works while the server runs."""
+    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
     path = existing(options, buffer).database
     from tba.buffer.tools.printing import print_fields
@@ -92,12 +102,12 @@ def stats(
 
 
 @app.command()
-@with_config
 def query(
     sql: Annotated[
         str, typer.Argument(metavar="SQL", help="One SELECT over the views and tables of docs/database.md.")
     ],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     as_json: Json = False,
     as_csv: Csv = False,
@@ -109,6 +119,7 @@ def query(
     ] = None,
 ) -> None:
     """Run an SQL query on the database. Only reads, and works while the server runs."""
+    options = ConfigOptions.next_to(sql, config, sets, has_database=True)
     not_both(as_json, as_csv, "--json", "--csv")
     if limit is None:
         limit = 0 if as_json or as_csv else _TABLE_ROWS
@@ -124,16 +135,17 @@ def query(
 
 
 @app.command()
-@with_config
 def show(
     trajectory: Annotated[
         int, typer.Argument(metavar="TRAJECTORY", min=1, max=_LARGEST_ID, help="The id of a trajectory.")
     ],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     as_json: Json = False,
 ) -> None:
     """Show one trajectory: prompt, response, reward parts, versions, and the steps that trained on it."""
+    options = ConfigOptions.of(None, config, sets)
     settings = existing(options, buffer)
     from tba.buffer.tools.printing import print_trajectory
     from tba.buffer.tools.show import describe, recorded_model
@@ -147,9 +159,10 @@ def show(
 
 
 @app.command()
-@with_config
 def tail(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of trajectories to start with.")] = 10,
     following: Annotated[bool, typer.Option("--follow", "-f", help="Print new trajectories until Ctrl-C.")] = False,
@@ -157,6 +170,7 @@ def tail(
     as_csv: Csv = False,
 ) -> None:
     """Show the newest trajectories, one per line; with --follow, also new ones as they are committed."""
+    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
     path = existing(options, buffer).database
     from tba.buffer.tools.printing import print_csv_line, print_line
@@ -178,10 +192,10 @@ def tail(
 
 
 @app.command()
-@with_config
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: .jsonl or .parquet.")],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     format_: Format = None,
     where: Annotated[
@@ -191,6 +205,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write trajectories to a file, with everything that an import needs. Works while the server runs."""
+    options = ConfigOptions.next_to(file, config, sets, has_database=True)
     path = existing(options, buffer).database
     from tba.buffer.tools.export import export as run_export
 
@@ -206,17 +221,18 @@ def export(
 
 
 @app.command("import")
-@with_config
 def import_(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="jsonl, parquet, or the buffer database of another run.")
     ],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     format_: Format = None,
     as_json: Json = False,
 ) -> None:
     """Add exported trajectories or demonstrations to the run. Works with and without a server; may be repeated."""
+    options = ConfigOptions.next_to(file, config, sets, has_database=True)
     resolved = resolve(options, buffer)
     settings = resolved.config
     from tba.buffer.store.starts import refuse_unnamed_run
@@ -245,9 +261,10 @@ def import_(
 
 
 @app.command()
-@with_config
 def prune(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Drop the tokens of trajectories that can no longer be sampled.")
@@ -271,6 +288,7 @@ def prune(
     options of this command take precedence. If the database is named explicitly, ./tba.toml is not read then, because
     it may belong to another run.
     """
+    options = ConfigOptions.of(file, config, sets)
     not_both(tokens, before_step is not None or archive is not None, "--tokens", "--before-step or --export")
     if tokens:
         return _prune_tokens(options, buffer, run, keep_steps=keep_steps, dry_run=dry_run, as_json=as_json)
@@ -287,28 +305,21 @@ def prune(
         done = prune_steps(path, run, before_step, keep_steps=keep_steps, archive=archive, dry_run=dry_run)
     if as_json:
         return print_json(done)
-    if archive and not dry_run and (lost := done["trajectories"] - done["exported"]):
-        note(
-            f"not in {archive}: {quantity(lost, 'trajectory', 'trajectories')} without tokens, since those were pruned"
-        )
-    rows = quantity(done["trajectories"], "trajectory", "trajectories")
-    return typer.echo(
-        f"{'would delete' if dry_run else 'deleted'} {rows} and "
-        f"{quantity(done['batches'], 'batch', 'batches')} of run {done['run']}, {done['trajectories_kept']} stay; "
-        f"{path} has {quantity(done['file_bytes_after'], 'byte')}, {done['file_bytes_before']} before"
-    )
+    return _print_pruned(path, done, archive, dry_run=dry_run)
 
 
 @app.command()
-@with_config
 def check(
-    options: ConfigOptions,
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     quick: Annotated[bool, typer.Option("--quick", help="Skip the comparison of indexes with their tables.")] = False,
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
     """Check the database. Works while the server runs. The exit code is 1 if a check fails."""
+    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
     path = existing(options, buffer).database
     from tba.buffer.tools.check import check as run_check
@@ -325,15 +336,16 @@ def check(
 
 
 @app.command()
-@with_config
 def backup(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     buffer: Database = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Copy the database as it is now into one checked file. Works while the server runs."""
+    options = ConfigOptions.next_to(file, config, sets, has_database=True)
     path = existing(options, buffer).database
     from tba.buffer.tools.backup import backup as run_backup
     from tba.common.terminal import byte_progress
@@ -402,6 +414,19 @@ def _prune_tokens(
             "nothing was changed"
         )
     return print_fields({name.replace("_", " "): value for name, value in done.items()})
+
+
+def _print_pruned(path: Path, done: dict[str, Any], archive: Path | None, *, dry_run: bool) -> None:
+    if archive and not dry_run and (lost := done["trajectories"] - done["exported"]):
+        note(
+            f"not in {archive}: {quantity(lost, 'trajectory', 'trajectories')} without tokens, since those were pruned"
+        )
+    rows = quantity(done["trajectories"], "trajectory", "trajectories")
+    typer.echo(
+        f"{'would delete' if dry_run else 'deleted'} {rows} and "
+        f"{quantity(done['batches'], 'batch', 'batches')} of run {done['run']}, {done['trajectories_kept']} stay; "
+        f"{path} has {quantity(done['file_bytes_after'], 'byte')}, {done['file_bytes_before']} before"
+    )
 
 
 def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[Any]], *, as_json: bool, as_csv: bool) -> None:

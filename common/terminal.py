@@ -4,19 +4,16 @@ Every module that declares commands imports this one, so it imports nothing slow
 """
 
 import contextlib
-import functools
-import inspect
 import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
-from typer.models import ArgumentInfo
 
 from tba.common import run_files
 from tba.common.errors import MissingExtra, UsageError
@@ -28,14 +25,15 @@ if TYPE_CHECKING:
     from tba.common.config.layers import Resolved
     from tba.common.system.process import StopSignal
 
-_Result = TypeVar("_Result")
 _CONFIG_VARIABLE = "TBA_CONFIG"
-_File = Annotated[Path | None, typer.Argument(metavar="FILE", help="The same as --config FILE.", show_default=False)]
-_ConfigFile = Annotated[
+FileArgument = Annotated[
+    Path | None, typer.Argument(metavar="FILE", help="The same as --config FILE.", show_default=False)
+]
+ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", "-c", envvar=_CONFIG_VARIABLE, help="TOML file; by default ./tba.toml if it exists."),
 ]
-_Sets = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Assume = Annotated[
     str | None,
@@ -45,8 +43,6 @@ Csv = Annotated[bool, typer.Option("--csv", help="Print CSV for machines.")]
 DEFAULT_FILE = Path("tba.toml")
 NO_FILE = f"no ./{DEFAULT_FILE} here: pass the configuration of the run with -c FILE"
 _FILES = (".toml", ".sqlite")
-# Commands whose own argument may be the configuration of a run.
-_UNDERSTANDS_TOML = ("plot", "check", "show")
 _PIPE_WIDTH = 1000
 _LOGGED_STEPS = 20
 # From here on a number has an exponent.
@@ -59,6 +55,34 @@ class ConfigOptions:
 
     file: Path | None
     sets: Sequence[str]
+
+    @classmethod
+    def of(cls, argument: Path | None, option: Path | None, sets: Sequence[str] | None) -> "ConfigOptions":
+        """Return the options from FILE, --config and --set. Raises UsageError if the file was given twice."""
+        given = option is not None and str(option) != os.environ.get(_CONFIG_VARIABLE)
+        not_both(argument is not None, given, f"FILE {argument}", f"--config {option}")
+        return cls(option if argument is None else argument, sets or [])
+
+    @classmethod
+    def next_to(
+        cls, other: str | Path | None, option: Path | None, sets: Sequence[str] | None, *, has_database: bool = False
+    ) -> "ConfigOptions":
+        """Return the options of a command whose argument is something else, and refuse a configuration in its place.
+
+        A command that `has_database` also refuses a database there, unless the argument is the path of a file to read
+        or to write. Raises UsageError.
+        """
+        path = None if other is None else Path(other)
+        if path is not None and path.suffix in _FILES and os.path.isfile(path):
+            if path.suffix == ".toml":
+                raise UsageError(
+                    f"{path} is a configuration, and this argument is something else: pass it as --config {path}"
+                )
+            if has_database and isinstance(other, str):
+                raise UsageError(
+                    f"{path} is a database, and this argument is something else: pass it as --buffer {path}"
+                )
+        return cls.of(None, option, sets)
 
     def resolve(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
         """Return the configuration; `overrides` are other options of the command by dotted key, None if not given.
@@ -104,60 +128,6 @@ class ConfigOptions:
         """
         file = [] if self.file is None else [*(["--config"] if option else []), str(self.file)]
         return [*file, *(part for assignment in self.sets for part in ("--set", assignment))]
-
-
-def with_config(command: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Decorate a command: its parameter of type ConfigOptions becomes --config, --set and the argument FILE.
-
-    A command with an argument of its own gets no FILE: it refuses a TOML file there, unless it is in
-    `_UNDERSTANDS_TOML`.
-    """
-    own = list(inspect.signature(command).parameters.values())
-    shared = {"config": _ConfigFile, "sets": _Sets}
-    arguments = [
-        parameter.name
-        for parameter in own
-        if any(isinstance(part, ArgumentInfo) for part in get_args(parameter.annotation))
-    ]
-    if not arguments:
-        shared = {"file": _File, **shared}
-    refuses = [] if command.__name__ in _UNDERSTANDS_TOML else arguments[:1]
-    position = next(n for n, parameter in enumerate(own) if parameter.annotation is ConfigOptions)
-    target, kind = own[position].name, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    added = [inspect.Parameter(name, kind, default=None, annotation=type_) for name, type_ in shared.items()]
-    # typer reads the options of a command from its signature and annotations, in their order.
-    parameters = [*own[:position], *added, *own[position + 1 :]]
-
-    @functools.wraps(command)
-    def run(**values: Any) -> _Result:
-        for name in refuses:
-            _refuse_file(values[name], has_database="buffer" in values)
-        file, config, sets = (values.pop(name) if name in shared else None for name in ("file", "config", "sets"))
-        return command(**values, **{target: ConfigOptions(_one_file(file, config), sets or [])})
-
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    vars(run)["__signature__"] = inspect.Signature(parameters)
-    return run
-
-
-def _refuse_file(argument: Any, *, has_database: bool) -> None:
-    """Raise UsageError for a configuration or a database in the place of an argument that is something else."""
-    first = argument[0] if isinstance(argument, list) else argument
-    path = Path(first) if isinstance(first, str | Path) else None
-    if path is None or path.suffix not in _FILES or not os.path.isfile(path):
-        return
-    if path.suffix == ".toml":
-        raise UsageError(f"{path} is a configuration, and this argument is something else: pass it as --config {path}")
-    # A path is the file to read or to write.
-    if has_database and isinstance(first, str):
-        raise UsageError(f"{path} is a database, and this argument is something else: pass it as --buffer {path}")
-
-
-def _one_file(argument: Path | None, option: Path | None) -> Path | None:
-    """Return the configuration file, from the argument or from --config. Raises UsageError if both were given."""
-    given = option is not None and str(option) != os.environ.get(_CONFIG_VARIABLE)
-    not_both(argument is not None, given, f"FILE {argument}", f"--config {option}")
-    return option if argument is None else argument
 
 
 def refusing(removed: Mapping[str, str]) -> type[TyperGroup]:

@@ -13,9 +13,8 @@ from tba.common.system.devices import CPU, Gpu, check_free, choose_gpus, group_g
 from tba.common.system.process import notify_systemd, openmp_threads, partition_cores
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire.client import BufferClient
-from tba.deploy.child import Child, RestartPolicy
+from tba.deploy.child import Child, RestartPolicy, drain_seconds
 from tba.deploy.display import fleet_line
-from tba.deploy.drain import drain_seconds
 from tba.deploy.supervisor import Supervisor
 
 log = get_logger(__name__)

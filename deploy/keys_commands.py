@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tba.common.errors import UsageError
-from tba.common.terminal import ConfigOptions, Json, print_json, print_table, with_config
+from tba.common.terminal import ConfigFile, ConfigOptions, FileArgument, Json, Sets, print_json, print_table
 
 if TYPE_CHECKING:
     from tba.common.config import Config
@@ -21,16 +21,17 @@ _Roles = Annotated[
 
 
 @app.command()
-@with_config
 def new(
     name: _Name,
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     role: _Roles = None,
     folder: Annotated[
         Path | None, typer.Option(help="Create the directory of another node here, to be copied there.")
     ] = None,
 ) -> None:
     """Create the key pair of this node in security.keys, or that of another one; --role authorises it here."""
+    options = ConfigOptions.next_to(name, config, sets)
     directory = _directory(options.resolve().config)
     from tba.common.wire.curve import new_pair
     from tba.common.wire.keys import BUFFER, buffer_key, check_name, write_pair, write_public
@@ -54,14 +55,15 @@ def new(
 
 
 @app.command()
-@with_config
 def authorize(
     name: _Name,
     public: Annotated[str, typer.Argument(metavar="PUBLIC_KEY", help="Its public key, as `tba keys new` printed it.")],
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     role: _Roles = None,
 ) -> None:
     """Admit a key to the servers of this node, within a second and without a restart."""
+    options = ConfigOptions.next_to(name, config, sets)
     from tba.common.wire.keys import check_name, check_public
 
     if not (roles := _checked(role)):
@@ -71,9 +73,9 @@ def authorize(
 
 
 @app.command()
-@with_config
-def revoke(name: _Name, options: ConfigOptions) -> None:
+def revoke(name: _Name, config: ConfigFile = None, sets: Sets = None) -> None:
     """Refuse a key from now on, also on the connections that it has opened. Takes a second, without a restart."""
+    options = ConfigOptions.next_to(name, config, sets)
     from tba.common.wire.keys import AUTHORIZED, check_name
 
     path = _directory(options.resolve().config) / AUTHORIZED / f"{check_name(name)}.pub"
@@ -85,9 +87,9 @@ def revoke(name: _Name, options: ConfigOptions) -> None:
 
 
 @app.command("list")
-@with_config
-def list_(options: ConfigOptions, as_json: Json = False) -> None:
+def list_(file: FileArgument = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show the keys that the servers of this node admit."""
+    options = ConfigOptions.of(file, config, sets)
     from tba.common.wire.keys import AUTHORIZED, read_authorized
 
     found = read_authorized(_directory(options.resolve().config) / AUTHORIZED)

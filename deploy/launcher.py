@@ -2,8 +2,8 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,21 +11,18 @@ from rich.console import Console
 
 from tba.common import run_files
 from tba.common.config import Config, LaunchSection, TaskSection
-from tba.common.config.paths import asked_gpus, asked_packages, check_gpus_apart, check_paths, hub_data, hub_models
-from tba.common.errors import EXIT_CONFIG, StorageError, TaskError, TbaError
+from tba.common.config.paths import asked_gpus, hub_models
+from tba.common.errors import EXIT_CONFIG, TaskError, TbaError
 from tba.common.evaluations import Row, is_measured, read_evaluations
 from tba.common.run_status import Facts, ask_status, check_address, monitor
-from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus, shared_gpus
-from tba.common.terminal import need, need_engine
+from tba.common.system.devices import Gpu, list_gpus, shared_gpus
 from tba.common.weights.model_files import check_hub, model_directory
 from tba.common.wire.client import BufferClient
-from tba.deploy.child import Child, RestartPolicy, ending
+from tba.deploy.child import Child, RestartPolicy, drain_seconds, ending, trainer_drain_seconds
 from tba.deploy.display import Display
-from tba.deploy.drain import drain_seconds, trainer_drain_seconds
-from tba.deploy.fleet import POLL_SECONDS, evaluator_child, one_thread_each, searcher_children, searcher_groups
+from tba.deploy.fleet import POLL_SECONDS, evaluator_child, one_thread_each, searcher_children
 from tba.deploy.plot import draw
-from tba.deploy.run_directory import holds_run, mark_ending, mark_failed, refuse_start
-from tba.deploy.run_list import ReadResults
+from tba.deploy.run_directory import holds_run, mark_ending, mark_failed
 from tba.deploy.supervisor import Supervisor
 
 _STATUS_SECONDS = 0.5
@@ -233,49 +230,6 @@ def _run_once(
     return child
 
 
-def check_start(
-    config: Config,
-    read_results: ReadResults,
-    refuse_other_work: Callable[[Config], None],
-    *,
-    resume: bool,
-    present: Sequence[Gpu] | None = None,
-) -> None:
-    """Refuse a run that would fail later, before anything is created. `present` as in `searcher_groups`.
-
-    `read_results` reads the runs of a database; `refuse_other_work` raises ConfigError if the run is of another task or
-    model. Raises UsageError as `refuse_start`, ConfigError also for a missing path, and MissingExtra.
-    """
-    check_paths(config)
-    if asked := asked_gpus(config):
-        _check_gpus(config, asked, list_gpus() if present is None else present)
-    if present is not None:
-        # What is in the directories of this machine says nothing of another node.
-        return
-    results = []
-    # The buffer says what is wrong with a file that cannot be read.
-    with suppress(StorageError):
-        results = read_results(config.database) if config.database.exists() else []
-    refuse_start(config, results, resume=resume)
-    refuse_other_work(config)
-    need_engine(config.search.engine, config.search.gpus)
-    for _, module, extra in asked_packages(config):
-        need(module, extra)
-    if hub_data(config.task):
-        need("datasets", "hub")
-
-
-def _check_gpus(config: Config, asked: Mapping[str, str], present: Sequence[Gpu]) -> None:
-    """Raise for GPUs that are missing or busy, and for one that an engine and the trainer both fill."""
-    need_gpus(asked, present)
-    if "search.gpus" in asked:
-        searcher_groups(config, with_trainer=True, present=present)
-    if "train.gpu" in asked:
-        choose_gpus(config.train.gpu, present, "train.gpu")
-    if len(asked) == 2:
-        check_gpus_apart(config, present)
-
-
 def download_models(config: Config, report: Callable[[str], None]) -> None:
     """Bring the models of the hub that this run uses to this machine, before any of its processes needs one.
 
@@ -288,25 +242,17 @@ def download_models(config: Config, report: Callable[[str], None]) -> None:
         model_directory(path, setting=key)
 
 
-def check_task(
-    config: Config, arguments: Sequence[str], stop: Callable[[], bool], check_here: Callable[[Config], None]
-) -> None:
-    """Load the task in a child, if only that shows that it works, as the searchers will, or until `stop()`.
-
-    Another one, unless its data is to be downloaded, is checked by `check_here`.
+def check_task_in_child(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:
+    """Load the task in a child, as the searchers will, or until `stop()`: its code may end or fill the process.
 
     Raises TaskError if the task does not load, TbaError for another failure, such as a lack of memory. Raises
     AddressInUse before it loads the task, which may take minutes.
     """
-    if not config.task.checked_by_loading:
-        if not hub_data(config.task):
-            check_here(config)
-        return
     check_address(config)
     with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:
         # Unbuffered, so that output of the task comes before the error sentence, which must be the last line.
         log_file, environment = Path(directory, "check.log"), {"PYTHONUNBUFFERED": "1"}
-        child = _run_once("check", ["config", "check", *arguments], log_file, environment, stop)
+        child = _run_once("check", ["doctor", "--only", "task", *arguments], log_file, environment, stop)
         if child.last_code:
             raise _task_failure(config.task, child.last_code, child)
 

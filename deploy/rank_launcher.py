@@ -15,8 +15,7 @@ from tba.common.config import Config
 from tba.common.errors import EXIT_LOST, TbaError
 from tba.common.system.devices import CPU
 from tba.common.system.process import RENDEZVOUS_VARIABLE, notify_systemd, openmp_threads, partition_cores
-from tba.deploy.child import NO_RESTART, Child, RestartPolicy, ending
-from tba.deploy.drain import trainer_drain_seconds
+from tba.deploy.child import NO_RESTART, Child, RestartPolicy, ending, trainer_drain_seconds
 from tba.deploy.supervisor import Supervisor
 
 _POLL_SECONDS = 0.1

@@ -20,7 +20,7 @@ from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
 from tba.common.run_status import check_address
 from tba.common.system.durable import exclusive_lock
-from tba.deploy.drain import drain_seconds, trainer_drain_seconds
+from tba.deploy.child import drain_seconds, trainer_drain_seconds
 
 log = get_logger(__name__)
 

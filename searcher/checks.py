@@ -1,4 +1,4 @@
-"""Checks of `tba doctor` and `tba config check` on what a searcher loads."""
+"""Checks of what a searcher loads, for `tba.cli.checks` and the start of a run."""
 
 import asyncio
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tba.common.errors import EXIT_FAILED, UsageError
-from tba.common.terminal import ConfigOptions, Json, print_json, print_table, start_process, with_config
+from tba.common.terminal import ConfigFile, ConfigOptions, Json, Sets, print_json, print_table, start_process
 
 if TYPE_CHECKING:
     from tba.common.config import Config
@@ -59,13 +59,13 @@ def new(
 
 
 @app.command()
-@with_config
-def check(options: ConfigOptions, task: _Named = None, as_json: Json = False) -> None:
+def check(config: ConfigFile = None, sets: Sets = None, task: _Named = None, as_json: Json = False) -> None:
     """Try a task: types, the same prompts and rewards in every process, errors, speed, and a rendered prompt."""
-    config, loaded, seconds = _load(options, task)
+    options = ConfigOptions.of(None, config, sets)
+    settings, loaded, seconds = _load(options, task)
     from tba.searcher.task_check import check as findings_of
 
-    findings = list(findings_of(config, loaded, seconds))
+    findings = list(findings_of(settings, loaded, seconds))
     if as_json:
         print_json(findings)
     else:
@@ -75,9 +75,9 @@ def check(options: ConfigOptions, task: _Named = None, as_json: Json = False) ->
 
 
 @app.command()
-@with_config
 def show(
-    options: ConfigOptions,
+    config: ConfigFile = None,
+    sets: Sets = None,
     task: _Named = None,
     responses: Annotated[
         list[str] | None, typer.Option("--response", "-r", help="A response to score; by default the prompt's answer.")
@@ -88,6 +88,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show prompts, and the scores of responses to them. It scores in this process, without limits."""
+    options = ConfigOptions.of(None, config, sets)
     _, loaded, _ = _load(options, task)
     prompts = loaded.held_out() if held_out else loaded.prompts()
     chosen = [prompt for prompt in prompts if key is None or prompt.key == key][:count]

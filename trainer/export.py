@@ -6,20 +6,18 @@ checkpoint         its float32 weights, adapters merged, rounded to model.dtype
 """
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from tba.common.config import Config, LoraSection
-from tba.common.errors import CheckpointError, CheckpointMismatch, SnapshotError
+from tba.common.errors import CheckpointMismatch, SnapshotError
 from tba.common.run_snapshots import check_export
-from tba.common.system.durable import copy_file, json_text, publish_directory, temporary_directory
+from tba.common.system.durable import copy_file, json_text, new_directory
 from tba.common.weights import adapter
 from tba.common.weights.model_files import (
     added_tokens,
@@ -30,9 +28,9 @@ from tba.common.weights.model_files import (
     share_weights,
 )
 from tba.common.weights.snapshot import MANIFEST, Snapshot, check_file, directory_name, read
-from tba.trainer.checkpoints import checkpoint
+from tba.trainer import checkpoint
 from tba.trainer.model.adapters import MERGED, add_adapters, base_digest, gathered
-from tba.trainer.model.scorer import load_model, structure_of, weights_of
+from tba.trainer.model.scorer import load_model, structure_of
 from tba.trainer.publishing.snapshot_writer import as_saved, write_model
 
 
@@ -55,16 +53,12 @@ def export_model(source: Path, out: Path, config: Config) -> None:
     written.
     """
     check_export(source, out)
-    temporary = temporary_directory(out)
     try:
-        _write(source, temporary, config)
-        _name_end_tokens(temporary, config)
-        publish_directory(temporary, out)
+        with new_directory(out) as temporary:
+            _write(source, temporary, config)
+            _name_end_tokens(temporary, config)
     except (OSError, SafetensorError) as error:
         raise SnapshotError(f"{out} cannot be written: {error}") from error
-    finally:
-        # After a success it has its final name.
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _name_end_tokens(directory: Path, config: Config) -> None:
@@ -135,19 +129,7 @@ def _write_checkpoint(found: checkpoint.Checkpoint, target: Path, config: Config
         if base_digest(files) != found.adapter["base"]:
             raise CheckpointMismatch(f"{found.path} adapts another model than model.path {config.model.path}")
         add_adapters(policy, LoraSection.model_validate(settings))
-    _load_weights(found, policy)
+    checkpoint.load_weights(found, policy, {})
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     weights = {name: tensor.to(dtype) for name, tensor in gathered(policy, MERGED)}
     write_model(target, as_saved(unwrapped, weights), files, unwrapped, dtype)
-
-
-@torch.no_grad()
-def _load_weights(found: checkpoint.Checkpoint, policy: PreTrainedModel) -> None:
-    expected = weights_of(policy)
-    with safe_open(found.path / checkpoint.MODEL, framework="pt") as weights:
-        names = set(weights.keys())
-        trained = {name for name in expected if found.adapter is None or ".lora_" in name}
-        if names != trained:
-            raise CheckpointError(f"{found.path} is of another model than model.path: set it to that of the run")
-        for name in names:
-            expected[name].copy_(weights.get_tensor(name))

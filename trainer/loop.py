@@ -12,9 +12,17 @@ import msgspec
 import torch
 
 from tba.common import run_files
-from tba.common.clock import Clock, SystemClock
+from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, CheckpointError, Refused, TrainingBroken, quantity
+from tba.common.errors import (
+    BufferUnavailable,
+    CheckpointError,
+    MemoryShort,
+    Refused,
+    TbaError,
+    TrainingBroken,
+    quantity,
+)
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.system.durable import exclusive_lock
@@ -23,28 +31,22 @@ from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
 from tba.common.wire import messages
 from tba.common.wire.keys import buffer_client_keys
-from tba.trainer.batch.batch import TrainBatch
-from tba.trainer.buffer_link.batch_fetcher import BatchFetcher
-from tba.trainer.buffer_link.connection import Dial, goodbye, hello, network
-from tba.trainer.buffer_link.heartbeat import HeartbeatThread
-from tba.trainer.checkpoints import checkpoint
-from tba.trainer.checkpoints.checkpoint import Checkpoint
-from tba.trainer.checkpoints.checkpoint_writer import CheckpointWriter
-from tba.trainer.distributed.ranks import ALONE, Ranks, join, until_lost
-from tba.trainer.metrics.answers import choose_answers
+from tba.trainer import checkpoint
+from tba.trainer.batch.batch import TrainBatch, pack_batch, unpack_batch
+from tba.trainer.buffer_link import BatchFetcher, Dial, HeartbeatThread, goodbye, hello, network
+from tba.trainer.checkpoint import Checkpoint, CheckpointWriter
+from tba.trainer.distributed import ALONE, END, PUBLISH, SAVE, STEP, Ranks, join, until_lost
 from tba.trainer.metrics.flops import Throughput
 from tba.trainer.metrics.health import Health
 from tba.trainer.metrics.metrics_log import MetricsLog
-from tba.trainer.metrics.sinks.trackers import open_sinks
+from tba.trainer.metrics.sinks import choose_answers, open_sinks
 from tba.trainer.metrics.stopwatch import Stopwatch, wait_for_compute
+from tba.trainer.model.adapters import gathered
 from tba.trainer.model.host_buffers import HostBuffers
-from tba.trainer.other_ranks import END, PUBLISH, SAVE, STEP, run_other_rank
 from tba.trainer.preflight.check import Report
 from tba.trainer.publishing.publisher import Publisher
-from tba.trainer.startup import find_checkpoint, prepare, require_memory
-from tba.trainer.step.broadcast import pack_batch
-from tba.trainer.step.build import build
-from tba.trainer.step.learner import StepResult
+from tba.trainer.step.build import build, prepare, require_memory
+from tba.trainer.step.learner import Learner, StepResult
 
 log = get_logger(__name__)
 
@@ -79,7 +81,7 @@ def train(
             _train_other_rank(config, torch.device(device), ranks, report)
             return
         with exclusive_lock(lock, holder):
-            found = find_checkpoint(config.checkpoints, resume=resume, otherwise="set another run.dir")
+            found = checkpoint.find(config.checkpoints, resume=resume, otherwise="set another run.dir")
             if found is not None:
                 refuse_other_run(found.path, [RunIdentity(found.run)], RunIdentity(config.run.name))
             log.info("starting", model=config.model.path, buffer=config.address if dial is None else "offline")
@@ -101,6 +103,35 @@ def _train_other_rank(config: Config, device: torch.device, ranks: Ranks, report
     ranks.close()
 
 
+def run_other_rank(learner: Learner, ranks: Ranks) -> None:
+    """Take part in what rank 0 commands until END.
+
+    Ranks other than 0 have no connection to the buffer, write no files and handle no signals. Raises RuntimeError if
+    rank 0 is gone, MemoryShort.
+    """
+    while True:
+        command, payload = ranks.receive()
+        if command == STEP:
+            try:
+                learner.step_in_memory(unpack_batch(payload))
+            except MemoryShort:
+                # This rank alone is short of memory; the others would wait for it forever. Its end is noticed.
+                raise
+            except TbaError as error:
+                # Rank 0 has raised the same error and decides how to continue.
+                log.debug("step failed", reason=str(error))
+        elif command == PUBLISH:
+            with torch.no_grad():
+                for kind in payload.decode().split():
+                    for _ in gathered(learner.policy, kind):
+                        pass
+        elif command == SAVE:
+            for _ in checkpoint.tensors_of(learner):
+                pass
+        elif command == END:
+            return
+
+
 class Trainer:
     """One start of the trainer, on rank 0. `found` is the checkpoint to resume from."""
 
@@ -110,7 +141,6 @@ class Trainer:
         found: Checkpoint | None,
         device: torch.device,
         stop: Callable[[], bool],
-        clock: Clock | None = None,
         *,
         dial: Dial | None = None,
         last_step: int | None = None,
@@ -121,10 +151,14 @@ class Trainer:
         self._config = config
         self._steps = config.train.steps if last_step is None else min(last_step, config.train.steps)
         self._should_stop, self._watchdog = stop, Watchdog()
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
+        self._watch = Stopwatch(self._clock, wait_for_compute(device))
+        self._published = HostBuffers(device, gathered=bool(config.lora.rank) or ranks.size > 1)
+        saved = HostBuffers(device, gathered=ranks.size > 1)
         self._model_files = model_directory(config.model.path)
-        self.learner, self._unwrapped = build(config, self._model_files, device, ranks, report)
-        self._watch = self.learner.watch = Stopwatch(self._clock, wait_for_compute(device))
+        self.learner, self._unwrapped = build(
+            config, self._model_files, device, ranks, report, watch=self._watch, copies=(self._published, saved)
+        )
         self._throughput = Throughput(self.learner.policy, devices=ranks.size)
         self._health, self._skipped_in_a_row = Health(config.objective, config.model.dtype), 0
         self._unreported = msgspec.convert(found and found.unreported, messages.ReportStep | None)
@@ -133,37 +167,20 @@ class Trainer:
             log.info("resumed", checkpoint=found.path, step=found.step)
         first_step = self.learner.steps_done
         self._metrics = MetricsLog(config.run.dir, first_step=first_step, sinks=open_sinks(config, first_step))
+        self._checkpoints = CheckpointWriter(
+            config, saved, self._metrics, ranks=ranks, saved_step=None if found is None else found.step
+        )
         self._dial = dial or network(config.address, buffer_client_keys(config.security.keys, config.address))
         self._client = self._dial("trainer", "trainer")
         self._heartbeat = HeartbeatThread(self._dial)
+        self._batches = BatchFetcher(self._client, config, stop=self._stop, last=self._steps, watch=self._watch)
+        # From `connect` on.
         self._publisher: Publisher | None = None
-        name_at = self.learner.reference.name_at
-        self._batches = BatchFetcher(
-            self._client, config, stop=self._stop, reference_at=name_at, last=self._steps, watch=self._watch
-        )
-        self._checkpoints = CheckpointWriter(
-            config.checkpoints,
-            run=config.run.name,
-            keep=run_files.KEEP_CHECKPOINTS,
-            device=device,
-            before=self._metrics.sync,
-            min_free=config.train.min_free_mib << 20,
-            gathered=ranks.size > 1,
-            gather=lambda: ranks.send(SAVE),
-            saved_step=None if found is None else found.step,
-        )
-        self._host_buffers = HostBuffers(device, gathered=self._unwrapped is not self.learner.policy)
-        self.learner.before_writing = self._before_writing
 
     def _stop(self) -> bool:
         """Whether to stop. Every step and every wait of the training thread asks, which shows that it is alive."""
         self._watchdog.beat()
         return self._should_stop()
-
-    def _before_writing(self) -> None:
-        """Make the device wait for copies to the host that still read the weights."""
-        self._host_buffers.before_update()
-        self._checkpoints.copies.before_update()
 
     def run(self) -> None:
         """Train to the last step, or until `stop()`, and save a checkpoint."""
@@ -213,22 +230,23 @@ class Trainer:
             unwrapped=self._unwrapped,
             next_version=welcome.next_version,
             dial=self._dial,
-            copies=self._host_buffers,
-            gather=lambda kinds: self._ranks.send(PUBLISH, " ".join(kinds).encode()),
+            copies=self._published,
+            ranks=self._ranks,
         )
 
     def publish(self) -> None:
         """Publish the current weights. At the start too: after a resume they may be older than the newest snapshot."""
         assert self._publisher is not None
-        self._heartbeat.show("publishing", self._publisher.trouble)
-        self._heartbeat.weights_version = self._publisher.publish(self.learner.steps_done)
+        self._heartbeat.show("publishing", self._publisher.reason)
+        version = self._publisher.publish(self.learner.steps_done)
+        self._heartbeat.show("publishing", self._publisher.reason, weights_version=version)
 
     def _one_step(self) -> None:
         with self._watch.phase("wait"):
             batch = self.sample()
         if batch is None:
             return
-        self._batches.prefetch(batch.step + 1)
+        self._batches.prefetch(batch.step + 1, self.learner.reference.name_at(batch.step + 1))
         self.learn(batch)
         done, train = self.learner.steps_done, self._config.train
         if done % train.publish_every == 0 or done == self._steps:
@@ -240,16 +258,17 @@ class Trainer:
 
     def sample(self) -> TrainBatch | None:
         """Wait for the batch of this step. Returns None when `stop()`."""
+        assert self._publisher is not None
+        step = self.learner.steps_done
         while not self._stop():
-            if self._publisher is not None:
-                self._publisher.check()
-            batch = self._batches.fetch(self.learner.steps_done)
+            self._publisher.check()
+            batch = self._batches.fetch(step, self.learner.reference.name_at(step))
             if isinstance(batch, TrainBatch):
                 return batch
-            trouble = self._publisher.trouble if self._publisher is not None else ""
-            self._heartbeat.show("publishing" if trouble else "waiting", trouble or batch)
+            reason = self._publisher.reason
+            self._heartbeat.show("publishing" if reason else "waiting", reason or batch)
             # The buffer may wait for newer weights, and there was no room for them.
-            if self._publisher is not None and self._publisher.missed:
+            if self._publisher.missed:
                 self.publish()
         return None
 
@@ -305,8 +324,7 @@ class Trainer:
         names = {"loss": "loss", "reward": "reward_mean", "staleness": "staleness_mean"}
         shown = {short: metrics[name] for short, name in names.items() if name in metrics}
         progress = {"step": float(self.learner.steps_done), "steps": float(self._steps)}
-        self._heartbeat.warning = self._health.warning
-        self._heartbeat.show("training", metrics=shown | progress)
+        self._heartbeat.show("training", metrics=shown | progress, warning=self._health.warning)
         kl = {"kl": metrics["kl"]} if "kl" in metrics else {}
         log.info("step", step=step, **shown, **kl, seconds=metrics["seconds_step"])
 
@@ -343,7 +361,7 @@ class Trainer:
             if self._publisher.missed:
                 time.sleep(_FLUSH_WAIT_SECONDS)
                 self.publish()
-            self._heartbeat.show("publishing", self._publisher.trouble)
+            self._heartbeat.show("publishing", self._publisher.reason)
         # `tba status` of a finished run shows the last heartbeat, and the thread sends only one a second.
         self._heartbeat.show("publishing")
         self._client.call(self._heartbeat.shown, messages.Done, stop=self._stop)

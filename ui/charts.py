@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tba.buffer.store.storage_errors import stored_object
-from tba.buffer.tools.page_rows import PageRows
+from tba.buffer.tools.query import PageRows
 from tba.common.evaluations import read_evaluations
 from tba.ui.runs import Run
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from tba.buffer.store.starts import choose_run
-from tba.buffer.tools.page_rows import PageRows
+from tba.buffer.tools.query import PageRows
 from tba.common.clock import SystemClock
 from tba.common.errors import UsageError
 from tba.common.system.durable import write_text

@@ -12,7 +12,7 @@ from typing import Any
 
 from tba.buffer.store.starts import SERVED_FIRST
 from tba.buffer.store.storage_errors import stored_config, stored_object
-from tba.buffer.tools.page_rows import PageRows, page_rows
+from tba.buffer.tools.query import PageRows, page_rows
 from tba.common import run_files
 from tba.common.errors import StorageError, TbaError, UsageError
 from tba.common.run_status import ask_status

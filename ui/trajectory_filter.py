@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tba.buffer.tools.page_rows import PageRows
+from tba.buffer.tools.query import PageRows
 from tba.common.errors import UsageError
 from tba.ui.runs import Run
 

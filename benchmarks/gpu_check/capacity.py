@@ -15,12 +15,11 @@ from tba.common.clock import SystemClock
 from tba.common.config import TrainSection
 from tba.common.errors import MemoryShort
 from tba.tests.helpers.gpu_steps import GB, estimate_for, little_memory, qwen, random_model, random_steps, timed
-from tba.tests.helpers.trainer import objective
+from tba.tests.helpers.trainer import learner_of, objective
 from tba.trainer.metrics.flops import Throughput
 from tba.trainer.metrics.stopwatch import Stopwatch, wait_for_compute
 from tba.trainer.model.packing import packs
 from tba.trainer.step.host_optimizer import take_masters
-from tba.trainer.step.learner import Learner
 
 # Prompts, samples, tokens of a prompt, of a response, and of the longest one.
 _SHAPE, _LONG, _TINY = (8, 8, 200, 400, 2048), (4, 8, 200, 700, 2048), (2, 4, 8, 12, 30)
@@ -59,10 +58,10 @@ def _train(findings: Findings, way: str, options: Any, model: Any, train: Any, s
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    learner = Learner(model, None, train, objective("rloo"), autocast=cuda, **keys)
-    learner.watch = Stopwatch(SystemClock(), wait_for_compute(torch.device(options.device)))
+    watch = Stopwatch(SystemClock(), wait_for_compute(torch.device(options.device)))
+    learner = learner_of(model, None, train, objective("rloo"), watch=watch, autocast=cuda, **keys)
     found = _measure(findings, way, model, lambda batch: learner.step_in_memory(batch).metrics, batches)
-    findings.note(f"{way}: phases of all steps, s", {k: v for k, v in learner.watch.take().items() if v > 1e-3})
+    findings.note(f"{way}: phases of all steps, s", {k: v for k, v in watch.take().items() if v > 1e-3})
     for name, value in expected.items():
         limit = 1e-4 if not cuda else 0.01 if name == "loss" else 0.05
         findings.relative(f"{way}: {name} of the first step by bare torch", found[name], value, limit)
@@ -91,7 +90,7 @@ def oom(findings: Findings, options: Any) -> None:
     cuda, config = options.device == "cuda", qwen("0.5B", tiny=options.tiny)
     train = TrainSection(micro_batch_tokens=1 << 20, warmup_steps=0)
     models = [random_model(config, options.device) for _ in range(2)]
-    short, other = (Learner(model, None, train, objective("rloo"), autocast=cuda) for model in models)
+    short, other = (learner_of(model, None, train, objective("rloo"), autocast=cuda) for model in models)
     message = "it has fitted"
     with little_memory(options.device):
         try:

@@ -13,11 +13,10 @@ from benchmarks.bare import BareTrainer
 from benchmarks.gpu_check.findings import Findings
 from tba.common.config import TrainSection
 from tba.tests.helpers.gpu_steps import flat, qwen, random_model, random_steps
-from tba.tests.helpers.trainer import objective
-from tba.trainer.distributed.ranks import ALONE, Ranks
+from tba.tests.helpers.trainer import learner_of, objective
+from tba.trainer.distributed import ALONE, Ranks
 from tba.trainer.model.adapters import MERGED, gathered
 from tba.trainer.step.host_optimizer import take_masters
-from tba.trainer.step.learner import Learner
 
 _RATE = 1e-3
 # The metrics of each step, all weights after the last, and whether they are sharded.
@@ -39,7 +38,7 @@ class Trial:
         reference = copy.deepcopy(self.base).to(device) if name == "tb" else None
         if ranks is ALONE:
             model.to(device)
-        learner = Learner(model, reference, config, objective(name), autocast=half, ranks=ranks, masters=masters)
+        learner = learner_of(model, reference, config, objective(name), autocast=half, ranks=ranks, masters=masters)
         steps = [learner.step(batch).metrics for batch in self.batches]
         weights = learner.masters() or dict(gathered(learner.policy, MERGED))
         sharded = all(isinstance(parameter, DTensor) for parameter in learner.policy.parameters())

@@ -21,9 +21,9 @@ from benchmarks.off_policy.setting import Setting, objective_section
 from benchmarks.off_policy.sources import ExactStaleness, PaperBuffer, Searcher
 from benchmarks.off_policy.tasks import load_task
 from tba.common.config import ReferenceSection
+from tba.tests.helpers.trainer import learner_of
 from tba.trainer.model.scorer import load_model
 from tba.trainer.objectives.from_config import make_objective
-from tba.trainer.step.learner import Learner
 
 # Measurements in a run, after the one before the first step.
 MEASUREMENTS = 8
@@ -104,8 +104,8 @@ def run(setting: Setting) -> dict[str, object]:
     policy, reference = (load_model(task.model, torch.device("cpu")) for _ in range(2))
     objective = make_objective(objective_section(setting.objective), longest_response=task.longest)
     resets = ReferenceSection(kind="reset", every=setting.reset_every) if setting.reset_every else ReferenceSection()
-    learner = Learner(
-        policy, reference, setting.train_section(), objective, autocast=False, reference_config=resets
+    learner = learner_of(
+        policy, reference, setting.train_section(), objective, reference_config=resets
     )  # fmt: skip
     source = (PaperBuffer if setting.sync_every else ExactStaleness)(Searcher(policy, task, setting), setting)
     problems = task.held_out[setting.part]

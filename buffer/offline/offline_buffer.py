@@ -15,12 +15,11 @@ from typing import TypeVar
 import typer
 from msgspec import structs
 
-from tba.buffer.offline.recorded_run import RecordedRun
+from tba.buffer.offline.recorded_run import RecordedRun, copy_batch, overlay
 from tba.buffer.service.run_state import AsOf
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.starts import OFFLINE, OfflineSource, recorded_source, refuse_other_runs
 from tba.buffer.store.store import Store
-from tba.buffer.store.tables.recorded_run import copy_batch, overlay
 from tba.buffer.store.tables.runs import Run
 from tba.common import run_files
 from tba.common.clock import SystemClock

@@ -1,11 +1,18 @@
-"""A recorded run at one step: what its buffer held when the batch of that step was sampled."""
+"""A recorded run at one step: what its buffer held when the batch of that step was sampled.
+
+An offline run attaches its database read-only, so that its trajectories replace those of the own one in every query.
+"""
 
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
+from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.starts import choose_run, recorded_source
+from tba.buffer.store.storage_errors import storage_errors
+from tba.buffer.store.tables.batches import SUMMARY
+from tba.buffer.store.tables.runs import Run
 from tba.common.errors import ConfigError, StorageError, UsageError
 
 
@@ -100,3 +107,49 @@ def _newest_at(connection: sqlite3.Connection, path: Path, run: int, step: int |
         first, last = connection.execute(ends, (run,)).fetchone()
         raise UsageError(f"{path} has no batch of step {step}: --as-of can be {first} to {last}")
     return int(row[0])
+
+
+_COPIED = (
+    "step, prompts, samples, handed_out_at, newest_trajectory, recency_window, recency_groups, recency_missed, "
+    f"{SUMMARY}"
+)
+
+
+def overlay(database: DatabaseFile, run: Run, recorded: Path, recorded_run: int, newest: int) -> None:
+    """Shadow our prompts and trajectories with those of a run in another database, up to trajectory id `newest`.
+
+    SQLite resolves a table name to a temporary view of that name first, so every query reads the recorded rows.
+    Statements that write name other tables, which stay our own.
+    """
+    with storage_errors(recorded):
+        database.execute("ATTACH ? AS recorded", (f"{recorded.absolute().as_uri()}?mode=ro",))
+        for table, condition in (
+            ("prompts", f"run = {recorded_run}"),
+            ("trajectory_rows", f"run = {recorded_run} AND id <= {newest}"),
+            ("payloads", f"trajectory <= {newest}"),
+        ):
+            names = [row[1] for row in database.all(f"PRAGMA recorded.table_info({table})")]
+            columns = ", ".join(f"{run.id} AS run" if name == "run" else name for name in names)
+            database.execute(
+                f"CREATE TEMP VIEW {table} AS SELECT {columns} FROM recorded.{table} WHERE {condition}"  # noqa: S608
+            )
+
+
+def copy_batch(database: DatabaseFile, run: Run, step: int, recorded_run: int) -> tuple[int, int] | None:
+    """Record the batch that the run of `overlay` had at a step as our own.
+
+    Returns its (prompts, samples), or None if there is none.
+    """
+    cursor = database.execute(
+        f"INSERT INTO batches (run, {_COPIED}) SELECT ?, {_COPIED} FROM recorded.batches "  # noqa: S608
+        "WHERE run = ? AND step = ?",
+        (run.id, recorded_run, step),
+    )
+    database.execute(
+        "INSERT INTO consumption_rows (batch, slot, trajectory, staleness) "
+        "SELECT ?, c.slot, c.trajectory, c.staleness FROM recorded.consumption_rows c "
+        "JOIN recorded.batches b ON b.id = c.batch WHERE b.run = ? AND b.step = ?",
+        (cursor.lastrowid, recorded_run, step),
+    )
+    shapes = database.all("SELECT prompts, samples FROM batches WHERE run = ? AND step = ?", run.id, step)
+    return shapes[0] if shapes else None

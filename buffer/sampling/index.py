@@ -4,7 +4,8 @@
                                                                  the row stays in the database
 
 Invariant: the index is a function of the history, in the order of its ids, and of the limits alone. So after any
-sequence of puts and batches it equals one that is rebuilt from the database.
+sequence of puts and batches it equals one that is rebuilt from the database. Which entries leave a prompt with too many
+depends on ids, rewards and the seed alone.
 
 An entry is a row of flat typed columns (`EntryColumns`), linked to the next row of its prompt. A prompt has an
 ordinal: its position in the order of first appearance.
@@ -19,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.buffer.sampling.entry_columns import NONE, REMOVED, TRAINED, Block, EntryColumns, renumbered
-from tba.buffer.sampling.remover import keyed_hash, surplus
-from tba.buffer.sampling.rules import Limits
+from tba.buffer.sampling.rules import Keep, Limits
 
 
 @dataclass(slots=True)
@@ -217,3 +217,42 @@ class SamplingIndex:
         self._count[ordinal] -= 1
         self._rows -= 1
         self.payload_bytes -= self.columns.payload_bytes[row]
+
+
+_MASK = (1 << 64) - 1
+
+
+def surplus(columns: EntryColumns, head: int, keep: Keep) -> tuple[int, int]:
+    """Return the entry that leaves a prompt with one entry too many: (the row before it or NONE, its row).
+
+    newest: the oldest leaves. best: the lowest reward leaves, the oldest of equal ones. reservoir: the largest keyed
+    hash of the id leaves; the entries with the smallest hashes are a uniform sample of all that arrived.
+    """
+    if keep == "newest":
+        return NONE, head
+    if keep == "best":
+        return _least(columns, head, columns.reward, 1)
+    assert columns.key is not None
+    return _least(columns, head, columns.key, -1)
+
+
+def _least(columns: EntryColumns, head: int, values: "array[int] | array[float]", sign: int) -> tuple[int, int]:
+    found, least = (NONE, head), sign * values[head]
+    previous, row = head, columns.next[head]
+    while row != NONE:
+        if sign * values[row] < least:
+            found, least = (previous, row), sign * values[row]
+        previous, row = row, columns.next[row]
+    return found
+
+
+def keyed_hash(seed: int, id_: int) -> int:
+    """Hash a seed and an id to 64 well-mixed bits: the finaliser of SplitMix64, applied twice."""
+    return _mix(_mix(seed & _MASK) ^ id_)
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

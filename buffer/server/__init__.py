@@ -1,1 +1,1 @@
-"""The threads between socket and disk: network, writer, syncer and checkpointer, and the queue between them."""
+"""The threads between socket and disk, network and writer, and the queue between them."""

@@ -1,15 +1,14 @@
 """The queue of received requests that wait for a transaction: all that network and writer share.
 
 Invariant: the network checks `full` before it reads, so memory holds at most the limit and one read of the socket.
-Everything else waits in the senders.
+Everything else waits in the senders. Requests that the writer cannot answer yet are parked: a batch without enough
+data, a lease without room.
 """
 
-import contextlib
 import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from tba.buffer.service.put_columns import PutColumns
@@ -26,8 +25,6 @@ GROUP_BYTES = 1 << 20
 _URGENT_PER_GROUP = 32
 _URGENT_PER_PEER = 64
 _OTHERS_PER_PEER = 128
-# Longest wait of `paused` for the transaction in progress.
-_LONGEST_TRANSACTION_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +80,6 @@ class Mailbox:
         self.dropped = 0
         self._others: deque[Arrival] = deque()
         self._bytes = 0
-        self._paused = False
-        self._writer_waits = False
 
     @property
     def bytes(self) -> int:
@@ -117,8 +112,7 @@ class Mailbox:
             queue = self._batches if arrival.is_batch else self._urgent if arrival.is_urgent else self._others
             queue.append(arrival)
             self._bytes += arrival.bytes
-            if self._urgent or self._batches or not self._paused:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def note_batch(self, seconds: float, now: float) -> None:
         """Give puts as much time as the batches of the last transaction took, if any puts wait."""
@@ -129,37 +123,19 @@ class Mailbox:
         with self._changed:
             self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Hand out only urgent requests inside the block, which begins after the transaction in progress."""
-        with self._changed:
-            self._paused = True
-            self._changed.wait_for(lambda: self._writer_waits, _LONGEST_TRANSACTION_SECONDS)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._paused = False
-                self._changed.notify_all()
-
     def take(self, timeout_seconds: float) -> list[Arrival]:
         """Remove and return the next transaction's requests: some urgent ones, a batch, others up to the group size.
 
-        Waits up to the timeout for a first request; `wake` or a pause may end the wait with none. Called by the writer
-        alone.
+        Waits up to the timeout for a first request; `wake` may end the wait with none. Called by the writer alone.
         """
         with self._changed:
-            self._writer_waits = True
-            self._changed.notify_all()
-            if not (self._urgent or self._batches) and (self._paused or not self._others):
+            if self.empty:
                 self._changed.wait(timeout_seconds)
-            self._writer_waits = False
             taken = [self._urgent.popleft() for _ in range(min(len(self._urgent), _URGENT_PER_GROUP))]
             # After the urgent ones: a trainer reports a step before it asks for the next batch.
-            if self._batches and (self._paused or not self._others or time.monotonic() >= self._batches_from):
+            if self._batches and (not self._others or time.monotonic() >= self._batches_from):
                 taken.append(self._batches.popleft())
-            if not self._paused:
-                taken += self._take_group()
+            taken += self._take_group()
             self._of_peer -= Counter((arrival.peer, arrival.is_urgent) for arrival in taken)
             self._other_ids.difference_update((arrival.peer, arrival.header.id) for arrival in taken)
             self._bytes -= sum(arrival.bytes for arrival in taken)
@@ -177,3 +153,51 @@ class Mailbox:
             else:
                 rows += arrival.message.want if isinstance(arrival.message, messages.LeasePrompts) else 1
         return group
+
+
+# Of one connection. A client has at most one of each kind.
+_LIMIT_PER_PEER = 4
+
+
+class Parked:
+    """Parked requests in the order in which they came, at most one of a kind for each sender."""
+
+    def __init__(self) -> None:
+        # By the type of the message, then by sender.
+        self._of_type: defaultdict[str, dict[str, Arrival]] = defaultdict(dict)
+        self._of_peer: Counter[Peer] = Counter()
+
+    def of_type(self, type_: str) -> dict[str, Arrival]:
+        """Return the requests of this kind by sender, not to be changed."""
+        return self._of_type[type_]
+
+    def add(self, item: Arrival) -> bool:
+        """Park a request instead of an older one of its kind. Returns False, and does not, if its connection has many.
+
+        The sender of the older one waits for the reply to the newer one.
+        """
+        self.forget_older(item)
+        if self._of_peer[item.peer] >= _LIMIT_PER_PEER:
+            return False
+        self._of_type[item.header.type][item.header.sender] = item
+        self._of_peer[item.peer] += 1
+        return True
+
+    def forget_older(self, new: Arrival) -> None:
+        """Forget the request of the same kind by the same sender, if there is one."""
+        if (old := self._of_type[new.header.type].get(new.header.sender)) is not None:
+            self.remove(old)
+
+    def remove(self, item: Arrival) -> None:
+        """Forget a request."""
+        del self._of_type[item.header.type][item.header.sender]
+        self._of_peer[item.peer] -= 1
+        if not self._of_peer[item.peer]:
+            del self._of_peer[item.peer]
+
+    def take_overdue(self, now: float) -> list[Arrival]:
+        """Remove and return the requests whose deadline is not after `now`."""
+        found = [item for items in self._of_type.values() for item in items.values() if item.deadline <= now]
+        for item in found:
+            self.remove(item)
+        return found

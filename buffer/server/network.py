@@ -1,7 +1,7 @@
 """The network thread: receive, check and queue requests; send replies.
 
     socket ──► decode, check, split into columns ──► mailbox ──► (the writer)
-    socket ◄── outbox ◄── (the syncer)
+    socket ◄── outbox ◄── (the writer)
 
 It needs no state of the run, so it works while the writer is in a transaction.
 """
@@ -74,7 +74,7 @@ class Network:
         self._ahead: dict[Peer, Frames] = {}
 
     def send(self, replies: Sequence[tuple[Peer, Frames]]) -> None:
-        """Queue replies. Called by the syncer."""
+        """Queue replies. Called by the writer."""
         self._outbox.extend(replies)
         self._channel.wake()
 

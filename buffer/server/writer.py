@@ -1,22 +1,19 @@
-"""The buffer process: a pipeline of three threads. This is the middle one, the writer.
+"""The buffer process: two threads. This is the writer.
 
-    network ──► mailbox ──► handle a group in one transaction, commit ──► syncer ──► network
+    network ──► mailbox ──► handle all that has arrived in one transaction, commit ──► network
 
-While one group is synced to the disk, the next is written and the one after it received and checked. A fourth
-thread, the checkpointer, moves the WAL into the database file. Only the writer uses the service and the database.
+While a group is written and synced, the network thread receives and checks the next one. Only the writer uses the
+service and the database. Invariant: a reply leaves only after its transaction is on the disk.
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from tba.buffer.server.mailbox import Arrival, Mailbox
+from tba.buffer.server.mailbox import Arrival, Mailbox, Parked
 from tba.buffer.server.network import Network
-from tba.buffer.server.parked import Parked
-from tba.buffer.server.syncer import Checkpointer, Syncer
 from tba.buffer.service.admission import Admission, owner_of
 from tba.buffer.service.run_state import ReplyBody
 from tba.buffer.service.service import BufferService
@@ -69,9 +66,6 @@ class BufferServer:
         self._clock = service.state.clock
         self._mailbox = Mailbox(queue_bytes)
         self._network = Network(channel, self._mailbox, self._clock)
-        wal = service.state.store.log
-        self._syncer = Syncer(wal.sync, self._network.send)
-        self._checkpointer = Checkpointer(wal, self._mailbox)
         self._admission = Admission(service.state.clients, channel.keys.admitted if channel.keys else None)
         self._parked = Parked()
         self._stalls = stalls
@@ -81,21 +75,19 @@ class BufferServer:
         self._look_at = self._expire_at = -math.inf
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Serve until `stop()`. Raises the failure of another thread."""
+        """Serve until `stop()`. Raises the failure of the network thread."""
         self._service.state.clients.open()
         watchdog = Watchdog()
-        threads = [self._network.thread, self._syncer.thread, self._checkpointer.thread]
-        with contextlib.ExitStack() as running:
-            for thread in threads:
-                thread.start()
-                # Stopped in reverse: the syncer may still send, so the network ends last.
-                running.callback(thread.stop)
-            while not stop() and not any(thread.failure for thread in threads):
+        thread = self._network.thread
+        thread.start()
+        try:
+            while not stop() and not thread.failure:
                 self.serve_group(_POLL_SECONDS)
                 self._look_for_stalls()
                 watchdog.beat()
-        for thread in threads:
-            thread.check()
+        finally:
+            thread.stop()
+        thread.check()
 
     def _look_for_stalls(self) -> None:
         """Find out once a second whether the run stands still, and show it to systemd."""
@@ -119,7 +111,7 @@ class BufferServer:
         notify_systemd(f"STATUS={status.stall.sentence if status.stall else moving}")
 
     def serve_group(self, timeout_seconds: float) -> None:
-        """Handle one group of requests: take it, commit it, hand its replies to the syncer."""
+        """Handle one group of requests: take it, commit it, hand its replies to the network thread."""
         was_full = self._mailbox.full
         arrived = self._mailbox.take(timeout_seconds)
         if was_full:
@@ -153,7 +145,7 @@ class BufferServer:
             (reply.peer, encode_reply(reply.body.message, id=reply.id, run=run, state=state, frames=reply.body.frames))
             for reply in replies
         ]
-        self._syncer.add(encoded)
+        self._network.send(encoded)
 
     def _admit(self, arrived: list[Arrival]) -> tuple[list[Arrival], list[_Reply]]:
         """Return the requests that their connections may send, whose senders count as seen, and refusals of others."""

@@ -6,7 +6,7 @@ epoch is stored when the epoch begins, and does not change while it lasts.
 
 from collections.abc import Iterable, Sequence
 
-from tba.buffer.store.tables.curriculum import Decision
+from tba.buffer.store.tables.prompts import Decision
 from tba.common.config import CurriculumSection
 from tba.common.wire.fields import NO_POLICY
 

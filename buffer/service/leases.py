@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tba.buffer.store.tables.curriculum import Decision
-from tba.buffer.store.tables.prompts import OpenVisit
+from tba.buffer.store.tables.prompts import Decision, OpenVisit
 
 
 class LeaseBook:

@@ -11,10 +11,9 @@ from tba.buffer.sampling.rate_limiter import RateLimiter
 from tba.buffer.sampling.rules import Limits, SamplingRules, from_section
 from tba.buffer.sampling.sampler import Sampler
 from tba.buffer.service.clients import Clients
-from tba.buffer.service.counters import DataLag
 from tba.buffer.service.curriculum import Curriculum
 from tba.buffer.service.leases import LeaseBook
-from tba.buffer.service.pace import Pace
+from tba.buffer.service.pace import DataLag, Pace
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.common.clock import Clock

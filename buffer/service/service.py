@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from tba.buffer.service.clients import GONE
-from tba.buffer.service.counters import Counters
 from tba.buffer.service.ingest import Ingest
 from tba.buffer.service.leasing import Leasing
+from tba.buffer.service.pace import Counters
 from tba.buffer.service.put_columns import PutColumns
 from tba.buffer.service.run_state import AsOf, ReplyBody, RunState, refuse_beyond
 from tba.buffer.service.stall import find_stall
@@ -125,15 +125,12 @@ class BufferService:
         return reply
 
     def handle_durably(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody | None:
-        """Handle a single request in a transaction of its own, on disk when this returns. Raises Refused."""
+        """Handle a single request in a transaction of its own. Raises Refused."""
         self.state.clients.mark_seen(header.sender, header.role)
         if self.writes_nothing(message):
             return self.handle(header, message)
         with self.transaction():
-            reply = self.handle(header, message)
-        self.state.store.log.sync()
-        self.state.store.log.checkpoint()
-        return reply
+            return self.handle(header, message)
 
     def with_room(self, waiting: Iterable[tuple[str, messages.LeasePrompts]]) -> list[str]:
         """Return the senders of parked lease requests that can be answered now, in the order of `waiting`."""

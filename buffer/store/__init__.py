@@ -1,1 +1,1 @@
-"""The database file of the buffer: schema, tables, transactions, write-ahead log."""
+"""The database file of the buffer: schema, tables, transactions."""

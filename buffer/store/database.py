@@ -1,4 +1,9 @@
-"""The database file: opened by one writer, checked, and closed in order, or abandoned after a failed sync."""
+"""The database file: opened by one writer, checked, and closed in order, or left open after a failed sync.
+
+Invariant: a transaction is on the disk when it has committed (`synchronous = FULL`). A sync that fails may have lost
+anything written since the last good one, and a later sync would not report it, so it is the last thing that this
+process does.
+"""
 
 import contextlib
 import ctypes
@@ -6,22 +11,29 @@ import functools
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tba.buffer.store import schema
 from tba.buffer.store.storage_errors import storage_errors
-from tba.buffer.store.write_ahead_log import WriteAheadLog, abandon, open_connection
 from tba.common import run_files
 from tba.common.errors import StorageError, SyncFailed
-from tba.common.system.durable import exclusive_lock, lock_bytes
+from tba.common.log import get_logger
+from tba.common.system import durable
+
+log = get_logger(__name__)
 
 _CACHE_KIB = 64 << 10
 # Page size of a new database. A response of thousands of tokens needs half as many pages as with SQLite's default 4096.
 _PAGE_BYTES = 8192
 # A known database up to this size is checked at each start, which takes at most a second.
 _CHECKED_BYTES = 128 << 20
+# As much in the WAL is worth a checkpoint, which takes tens of milliseconds.
+_CHECKPOINT_BYTES = 8 << 20
+# Longest wait for a lock of another program.
+_BUSY_SECONDS = 10.0
 # Beyond the largest database of SQLite (281 TB), and so beyond the bytes that it locks.
 LOCKED_BYTE = 1 << 62
 # Rows per INSERT: Python releases the interpreter lock once per statement instead of once per row. Few different sizes,
@@ -35,7 +47,7 @@ sqlite3.register_adapter(type(None), lambda none: none)
 
 
 class DatabaseFile:
-    """One open database, made if the file is new. Not thread-safe, except for its `log`.
+    """One open database, made if the file is new. Not thread-safe.
 
     Raises LockTaken if another process has the file open for writing, StorageError if it is not a usable database.
     """
@@ -44,11 +56,13 @@ class DatabaseFile:
         # SQLite resolves links, too: its WAL is next to the file itself.
         self.path = path = path.resolve()
         taken = f"a buffer server has {path} open: stop it, or name another database"
+        self.failure: SyncFailed | None = None
+        self._written = 0
         self._resources = contextlib.ExitStack()
         try:
             with storage_errors(path):
-                self._resources.enter_context(exclusive_lock(run_files.database_lock(path), taken))
-                self._open(taken, durable=durability == "power")
+                self._resources.enter_context(durable.exclusive_lock(run_files.database_lock(path), taken))
+                self._open(taken, "FULL" if durability == "power" else "NORMAL")
         except SyncFailed:
             self._abandon()
             raise
@@ -56,55 +70,95 @@ class DatabaseFile:
             self._resources.close()
             raise
 
-    def _open(self, taken: str, *, durable: bool) -> None:
+    def _open(self, taken: str, synchronous: str) -> None:
         # Closed last: SQLite's POSIX locks belong to the process, which drops them when it closes any descriptor.
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         self._resources.callback(os.close, file)
         # The lock file is found by name: a hard link has another one, and it may have been deleted.
-        lock_bytes(file, LOCKED_BYTE, 1, taken)
+        durable.lock_bytes(file, LOCKED_BYTE, 1, taken)
         _refuse_unusable(self.path)
-        self._connection = self._resources.enter_context(open_connection(self.path))
-        self._connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-        # `WriteAheadLog.checkpoint` does it, in another thread.
-        self._connection.execute("PRAGMA wal_autocheckpoint = 0")
-        schema.create(self._connection)
+        self._connection = connection = sqlite3.connect(
+            self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True
+        )
+        self._resources.callback(connection.close)
+        connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        # `note_written` calls for it: SQLite's own call ignores a sync that fails.
+        connection.execute("PRAGMA wal_autocheckpoint = 0")
+        schema.create(connection)
         # A write, which also creates the WAL file.
-        self._connection.execute(f"PRAGMA user_version = {_identity(self.path.stat())}")
-        self.log = WriteAheadLog(self.path, file, durable=durable)
-        self._resources.callback(self.log.close)
+        connection.execute(f"PRAGMA user_version = {_identity(self.path.stat())}")
+        self._files = _OpenFiles(self.path, file)
+        self._resources.callback(self._files.close)
+        # A process that was killed leaves pages in the kernel's cache that the disk may lack. SQLite reads them as
+        # committed, so a trajectory that comes again would be acknowledged as a duplicate.
+        connection.execute("PRAGMA wal_checkpoint(FULL)").fetchone()
+        durable.sync(self.path.parent)
 
     def close(self) -> None:
         """Close the file. After a failed sync it stays open and locked until the process ends.
 
         Closing the last connection would make SQLite checkpoint and delete the WAL.
         """
-        if self.log.failure is None:
+        if self.failure is None:
             self._resources.close()
         else:
-            self.log.keep_files()
+            self._files.keep()
             self._abandon()
 
     def _abandon(self) -> None:
-        abandon(self.path)
         # One reference too many, so that not even the interpreter's shutdown closes the connections.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._resources))
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit the block's writes, or none of them. Raises StorageError if the disk fails."""
-        with self.log.refuse_after_failure():
+        """Commit the block's writes, or none of them. Raises StorageError if the disk fails.
+
+        Raises SyncFailed if it lost data, or if the database or its WAL is not the file that was opened.
+        """
+        with self._final_failures():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._connection.execute("COMMIT")
+                self._files.check()
             except BaseException:
                 if self._connection.in_transaction:
                     # The first error says more than one of the rollback.
                     with contextlib.suppress(sqlite3.Error):
                         self._connection.execute("ROLLBACK")
                 raise
+
+    @contextlib.contextmanager
+    def _final_failures(self) -> Iterator[None]:
+        """Wrap every operation that may sync: none starts after a failed one. Raises StorageError, or SyncFailed."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            with storage_errors(self.path):
+                yield
+        except SyncFailed as error:
+            self.failure = error
+            raise
+
+    def note_written(self, size: int) -> None:
+        """Count the bytes that a transaction added to the WAL. If they have become many, checkpoint it.
+
+        If the disk is full, a warning is logged, and the WAL keeps all until the next checkpoint.
+        """
+        self._written += size
+        if self._written <= _CHECKPOINT_BYTES:
+            return
+        self._written = 0
+        try:
+            with self._final_failures():
+                self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        except SyncFailed:
+            raise
+        except StorageError as error:
+            log.warning("checkpoint failed", reason=str(error))
 
     @property
     def changes(self) -> int:
@@ -156,14 +210,14 @@ class DatabaseFile:
 
     def shrink(self) -> None:
         """Return free pages to the file system. Raises StorageError if the disk fails."""
-        with self.log.refuse_after_failure():
+        with self._final_failures():
             self._connection.execute("VACUUM")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def size_bytes(self) -> int:
         """Return the size of the database and its WAL. Raises SyncFailed if either is not the file that was opened."""
-        self.log.check_files()
-        with storage_errors(self.path):
+        with self._final_failures():
+            self._files.check()
             return self.path.stat().st_size + run_files.write_ahead_log(self.path).stat().st_size
 
     def disk_space(self) -> tuple[int, int]:
@@ -171,6 +225,54 @@ class DatabaseFile:
         with storage_errors(self.path):
             usage = shutil.disk_usage(self.path.parent)
         return usage.free, usage.total
+
+
+class _OpenFiles:
+    """The database at `path`, whose file descriptor is `file`, with its WAL and its index, as they were opened.
+
+    SQLite goes on with open files that were deleted, moved or replaced, which no later start would find.
+    """
+
+    def __init__(self, path: Path, file: int) -> None:
+        self._path = path
+        self._file = file
+        self._log = os.open(run_files.write_ahead_log(path), os.O_RDWR)
+        # By name, since closing a descriptor of the last one would drop SQLite's locks.
+        names = (path, run_files.write_ahead_log(path), path.with_name(path.name + "-shm"))
+        self._identities = {name: _file_identity(name) for name in names}
+
+    def close(self) -> None:
+        """Close the WAL."""
+        os.close(self._log)
+
+    def check(self) -> None:
+        """Raise SyncFailed if one of the files is not the one that was opened."""
+        for path, identity in self._identities.items():
+            if (found := _file_identity(path)) != identity:
+                what = "replaced by another file" if found else "deleted or moved"
+                raise SyncFailed(f"{path} was {what} while it was open: nothing more is acknowledged")
+
+    def keep(self) -> None:
+        """Give what is open a name again if it has none, or leads into another file.
+
+        A replaced database and its WAL become `NAME.replaced-TIME`, since that WAL would damage the other file.
+        """
+        database, wal = self._path, run_files.write_ahead_log(self._path)
+        base = database
+        if _file_identity(database) not in (None, self._identities[database]):
+            base = database.with_name(f"{database.name}.replaced-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+        for file, name, kept in ((self._file, database, base), (self._log, wal, Path(f"{base}-wal"))):
+            try:
+                if name != kept and _file_identity(name) == self._identities[name]:
+                    name.rename(kept)
+                elif not os.fstat(file).st_nlink:
+                    durable.copy_file(Path(f"/proc/self/fd/{file}"), kept)
+                    durable.sync(kept)
+                else:
+                    continue
+                log.warning("kept what was acknowledged", file=str(kept))
+            except OSError as error:
+                log.error("what was acknowledged is lost", file=str(kept), reason=str(error))
 
 
 class Table:
@@ -216,6 +318,15 @@ def _refuse_damaged(path: Path, connection: sqlite3.Connection) -> None:
 def _identity(file: os.stat_result) -> int:
     """Return a number that a copy of the file does not share: the inode, cut to the 31 bits that SQLite stores."""
     return file.st_ino & 0x7FFFFFFF
+
+
+def _file_identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one of its name; None if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @functools.cache

@@ -123,7 +123,7 @@ def refuse_other_runs(config: Config, source: str = "", *, may_share: bool = Fal
     """Raise ConfigError if a database is not that of the configured run, or of an offline run from a `source`.
 
     A directory has the checkpoints and metrics of one run. A database elsewhere may hold several, as does one that
-    `may_share`. Nothing may be beside an offline run: its batches refer to ids of another file, which added
+    `may_share`. An offline run is alone in its database: its batches refer to ids of another file, which added
     trajectories would reuse.
     """
     path, asked = config.database, RunIdentity(config.run.name, source)

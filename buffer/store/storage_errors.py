@@ -6,7 +6,6 @@ they are still not on the disk. So after a failed sync this process must not syn
 
 import contextlib
 import json
-import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,17 +72,9 @@ def stored_config(text: str | None) -> dict[str, Any]:
     return sections
 
 
-def sync_file(file: int, database: Path) -> None:
-    """Wait until a file of this database is on the disk. Raises SyncFailed."""
-    try:
-        os.fdatasync(file)
-    except OSError as error:
-        raise _sync_failed(database, error.strerror or str(error)) from error
-
-
 def _sync_failed(database: Path, reason: str) -> SyncFailed:
     return SyncFailed(
         f"the disk of {database} failed to write data ({reason}): nothing more is acknowledged. Check the disk, keep "
-        f"{database.name}-wal next to {database.name}, and start again: that file has all that was acknowledged, and "
-        "the start writes it to the disk again"
+        f"{database.name}-wal next to {database.name}, end every program that has it open, and start again: that file "
+        "has all that was acknowledged, and the start writes it to the disk again"
     )

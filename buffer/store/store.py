@@ -1,6 +1,6 @@
 """The buffer's storage: the tables of one database file, and transactions on them.
 
-    Store ──► runs, senders, prompts, visits, trajectories, batches, snapshots, ... ──► DatabaseFile ──► WriteAheadLog
+    Store ──► runs, senders, prompts, visits, trajectories, batches, snapshots, ... ──► DatabaseFile
 
 Invariant: nothing is acknowledged before its transaction has committed. There is one writer.
 """
@@ -13,10 +13,8 @@ from typing import Any
 
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.batches import Batches
-from tba.buffer.store.tables.curriculum import CurriculumRows
-from tba.buffer.store.tables.evaluations import Evaluations
-from tba.buffer.store.tables.prompts import Prompts, Visits
-from tba.buffer.store.tables.runs import Run, Runs, Senders, Snapshots
+from tba.buffer.store.tables.prompts import CurriculumRows, Prompts, Visits
+from tba.buffer.store.tables.runs import Evaluations, Run, Runs, Senders, Snapshots
 from tba.buffer.store.tables.trajectories import Trajectories
 
 # Bytes that a transaction adds to the WAL for pages of tables and indexes, without its trajectories. Measured.
@@ -26,14 +24,12 @@ _TRANSACTION_BYTES = 32 << 10
 class Store:
     """One open database. Not thread-safe.
 
-    `log` is its WAL, which must be synced before each acknowledgement and checkpointed from time to time.
     Raises LockTaken if another process has the file open for writing, StorageError if it is not a usable database.
     """
 
     def __init__(self, path: Path, *, durability: str) -> None:
         self.path = path
         self.database = DatabaseFile(path, durability=durability)
-        self.log = self.database.log
         self.runs = Runs(self.database)
         self.senders = Senders(self.database)
         self.prompts = Prompts(self.database)
@@ -55,9 +51,8 @@ class Store:
         except BaseException:
             self.trajectories.rolled_back()
             raise
-        # A request that only finds that it must wait leaves nothing to sync.
         if self.database.changes > before:
-            self.log.written += _TRANSACTION_BYTES + self.trajectories.committed()
+            self.database.note_written(_TRANSACTION_BYTES + self.trajectories.committed())
 
     def open_run(
         self,

@@ -1,7 +1,8 @@
-"""Run a user's SQL on a buffer file: one read-only statement, here or in a process of its own with limits.
+"""Read rows of a buffer file, for a user's SQL or for a page.
 
 SQLite can crash or compute for minutes between two looks at the clock, in functions that no list names completely. So
-the statement of a browser runs in another process (`query_process`), which the system ends at the limit.
+the statement of a browser runs in another process (`query_process`), which the system ends at the limit. Statements of
+tba itself, for a page, share a limit on their time.
 """
 
 import contextlib
@@ -9,13 +10,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tba.buffer.store.reader import open_reader
+from tba.buffer.store.reader import open_reader, read_maps
 from tba.buffer.tools import query_process
 from tba.buffer.tools.query_process import QueryResult, reading_only
 from tba.common.errors import UsageError
@@ -68,3 +70,44 @@ def query_limited(path: Path, sql: str, *, rows: int, seconds: float) -> QueryRe
         raise UsageError(f"the query takes longer than {seconds:g} s: read fewer rows")
     how = signal_name(-code) if code < 0 else f"exit code {code}"
     raise UsageError(f"the query ended SQLite with {how}: write it in another way")
+
+
+# A check of the clock costs as much as about a hundred instructions.
+_PROGRESS_INSTRUCTIONS = 10_000
+
+
+class PageRows:
+    """The rows of one buffer file, as maps by column name. Used in the thread that opened it."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def all(self, sql: str, *values: Any) -> list[dict[str, Any]]:
+        """Return all rows of a statement."""
+        return read_maps(self._connection, sql, *values)
+
+    def first(self, sql: str, *values: Any) -> dict[str, Any] | None:
+        """Return the first row of a statement, None if there is none."""
+        return next(iter(self.all(sql, *values)), None)
+
+    def value(self, sql: str, *values: Any) -> Any:
+        """Return the first column of the first row, None if there is none."""
+        row = self._connection.execute(sql, values).fetchone()
+        return row[0] if row else None
+
+
+@contextlib.contextmanager
+def page_rows(path: Path, *, seconds: float) -> Iterator[PageRows]:
+    """Open a buffer file for one page, whose statements together may take some seconds.
+
+    Raises UsageError if they take longer or there is no file, StorageError if it is not a buffer of this release.
+    """
+    deadline = time.monotonic() + seconds
+    with open_reader(path) as connection:
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, _PROGRESS_INSTRUCTIONS)
+        try:
+            yield PageRows(connection)
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_INTERRUPT:
+                raise UsageError(f"{path} needs more than {seconds:g} s for this page: narrow the filter") from error
+            raise

@@ -37,8 +37,6 @@ def record_evaluation(config: Config, row: Row) -> str:
             return f"not in the database: {config.database} has no run {row['run']}"
         with store.transaction():
             store.evaluations.put(run, as_message(row))
-        store.log.sync()
-        store.log.checkpoint()
     return ""
 
 

@@ -1,9 +1,10 @@
-"""Statistics of a buffer file, read while its server may be running."""
+"""Statistics of a buffer file, and what its runs came to, read while its server may be running."""
 
 from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
+from tba.buffer.store.starts import SERVED_FIRST
 from tba.common import run_files
 
 # The trajectories of a batch count as trained on when its step is reported.
@@ -39,3 +40,40 @@ def read_stats(path: Path) -> list[dict[str, Any]]:
     log = run_files.write_ahead_log(path)
     sizes = {"file_mib": path.stat().st_size / 2**20, "wal_mib": log.stat().st_size / 2**20 if log.exists() else 0.0}
     return [{"run": name, **numbers, **sizes} for (_, name), numbers in zip(runs, counts, strict=True)]
+
+
+_RUNS = "SELECT id, name, created_at, finished_step FROM runs ORDER BY id"
+_LAST_STEP = (
+    "SELECT step, trained_at, json_extract(metrics, '$.reward_mean') FROM batches WHERE run = ? "
+    "AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"
+)
+_PLANNED = f"SELECT json_extract(config, '$.train.steps') FROM starts s WHERE run = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
+
+_SOURCE = "SELECT json_extract(config, '$.offline.file') FROM starts WHERE run = ? ORDER BY id LIMIT 1"
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Return name, steps done and planned, last reward, last change and end of each run of a file.
+
+    `source` is the buffer file that an offline run trains from. Times are Unix times. None where nothing is known.
+    Raises UsageError or StorageError if the file cannot be read.
+    """
+    with open_reader(path) as connection:
+        results = []
+        for id_, name, created_at, finished_step in connection.execute(_RUNS).fetchall():
+            last = connection.execute(_LAST_STEP, (id_,)).fetchone()
+            planned = connection.execute(_PLANNED, (id_,)).fetchone()
+            source = connection.execute(_SOURCE, (id_,)).fetchone()
+            step, changed_at, reward = last or (-1, created_at, None)
+            results.append(
+                {
+                    "run": name,
+                    "steps": step + 1,
+                    "planned": planned[0] if planned else None,
+                    "reward": reward,
+                    "changed_at": changed_at,
+                    "finished": finished_step is not None,
+                    "source": source[0] if source else None,
+                }
+            )
+    return results

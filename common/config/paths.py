@@ -7,24 +7,27 @@ from pathlib import Path
 from tba.common.config import Config, TaskSection
 from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.data_files import is_data_file
-from tba.common.errors import ConfigError, HubUnavailable, MissingExtra
+from tba.common.errors import ConfigError
 from tba.common.system.devices import CPU, Gpu, searcher_gpus, shared_gpus
-from tba.common.weights.model_files import check_hub, check_model, is_hub_name
+from tba.common.weights.model_files import check_model, is_hub_name
 from tba.common.wire.socket_files import is_local
 
 # The largest share of a GPU that an engine may have if a trainer uses it too.
 SHARED_UTILIZATION = 0.5
 
 
-def check_paths(config: Config) -> list[str]:
+def check_paths(config: Config, *, here: bool = True) -> list[str]:
     """Check all paths, and return a sentence for each setting that cannot be checked here.
+
+    The directories of the run are those of another node if it is not to run `here`.
 
     Raises ConfigError with key and path for the first one that does not exist or is not writable. The hub is not asked.
     """
     for key, path in model_paths(config).items():
         check_model(path, setting=key)
     check_data(config.task)
-    check_directories(config)
+    if here:
+        check_directories(config)
     if config.search.weights_from == "trainer" and not config.train.serve_snapshots:
         raise ConfigError(
             'search.weights_from = "trainer", and the trainer serves no snapshots: set train.serve_snapshots, such as '
@@ -59,18 +62,6 @@ def hub_models(config: Config) -> dict[str, str]:
 def unused_models(config: Config) -> tuple[str, ...]:
     """Return the settings of models that only an evaluation by hand would use."""
     return () if config.eval.at_end or config.eval.gpu else ("gold_model.path", "eval.embedder")
-
-
-def check_hub_models(config: Config) -> list[str]:
-    """Ask the hub for the models that are there, and return a sentence for each. Raises ConfigError as `check_hub`."""
-    sentences = []
-    for key, path in hub_models(config).items():
-        try:
-            sentences.append(check_hub(path, setting=key))
-        # The configuration may be for a machine that has the model.
-        except (HubUnavailable, MissingExtra) as error:
-            sentences.append(f"not checked: {error}")
-    return sentences
 
 
 def asked_gpus(config: Config) -> dict[str, str]:

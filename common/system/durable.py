@@ -164,3 +164,23 @@ def temporary_directory(final: Path) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     return temporary
+
+
+def require_space(directory: Path, needed: int, floor: int) -> None:
+    """Raise OSError if `needed` bytes would leave less than `floor`, `train.min_free_mib` in bytes; 0 is no limit."""
+    free = shutil.disk_usage(directory).free
+    if floor and free - needed < floor:
+        must = f"writing {needed >> 20} MiB must leave train.min_free_mib = {floor >> 20}"
+        raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, and {must}", str(directory))
+
+
+@contextlib.contextmanager
+def new_directory(final: Path) -> Iterator[Path]:
+    """Fill a directory in the block; at its end `publish_directory`. After an error no file is left."""
+    temporary = temporary_directory(final)
+    try:
+        yield temporary
+        publish_directory(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -42,7 +42,7 @@ class ReferenceModel:
             # As the trainer computes on such a device.
             self._autocast = self._device.type == "cuda" and dtype == "bfloat16"
             if self._autocast:
-                halve(self._model)
+                to_bfloat16(self._model)
             self._model.to(device).eval().requires_grad_(False)
         self._rotation = Rotation.of(self._model.config)
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
@@ -97,7 +97,7 @@ class ReferenceModel:
         return float(logprob_R.sum())
 
 
-def halve(model: PreTrainedModel) -> None:
+def to_bfloat16(model: PreTrainedModel) -> None:
     """Round the weights of linear layers, embeddings and experts to bfloat16; embeddings still give float32."""
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
     for parameter in model.parameters():

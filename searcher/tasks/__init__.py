@@ -16,7 +16,7 @@ from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
-from tba.searcher.tasks.mixture import make_mixture
+from tba.searcher.tasks.mixture import MixtureTask
 from tba.searcher.tasks.reasoning import ReasoningGymTask
 from tba.searcher.tasks.task import LimitedTask, Task, least_reward
 
@@ -48,7 +48,7 @@ def load_task(config: TaskSection) -> Task:
     if config.name != MIXTURE:
         return _load(config)
     parts = [(part.label or None, _load(part), part.weight) for part in config.mixture]
-    return LimitedTask(make_mixture(parts), config.limit, config.held_out_limit)
+    return LimitedTask(MixtureTask(parts), config.limit, config.held_out_limit)
 
 
 def declared_floor(config: TaskSection) -> float:

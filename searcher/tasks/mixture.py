@@ -10,7 +10,7 @@ from dataclasses import replace
 from inspect import isawaitable
 
 from tba.common.errors import TaskError
-from tba.searcher.tasks.task import CORRECT, Prompt, Reward, Task, check_answers, least_reward, scores_concurrently
+from tba.searcher.tasks.task import CORRECT, Prompt, Reward, Task, check_answers, least_reward
 
 # The part with the whole reward of one task, next to its other parts: `LABEL.reward`.
 _REWARD = "reward"
@@ -20,37 +20,32 @@ _LABEL = re.compile(r"[A-Za-z_][\w-]*")
 _MAX_PROMPTS = 10_000_000
 
 
-def make_mixture(parts: Sequence[tuple[str | None, Task, float | None]]) -> "MixtureTask":
-    """Return the mixture of (label or None for the task's name, task, weight or None).
-
-    It scores concurrently if any of its tasks does. Raises TaskError for labels that cannot be used.
-    """
-    labels = [label or task.name for label, task, _ in parts]
-    if odd := [label for label in labels if not _LABEL.fullmatch(label)]:
-        raise TaskError(f"task.mixture: {odd[0]!r} is not a label: set `label` to letters, digits, _ and -")
-    if repeated := [label for label, count in Counter(labels).items() if count > 1]:
-        raise TaskError(f"task.mixture has two tasks with the label {repeated[0]}: give one of them another `label`")
-    tasks = dict(zip(labels, (task for _, task, _ in parts), strict=True))
-    kind = ConcurrentMixtureTask if any(map(scores_concurrently, tasks.values())) else MixtureTask
-    weights = [weight for *_, weight in parts if weight is not None]
-    return kind(tasks, dict(zip(labels, weights, strict=True)) if weights else None)
-
-
 class MixtureTask:
     """Tasks by label. With weights, an epoch contains their prompts in these proportions.
 
     No prompt is left out for that: prompts of a task that is too small for its weight occur several times in an epoch,
     as copies with keys of their own. Each reward has the parts of its task as `LABEL.PART`, its whole reward as
     `LABEL.reward`, and the part `correct`, if the task has it, under that name too, as an average over all tasks.
+
+    `parts` are (label or None for the task's name, task, weight or None). Raises TaskError for labels that cannot be
+    used.
     """
 
     name = "mixture"
 
-    def __init__(self, tasks: dict[str, Task], weights: dict[str, float] | None) -> None:
-        self.tasks = tasks
+    def __init__(self, parts: Sequence[tuple[str | None, Task, float | None]]) -> None:
+        labels = [label or task.name for label, task, _ in parts]
+        if odd := [label for label in labels if not _LABEL.fullmatch(label)]:
+            raise TaskError(f"task.mixture: {odd[0]!r} is not a label: set `label` to letters, digits, _ and -")
+        if repeated := [label for label, count in Counter(labels).items() if count > 1]:
+            raise TaskError(
+                f"task.mixture has two tasks with the label {repeated[0]}: give one of them another `label`"
+            )
+        self.tasks = tasks = dict(zip(labels, (task for _, task, _ in parts), strict=True))
         self.least_reward = min(map(least_reward, tasks.values()))
         self.notes = [f"{label}: {note}" for label, task in tasks.items() for note in getattr(task, "notes", [])]
-        self._weights = weights
+        # Every task has one, or none has.
+        self._weights = {label: weight for label, (*_, weight) in zip(labels, parts, strict=True) if weight is not None}
 
     def prompts(self) -> Sequence[Prompt]:
         prompts = {label: task.prompts() for label, task in self.tasks.items()}
@@ -61,8 +56,11 @@ class MixtureTask:
         return _interleaved([_labelled(label, prompts, len(prompts)) for label, prompts in found.items()])
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
-        """Score with the task that the prompt's key names."""
-        return _with_label(*self._begin(prompt, response, finished))
+        """Score with the task that the prompt's key names; with a coroutine, if that does."""
+        label = self.label_of(prompt)
+        own = replace(prompt, key=prompt.key.partition(":")[2])
+        reward = self.tasks[label].score(own, response, finished)
+        return _later(label, reward) if isawaitable(reward) else _with_label(label, reward)
 
     def label_of(self, prompt: Prompt) -> str:
         """Return the label of the task that a prompt belongs to."""
@@ -73,14 +71,9 @@ class MixtureTask:
         for task in self.tasks.values():
             check_answers(task)
 
-    def _begin(self, prompt: Prompt, response: str, finished: bool) -> tuple[str, Reward | Awaitable[Reward]]:
-        label = self.label_of(prompt)
-        own = replace(prompt, key=prompt.key.partition(":")[2])
-        return label, self.tasks[label].score(own, response, finished)
-
     def _counts(self, prompts: dict[str, Sequence[Prompt]]) -> dict[str, int]:
         """Return how many prompts of each task an epoch has: at least all of them, in proportion to the weights."""
-        if (weights := self._weights) is None:
+        if not (weights := self._weights):
             return {label: len(found) for label, found in prompts.items()}
         if empty := [label for label, found in prompts.items() if not found]:
             raise TaskError(f"task.mixture: task {empty[0]} has no prompts, so it cannot have a weight: remove it")
@@ -93,15 +86,6 @@ class MixtureTask:
                 f"possible: raise the weight of {label}, or set its limit"
             )
         return counts
-
-
-class ConcurrentMixtureTask(MixtureTask):
-    """A mixture with at least one task whose `score` is a coroutine."""
-
-    async def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
-        """Score with the task that the prompt's key names."""
-        label, reward = self._begin(prompt, response, finished)
-        return _with_label(label, await reward if isawaitable(reward) else reward)
 
 
 def _labelled(label: str, prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -123,6 +107,10 @@ def _interleaved(lists: Sequence[Sequence[Prompt]]) -> list[Prompt]:
         for position, prompt in enumerate(prompts)
     ]
     return [prompt for *_, prompt in sorted(placed, key=lambda one: one[:2])]
+
+
+async def _later(label: str, reward: Awaitable[Reward]) -> Reward:
+    return _with_label(label, await reward)
 
 
 def _with_label(label: str, reward: object) -> Reward:

@@ -149,8 +149,9 @@ def name_of(task: Task, prompt: Prompt) -> str:
 
 
 def scores_concurrently(task: Task) -> bool:
-    """Return whether `score` is a coroutine function."""
-    return inspect.iscoroutinefunction(task.score)
+    """Return whether `score` is a coroutine function; of a mixture, whether that of one of its tasks is."""
+    parts: Any = getattr(task, "tasks", {}) if hasattr(task, "label_of") else {}
+    return inspect.iscoroutinefunction(task.score) or any(map(scores_concurrently, parts.values()))
 
 
 def fingerprint(prompts: Sequence[Prompt], settings: str = "") -> str:

@@ -6,9 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba.tests.helpers.checks import not_none
-from tba.trainer.model.host_buffers import HostBuffers
+from tba.trainer.model.host_buffers import HostBuffers, own_stream
 from tba.trainer.model.scorer import weights_of
-from tba.trainer.model.transfers import own_stream
 from tba.trainer.publishing.canary import make_canary, skeleton
 
 # A few seconds of the GPU's clock, and elements that are far from a power of two.

@@ -9,11 +9,10 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from tba.common.config import TrainSection
 from tba.tests.helpers.gpu_steps import error, flat
-from tba.tests.helpers.trainer import make_batch, make_row, objective
+from tba.tests.helpers.trainer import learner_of, make_batch, make_row, objective
 from tba.trainer.batch.batch import Row
 from tba.trainer.model import packed_attention
 from tba.trainer.model.packing import packs
-from tba.trainer.step.learner import Learner
 
 VOCABULARY = 512
 
@@ -54,7 +53,7 @@ def gradient(packing: Any, device: str, *, window: int, **keys) -> torch.Tensor:
     model = model if device == "cuda" else model.double()
     half = device == "cuda"
     packed = packs(packing, model, device, half=half)
-    learner = Learner(model, None, TrainSection(**keys), objective("rloo"), autocast=half, packed=packed)
+    learner = learner_of(model, None, TrainSection(**keys), objective("rloo"), autocast=half, packed=packed)
     batch = gpu_batch()
     learner.accumulate(batch, batch.reference_BK, 0.01)
     return flat(parameter.grad for parameter in model.parameters())

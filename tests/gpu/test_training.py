@@ -8,10 +8,9 @@ import torch
 from tba.common.config import TrainSection
 from tba.common.errors import MemoryShort
 from tba.tests.helpers.gpu_steps import GIB, estimate_for, little_memory, qwen, random_model, random_steps, timed
-from tba.tests.helpers.trainer import objective
+from tba.tests.helpers.trainer import learner_of, objective
 from tba.trainer.metrics.flops import Throughput
 from tba.trainer.model.packing import packs
-from tba.trainer.step.learner import Learner
 
 
 @pytest.mark.timeout(900)
@@ -24,7 +23,7 @@ def test_a_step_reaches_a_share_of_the_peak_in_the_memory_of_the_estimate(tmp_pa
     model = random_model(shape, "cuda")
     train = TrainSection(micro_batch_tokens=8192, gradient_checkpointing=checkpointing, warmup_steps=0)
     packed = packs("auto", model, "cuda", half=True)
-    learner = Learner(model, None, train, objective("rloo"), autocast=True, packed=packed)
+    learner = learner_of(model, None, train, objective("rloo"), autocast=True, packed=packed)
     batches = random_steps(shape.vocab_size, 8, (8, 8, 128, 384, 2048))
     made = [timed("cuda", learner.step_in_memory, batch) for batch in batches]
     assert all(result.metrics["skipped"] == 0 for result, _ in made)
@@ -47,7 +46,7 @@ def test_a_step_reaches_a_share_of_the_peak_in_the_memory_of_the_estimate(tmp_pa
 
 def test_a_trainer_that_runs_out_of_memory_says_so_and_can_go_on():
     shape, train = qwen("0.5B"), TrainSection(micro_batch_tokens=1 << 20)
-    learner = Learner(random_model(shape, "cuda"), None, train, objective("rloo"), autocast=True)
+    learner = learner_of(random_model(shape, "cuda"), None, train, objective("rloo"), autocast=True)
     (batch,) = random_steps(shape.vocab_size, 1, (4, 8, 128, 2000, 896))
     with little_memory("cuda"), pytest.raises(MemoryShort, match="out of memory in step 0"):
         learner.step_in_memory(batch)

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from tba.common.config import TrainSection
 from tba.common.system.process import RENDEZVOUS_VARIABLE
-from tba.tests.helpers.trainer import objective, random_batch, tiny_model
-from tba.trainer.distributed.ranks import join
+from tba.tests.helpers.trainer import learner_of, objective, random_batch, tiny_model
+from tba.trainer.distributed import join
 from tba.trainer.model.adapters import MERGED, gathered
-from tba.trainer.step.learner import Learner
 
 STEPS = 4
 _FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
@@ -28,7 +27,7 @@ def main(rank: int, ranks: int, directory: Path, settings: dict[str, Any]) -> No
     group = join(device)
     policy, reference = (tiny_model(seed=seed, hidden=64, layers=4).to(device) for seed in (0, 1))
     config = TrainSection.model_validate(_FLAT | settings)
-    learner = Learner(policy, reference, config, objective("tb"), autocast=False, ranks=group)
+    learner = learner_of(policy, reference, config, objective("tb"), ranks=group)
     metrics = [learner.step(random_batch(step, prompts=2 * 8, step=step)).metrics for step in range(STEPS)]
     # Gathered in lock-step: every rank takes part.
     sums = {name: float(tensor.double().abs().sum()) for name, tensor in gathered(learner.policy, MERGED)}

@@ -10,8 +10,8 @@ from tba.common.weights import snapshot
 from tba.common.wire import messages
 from tba.tests.helpers.trainer import BufferThread, FakeSearcher, save_tiny_model
 from tba.tests.helpers.weights import verify
-from tba.trainer.buffer_link.connection import network
-from tba.trainer.distributed.ranks import ALONE
+from tba.trainer.buffer_link import network
+from tba.trainer.distributed import ALONE
 from tba.trainer.model.adapters import BASE, FACTORS, gathered
 from tba.trainer.model.scorer import weights_of
 from tba.trainer.publishing.publisher import Publisher

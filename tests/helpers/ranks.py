@@ -19,24 +19,21 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import asdict
 
-from tba.common.config import Config, LoraSection, ReferenceSection, TrainSection
+from tba.common.config import Config, LoraSection, ReferenceSection
 from tba.common.errors import ConfigError
 from tba.common.system.process import RENDEZVOUS_VARIABLE
 from tba.common.wire.trajectory import RowNumbers
+from tba.tests.helpers import trainer
 from tba.tests.helpers.puts import read_log_ratios
-from tba.tests.helpers.trainer import in_float64, objective, random_batch, tiny_model
+from tba.tests.helpers.trainer import random_batch
+from tba.trainer import checkpoint
 from tba.trainer.batch.batch import TrainBatch
-from tba.trainer.checkpoints import checkpoint
-from tba.trainer.distributed.ranks import ALONE, Ranks, join
-from tba.trainer.distributed.sharding import full_tensor
-from tba.trainer.model.adapters import BASE, FACTORS, MERGED, add_adapters, gathered
-from tba.trainer.model.packing import packs
-from tba.trainer.model.scorer import halve, weights_of
+from tba.trainer.distributed import ALONE, Ranks, full_tensor, join
+from tba.trainer.model.adapters import BASE, FACTORS, MERGED, gathered
+from tba.trainer.model.scorer import weights_of
 from tba.trainer.step.build import build
-from tba.trainer.step.host_optimizer import take_masters
-from tba.trainer.step.learner import Learner
+from tba.trainer.step.learner import Learner, Measured
 
-_FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
 REDUCTIONS: list[int] = []
 # Keyword arguments of `make_learner`, and the number of prompts of a batch.
 SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
@@ -46,7 +43,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     "small_chunks_gathered": ({"micro_batch_tokens": 1, "sharding": "optimizer"}, 5),
     "one_prompt": ({}, 1),
     "clipped": ({"max_grad_norm": 1e-3}, 3),
-    "tied": ({"tie": True}, 4),
+    "tied": ({"model": {"tie": True}}, 4),
     "recomputed": ({"gradient_checkpointing": True, "micro_batch_tokens": 60, "sharding": "all"}, 5),
     "learned_z": ({"name": "tb_learned_z"}, 3),
     "packed": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "all"}, 5),
@@ -62,7 +59,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     "lora_recomputed": ({"lora": LoraSection(rank=2), "gradient_checkpointing": True}, 4),
     "half": ({"autocast": True, "double": False}, 4),
     "offload": ({"offload": "optimizer", "sharding": "all", "micro_batch_tokens": 30}, 5),
-    "offload_tied": ({"offload": "optimizer", "tie": True, "max_grad_norm": 1e-3}, 3),
+    "offload_tied": ({"offload": "optimizer", "model": {"tie": True}, "max_grad_norm": 1e-3}, 3),
     "offload_learned_z": ({"offload": "optimizer", "name": "tb_learned_z"}, 3),
     "offload_half": ({"offload": "optimizer", "autocast": True, "double": False}, 4),
     # At several temperatures, with demonstrations: `make_batch`.
@@ -87,55 +84,11 @@ def run_all(processes: Sequence[BaseProcess], seconds: float) -> None:
             process.join()
 
 
-def make_learner(
-    ranks: Ranks = ALONE,
-    *,
-    name: str = "tb",
-    tie: bool = False,
-    double: bool = True,
-    autocast: bool = False,
-    lora: LoraSection | None = None,
-    transpose: bool = False,
-    reference: ReferenceSection | None = None,
-    states_fill: bool = False,
-    **keys: Any,
-) -> Learner:
-    """Return a learner of two layers. Its reference is another random model, or the policy without its adapters."""
-    policy, initial = (tiny_model(seed=seed, tie=tie, layers=2) for seed in (0, 1))
-    if lora is not None:
-        initial = None
-        add_adapters(policy, lora)
-        with torch.no_grad():
-            for name_, parameter in policy.named_parameters():
-                if "lora_B" in name_:
-                    parameter.normal_(std=0.1)
-    if transpose:
-        # As after a conversion of its files.
-        for layer in policy.model.layers:
-            layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.T.contiguous().T
-    if double:
-        policy, initial = in_float64(policy), initial and in_float64(initial)
-    config, masters = TrainSection.model_validate(_FLAT | keys), None
-    packed = packs(config.packing, policy, "cpu", half=autocast)
-    if config.offload == "optimizer":
-        masters = take_masters(policy, torch.device("cpu"), half=autocast)
-    if autocast and lora is not None:
-        halve(policy)
-    elif autocast:
-        halve(initial.requires_grad_(False))
-    return Learner(
-        policy,
-        initial,
-        config,
-        objective(name),
-        autocast=autocast,
-        ranks=ranks,
-        reference_config=reference,
-        entropy=True,
-        masters=masters,
-        packed=packed,
-        states_fill=states_fill,
-    )
+def make_learner(ranks: Ranks = ALONE, **settings: Any) -> Learner:
+    """Return a learner of two layers, in float64 unless it is told otherwise."""
+    model = {"layers": 2} | settings.pop("model", {})
+    keys = {"double": True, "trained_adapters": True, "measured": Measured(entropy=True), "packing": "auto"}
+    return trainer.make_learner(ranks, model=model, **keys | settings)
 
 
 def make_batch(scenario: str, step: int, prompts: int) -> TrainBatch:

@@ -16,7 +16,7 @@ from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
-from tba.common.config import Config, ObjectiveSection
+from tba.common.config import Config, LoraSection, ObjectiveSection, TrainSection
 from tba.common.wire import messages
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
@@ -26,8 +26,19 @@ from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.new_databases import new_database
 from tba.tests.helpers.puts import make_trajectory, put_message
 from tba.trainer.batch.batch import Row, TrainBatch
+from tba.trainer.distributed import ALONE, Ranks
+from tba.trainer.metrics.stopwatch import Stopwatch
+from tba.trainer.model.adapters import add_adapters
+from tba.trainer.model.packing import packs
+from tba.trainer.model.scorer import to_bfloat16
 from tba.trainer.objectives.from_config import Objective, make_objective
+from tba.trainer.preflight.check import Report
+from tba.trainer.step.build import prepare_models
+from tba.trainer.step.host_optimizer import take_masters
+from tba.trainer.step.learner import Learner, Measured
 
+# Settings of [train] with which every step has the same learning rate and beta.
+FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
 VOCABULARY = 8
 LONGEST_RESPONSE = 10
 Ids = Sequence[int] | np.ndarray
@@ -116,6 +127,82 @@ def random_batch(seed: int, *, prompts: int = 3, samples: int = 4, step: int = 0
             response = rng.integers(0, VOCABULARY, size=rng.integers(1, 9))
             rows.append(make_row(100 * seed + b * samples + k, prompt, response))
     return make_batch(rows, rng.random((prompts, samples)), step=step)
+
+
+def learner_of(
+    policy: Any,
+    reference: Any,
+    train: TrainSection,
+    objective_: Objective,
+    *,
+    ranks: Ranks = ALONE,
+    report: Report | None = None,
+    measured: Measured | None = None,
+    watch: Stopwatch | None = None,
+    **models: Any,
+) -> Learner:
+    """Return a learner of two models; other arguments are those of `prepare_models`."""
+    prepared = prepare_models(policy, reference, train, ranks=ranks, **models)
+    return Learner(prepared, train, objective_, ranks=ranks, report=report, measured=measured, watch=watch)
+
+
+def make_learner(
+    ranks: Ranks = ALONE,
+    *,
+    name: Any = "tb",
+    model: dict[str, Any] | None = None,
+    initial: int = 1,
+    double: bool = False,
+    autocast: bool = False,
+    lora: LoraSection | None = None,
+    trained_adapters: bool = False,
+    report: Report | None = None,
+    measured: Measured | None = None,
+    watch: Stopwatch | None = None,
+    transpose: bool = False,
+    reference: Any = None,
+    **train: Any,
+) -> Learner:
+    """Return a learner of a tiny model with settings of `tiny_model`, by default in float32 with FLAT settings.
+
+    Its reference is the random model of the seed `initial`, so that the KL is not zero, or the policy without its
+    adapters, which change nothing unless they are `trained_adapters`. `reference` is the section; `transpose` stores
+    some weights as after a conversion of their files.
+    """
+    settings = {"seed": 0} | (model or {})
+    policy, other = tiny_model(**settings), None if lora else tiny_model(**settings | {"seed": initial})
+    if lora is not None:
+        add_adapters(policy, lora)
+    with torch.no_grad():
+        for key, parameter in policy.named_parameters():
+            if trained_adapters and "lora_B" in key:
+                parameter.normal_(std=0.1)
+    if transpose:
+        for layer in policy.model.layers:
+            layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.T.contiguous().T
+    if double:
+        policy, other = in_float64(policy), other and in_float64(other)
+    config, masters = TrainSection.model_validate(FLAT | {"packing": "padded"} | train), None
+    packed = packs(config.packing, policy, "cpu", half=autocast)
+    if config.offload == "optimizer":
+        masters = take_masters(policy, torch.device("cpu"), half=autocast)
+    if autocast:
+        to_bfloat16(policy if other is None else other.requires_grad_(False))
+    return learner_of(
+        policy,
+        other,
+        config,
+        objective(name),
+        ranks=ranks,
+        report=report,
+        measured=measured,
+        watch=watch,
+        autocast=autocast,
+        packed=packed,
+        masters=masters,
+        reference_config=reference,
+        adapter=lora and {"rank": lora.rank},
+    )
 
 
 class BufferThread:

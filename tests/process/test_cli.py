@@ -72,11 +72,12 @@ def test_adapters_without_peft_are_reported_by_the_doctor(start_tba, make_config
     assert "peft missing: lora.rank needs the extra lora" in (tmp_path / "tba0.log").read_text()
 
 
-def test_config_check_names_models_to_download_and_loads_no_torch(make_config, tmp_path):
+def test_a_check_alone_names_models_to_download_and_loads_no_torch(make_config, tmp_path):
     file = make_config(model={"path": "some/model"}).file
-    command = [sys.executable, "-X", "importtime", "-m", "tba", "config", "check", file]
+    command = [sys.executable, "-X", "importtime", "-m", "tba", "doctor", "--only", "model", file]
     offline = clean_environment() | {"HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=offline)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=offline)
+    assert result.returncode == 1
     assert "model.path 'some/model' is not a local directory, and it cannot be downloaded" in result.stderr
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert "pydantic" in loaded
@@ -111,7 +112,7 @@ Mine = lambda: SimpleNamespace(name="mine", prompts=lambda: prompts, held_out=li
 """
 
 
-# `tba run` starts `tba config check` for it.
+# `tba run` starts `tba doctor --only task` for it.
 @pytest.mark.parametrize(
     ("command", "source", "sentence"),
     [
@@ -136,7 +137,9 @@ def test_a_user_task_that_cannot_be_used_is_reported_before_anything_starts(
     assert not run.directory.exists()
 
 
-@pytest.mark.parametrize("command", [("run",), ("run", "--dry-run"), ("config", "check")], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [("run",), ("run", "--dry-run"), ("doctor", "--only", "settings", "--only", "task")]
+)
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [

@@ -8,47 +8,32 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tba.tests.helpers.checks import not_none, wait_until
+from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.faults import ROWS, assert_all_is_stored_once, producing, stored
 from tba.tests.process.conftest import clean_environment
 
 # A put is 256 KiB.
 TOKENS = 8192
-# The WAL is checkpointed after 32 puts.
+# The WAL is checkpointed after 32 puts, which are 8 MiB.
 PUTS = 40
 
-# Another program with an open read transaction, which prevents a complete checkpoint.
-PROGRAM = """
-import sqlite3, sys
-connection = sqlite3.connect(sys.argv[1], isolation_level=None)
-connection.execute("BEGIN")
-connection.execute("SELECT COUNT(*) FROM trajectory_rows").fetchone()
-print("reads", flush=True)
-sys.stdin.readline()
-connection.execute("ROLLBACK")
-print("idle", flush=True)
-sys.stdin.readline()
-connection.close()
-"""
-
-# A writer whose SQLite syncs by itself: the database at the end of a checkpoint, the WAL when it is reset.
+# A writer whose SQLite syncs the database at the end of a checkpoint, and the WAL at a commit.
 WRITER = """
 import sys
 from pathlib import Path
 from tba.buffer.store.store import Store
 from tba.common.errors import SyncFailed
-store = Store(Path(sys.argv[1]), durability="process")
-store.log.checkpoint_all()
+store = Store(Path(sys.argv[1]), durability="power")
+store.database.note_written(1 << 30)
 Path(sys.argv[2]).write_text(sys.argv[3])
 try:
     store.open_run("test", seed=0, config={}, software={})
-    store.log.checkpoint_all()
+    store.database.note_written(1 << 30)
 except SyncFailed as error:
     print(type(error.__cause__).__name__, error.__cause__.sqlite_errorname)
 try:
@@ -80,11 +65,6 @@ class Disk:
     @property
     def log(self) -> Path:
         return self.database.with_name(self.database.name + "-wal")
-
-    def log_header(self) -> bytes:
-        """Return the header of the WAL, which changes when the WAL is reset."""
-        with self.log.open("rb") as log:
-            return log.read(32)
 
     def fail_the_next_sync_of(self, kind: str) -> None:
         self.fault.write_text(kind)
@@ -177,65 +157,3 @@ def test_acknowledged_rows_survive_a_power_cut_after_a_failed_sync(serve, disk, 
         acknowledged = [set(producer.acknowledged) for producer in producers]
     disk.cut_power()
     assert_stored(disk, producers, acknowledged)
-
-
-@contextmanager
-def another_program(disk):
-    """Run PROGRAM: a first line ends its read transaction, a second line closes the database."""
-    command = [sys.executable, "-c", PROGRAM, str(disk.database)]
-    environment = clean_environment() | disk.environment
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as program:
-        try:
-            assert not_none(program.stdout).readline() == "reads\n"
-            yield program
-        finally:
-            program.kill()
-
-
-def send_line(program) -> None:
-    program.stdin.write("\n")
-    program.stdin.flush()
-
-
-@contextmanager
-def failed_during_a_checkpoint(serve, disk, run_config, folder):
-    """Fail a sync when half of the WAL is checkpointed and another program has the database open."""
-    server = serve()
-    with producing(run_config.address, 2, tokens=TOKENS) as producers:
-        wait_for_acknowledged(producers, PUTS)
-        with another_program(disk) as program:
-            disk.fail_the_next_sync_of("database")
-            assert_ends_with_a_sentence(server, folder)
-            yield producers, program
-
-
-def test_a_program_that_outlives_the_server_does_not_hide_lost_pages_from_the_next_one(
-    serve, disk, run_config, tmp_path
-):
-    with failed_during_a_checkpoint(serve, disk, run_config, tmp_path) as (producers, program):
-        header = disk.log_header()
-        server = serve()
-        send_line(program)
-        assert not_none(program.stdout).readline() == "idle\n"
-        wait_until(lambda: disk.log_header() != header, what="all of the WAL is checkpointed")
-        for producer in producers:
-            producer.wait_until_all_is_answered(60)
-        server.kill()
-        server.wait()
-        program.kill()
-        program.wait()
-        disk.cut_power()
-        assert_all_is_stored_once(disk.database, producers)
-
-
-def test_a_program_that_closes_the_database_last_deletes_no_needed_log(serve, disk, run_config, tmp_path):
-    with failed_during_a_checkpoint(serve, disk, run_config, tmp_path) as (producers, program):
-        acknowledged = [set(producer.acknowledged) for producer in producers]
-        send_line(program)
-        send_line(program)
-        assert program.wait(60) == 0
-        assert not os.path.exists(disk.log)
-        disk.cut_power()
-        assert_stored(disk, producers, acknowledged)

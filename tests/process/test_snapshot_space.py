@@ -12,8 +12,7 @@ from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.publisher import PublisherHarness
 from tba.tests.process.test_storage_faults import small_disk  # noqa: F401
 from tba.trainer.model.host_buffers import HostBuffers
-from tba.trainer.publishing.disk_writer import DiskWriter
-from tba.trainer.publishing.snapshot_writer import Publication, is_full_disk
+from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, is_full_disk
 
 
 @pytest.fixture
@@ -35,21 +34,22 @@ def test_snapshots_wait_for_disk_space_and_only_the_newest_is_published_afterwar
     assert publisher.flush(60)
     lab.disk.fill()
     for step in range(1, 6):
-        publisher.publish(step)  # returns: training goes on
-    wait_until(lambda: publisher.trouble.startswith("v5 waits for disk space"), what=publisher.trouble)
-    assert "train.min_free_mib = 12" in publisher.trouble
+        publisher.publish(step)  # returns: training continues
+    wait_until(lambda: publisher.reason.startswith("v5 waits for disk space"), what=publisher.reason)
+    assert "train.min_free_mib = 12" in publisher.reason
     assert not publisher.flush(0.1)
     lab.disk.relieve()
     assert publisher.flush(60)
     assert steps(lab) == [0, 5]
-    assert publisher.trouble == ""
+    assert publisher.reason == ""
     assert lab.announced().manifest.step == 5
 
 
 def test_a_disk_that_fills_during_a_write_is_recognised_and_no_file_is_left(lab):
     copies = HostBuffers(torch.device("cpu"))
     publication = Publication(0, 0, copies.copy(lab.weights().items()))
-    writer = DiskWriter(lab.config, lab.model, copies, unwrapped=lab.model, model_files=lab.files)
+    config = lab.config.model_copy(update={"train": lab.config.train.model_copy(update={"min_free_mib": 0})})
+    writer = SnapshotWriter(config, lab.model, copies, unwrapped=lab.model, model_files=lab.files)
     lab.config.snapshots.mkdir(parents=True, exist_ok=True)
     with (lab.disk.path / "all").open("wb") as file:
         free = os.statvfs(lab.disk.path).f_bavail * os.statvfs(lab.disk.path).f_frsize
@@ -72,7 +72,7 @@ def test_adapters_are_published_while_a_full_snapshot_waits_for_space(small_disk
     publisher.publish(1)
     assert publisher.flush(60)
     publisher.publish(5)
-    wait_until(lambda: publisher.trouble.startswith("v2 waits for disk space"), what="it is full")
+    wait_until(lambda: publisher.reason.startswith("v2 waits for disk space"), what="it is full")
     small_disk.relieve()
     assert publisher.flush(60)
     assert steps(lab) == [0, 1, 5]
@@ -88,7 +88,7 @@ def test_the_base_of_a_dropped_snapshot_is_published_with_the_next_one(small_dis
     publisher.publish(first)
     publisher.publish(first + 1)
     number = publisher._next_version - 1
-    wait_until(lambda: publisher.trouble.startswith(f"v{number} waits"), what=publisher.trouble)
+    wait_until(lambda: publisher.reason.startswith(f"v{number} waits"), what=publisher.reason)
     small_disk.relieve()
     assert publisher.flush(60)
     publisher.publish(first + 2)
@@ -113,12 +113,12 @@ def test_without_room_for_one_more_copy_training_continues_and_the_next_attempt_
     memory_lab.disk.fill()
     assert publisher.publish(0) is None
     assert publisher.missed
-    assert "train.min_free_mib = 12" in publisher.trouble
+    assert "train.min_free_mib = 12" in publisher.reason
     assert publisher.flush(1)
     memory_lab.disk.relieve()
     assert publisher.publish(0) == 0
     assert publisher.flush(60)
-    assert (publisher.missed, publisher.trouble) == (False, "")
+    assert (publisher.missed, publisher.reason) == (False, "")
     assert memory_lab.announced().manifest.step == 0
 
 
@@ -131,7 +131,7 @@ def test_a_kept_snapshot_waits_for_the_disk_while_newer_ones_are_published(memor
         publisher.publish(step)
         wait_until(lambda: memory_lab.announced_ref().version == version, what="it is announced")  # noqa: B023
         wait_until(lambda: not publisher._busy, what="the file of the one before is free")
-    wait_until(lambda: publisher.trouble.startswith("v1 waits for disk space"), what=publisher.trouble)
+    wait_until(lambda: publisher.reason.startswith("v1 waits for disk space"), what=publisher.reason)
     assert not publisher.flush(0.1)
     memory_lab.disk.relieve()
     assert publisher.flush(60)

@@ -121,9 +121,17 @@ def test_config_show_names_the_origin_of_each_value(tba_here, tmp_path):
     assert re.search(r"^buffer\.dedup +true ", table, re.MULTILINE)
 
 
-def test_config_check_requires_a_model(tba_here, example_model):
-    assert tba_here("config", "check", *settings(model__path=example_model)).exit_code == 0
-    refused(tba_here("config", "check", *settings(train__steps=3)), 78, "model.path is not set")
+SETTINGS = ("doctor", "--only", "settings")
+
+
+def test_a_check_alone_has_the_exit_code_of_its_error(tba_here, example_model):
+    assert tba_here(*SETTINGS, *settings(model__path=example_model)).exit_code == 0
+    refused(tba_here(*SETTINGS, *settings(train__steps=3)), 78, "model.path is not set")
+    refused(tba_here("doctor", "--only", "setings"), 2, "there is no check setings: the checks are python, settings")
+
+
+def test_a_removed_command_names_its_successor(tba_here):
+    refused(tba_here("config", "check", "-c", "run.toml"), 2, "check` was removed: `tba doctor` checks")
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +173,9 @@ def broken(tmp_path_factory):
         ),
     ],
 )
-def test_config_check_names_the_key_and_the_path_of_missing_files(tba_here, example_model, broken, changes, sentence):
+def test_the_check_of_settings_names_the_key_and_the_path(tba_here, example_model, broken, changes, sentence):
     sets = [f"--set={key}={value.replace('TMP', str(broken))}" for key, value in changes.items()]
-    result = tba_here("config", "check", *settings(model__path=example_model), *sets)
+    result = tba_here(*SETTINGS, *settings(model__path=example_model), *sets)
     refused(result, 78, sentence, next(reversed(changes)))
 
 
@@ -194,7 +202,7 @@ def test_a_command_on_a_run_asks_for_its_configuration(tba_here, command):
 @pytest.mark.parametrize(
     "command",
     [["run"], ["run", "--dry-run"], ["train", "--cpu"], ["search", "--cpu", "1"], ["sft", "/dev/null", "--out", "x"],
-     ["buffer", "serve"], ["config", "check"]],
+     ["buffer", "serve"]],
 )  # fmt: skip
 def test_what_starts_asks_for_its_configuration(tba_here, tmp_path, command):
     refused(tba_here(*command), 2, "no ./tba.toml here: pass the configuration of the run with -c FILE", "`tba init`")

@@ -83,7 +83,7 @@ def test_a_machine_without_gpus_lists_the_processes_of_those_that_are_named(dry_
     assert "GPU 7" in row(outcome, "trainer")
     remedy = 'installed): set search.gpus = "cpu" and train.gpu = "cpu"'
     assert row(outcome, "gpus").endswith(remedy)
-    assert "would not start: model, gpus (" in outcome.message
+    assert "would not start: gpus, model (" in outcome.message
     everything = dry_run("examples/gsm8k/node.toml", "--set", "search.gpus=all", "--set", "eval.gpu=5")
     assert "GPU all" in row(everything, "search-all")
     assert "--eval --gpus 5" in row(everything, "evaluator")
@@ -130,9 +130,9 @@ def test_the_command_for_a_missing_package_is_that_of_the_installation_page(extr
 def test_what_only_the_start_refuses_is_found_too(dry_run):
     outcome = dry_run("examples/arithmetic/demo.toml", "--resume")
     assert outcome.exit_code == 78
-    assert "holds no run to resume" in row(outcome, "start")
+    assert "holds no run to resume" in row(outcome, "run directory")
     outcome = dry_run("examples/gsm8k/node.toml", "--assume", "8x80", "--set", "train.gpu=6")
-    assert "both name GPU 6" in row(outcome, "start")
+    assert "both name GPU 6" in row(outcome, "gpus")
 
 
 def test_a_run_does_not_assume_gpus(tba_here):

@@ -43,6 +43,5 @@ def test_a_configuration_is_understood_or_refused(tba_here, tmp_path, path, comm
         assert "run.nam" in found.message
 
 
-@pytest.mark.parametrize("command", ["query", "search"])
-def test_a_database_in_the_place_of_a_text_is_refused(tba_here, filled, command):
-    assert f"pass it as --buffer {filled}" in tba_here("buffer", command, filled).message
+def test_a_database_in_the_place_of_a_text_is_refused(tba_here, filled):
+    assert f"pass it as --buffer {filled}" in tba_here("buffer", "query", filled).message

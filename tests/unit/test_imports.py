@@ -31,12 +31,6 @@ def test_the_command_line_loads_no_role_before_a_command_runs():
     code = "import sys, tba.cli; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     roles = [name for name in loaded if name.startswith(("tba.buffer", "tba.searcher", "tba.trainer", "tba.ui"))]
-    # These declare commands, or what those of other packages call, and import nothing else of their roles.
-    buffer = ["commands", "for_commands"]
-    searcher = ["commands", "task_commands"]
-    assert sorted(roles) == [
-        *("tba.buffer", *(f"tba.buffer.{name}" for name in buffer)),
-        *("tba.searcher", *(f"tba.searcher.{name}" for name in searcher)),
-        *(f"tba.{role}{module}" for role in ("trainer", "ui") for module in ("", ".commands")),
-    ]
+    # These declare commands, and import nothing else of their roles.
+    assert all(name.count(".") == 1 or name.endswith("commands") for name in roles), roles
     assert not {"sqlite3", "pydantic", "numpy", "zmq"} & set(loaded)

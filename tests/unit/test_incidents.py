@@ -14,7 +14,7 @@ import pytest
 from tba.buffer.sampling.index import SamplingIndex
 from tba.buffer.tools.check import check
 from tba.common.clock import SystemClock
-from tba.common.config import ObjectiveSection, TrainSection
+from tba.common.config import ObjectiveSection
 from tba.common.errors import CanaryMismatch
 from tba.common.evaluations import why_not_measured
 from tba.common.weights import delta
@@ -23,12 +23,11 @@ from tba.searcher.scoring.scoring import score
 from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.engines import end_tokens
-from tba.tests.helpers.trainer import make_batch, make_row, objective, tiny_model
+from tba.tests.helpers.trainer import make_batch, make_learner, make_row
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights
 from tba.trainer.metrics.health import Health
 from tba.trainer.model.adapters import BASE, FACTORS, gathered
-from tba.trainer.publishing import adapter_writer
-from tba.trainer.step.learner import Learner
+from tba.trainer.publishing import snapshot_writer
 
 IDS = [1, 3, 4, 5, 2, 6]
 ADAPTER = {"rank": 3, "publish": "adapter"}
@@ -76,7 +75,7 @@ def test_a_trainer_that_publishes_what_it_began_with_is_told(publisher_harness, 
     lab = publisher_harness(lora=ADAPTER, steps=99)
     publisher = lab.publisher()
     frozen = {kind: [(name, tensor.clone()) for name, tensor in gathered(lab.model, kind)] for kind in (BASE, FACTORS)}
-    monkeypatch.setattr(adapter_writer, "gathered", lambda _, kind: iter(frozen[kind]))
+    monkeypatch.setattr(snapshot_writer, "gathered", lambda _, kind: iter(frozen[kind]))
     for step in range(1, 7):
         lab.train_adapters(step)
         publisher.publish(step)
@@ -197,7 +196,7 @@ def test_a_buffer_that_offers_only_its_first_group_says_that_prompts_are_missing
 def test_an_engine_that_computes_another_model_is_named_after_the_first_step(caplog):
     """verl-omni #279, slime #830: log-probabilities of engine and trainer drifted apart without a word."""
     row = make_row(1, [1, 2], [3, 4], on_policy=True, sampling_logprobs=np.array([-9.0, -0.1], np.float32))
-    learner = Learner(tiny_model(), tiny_model(), TrainSection(), objective("tb"), autocast=False)
+    learner = make_learner()
     health = Health(ObjectiveSection())
     health.update(0, learner.step(make_batch([row, row], [[0.0, 1.0]])).metrics, 1.0)
     assert "nats per token for the same weights" in health.warning

@@ -24,7 +24,7 @@ from tba.common.token_batches import cut_by_tokens
 CPU_PASS_TOKENS = 64
 GPU_PASS_TOKENS = 1024
 
-# Of the lengths of some rows, the forward passes over them, as indices.
+# Returns the forward passes over rows of some lengths, as indices.
 Split = Callable[[Sequence[int]], list[list[int]]]
 
 

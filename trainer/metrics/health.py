@@ -26,7 +26,8 @@ _LOST_NATS_PER_TOKEN = 0.005
 _FLOAT32_MISMATCH, _BFLOAT16_MISMATCH = 1e-3, 0.05
 # In nats. The estimate of log Z may exceed its bound by noise.
 _LOG_Z_NOISE = 0.5
-# Of the probability of sampled responses, where they have most of it: then other responses are unlikely to be good.
+# Share of the probability of sampled responses that may be lost, where they have `_MOST` of it: then other responses
+# are unlikely to be good.
 _LOST_SHARE = 0.15
 _MOST = 0.5
 

@@ -18,8 +18,7 @@ from tba.common import jsonl, run_files
 from tba.common.errors import CheckpointError, TbaError, quantity
 from tba.common.log import get_logger
 from tba.common.system.durable import write_text
-from tba.trainer.metrics.answers import Answer
-from tba.trainer.metrics.sinks.background import BackgroundSink
+from tba.trainer.metrics.sinks import Answer, BackgroundSink
 
 log = get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 The frozen base is also the reference policy: the model without its adapters, bit for bit and without a second copy.
 Merged weights, W + alpha / rank x B A, are published like any other weights; or base and adapters are published
-separately (tba.trainer.publishing.adapter_writer), and the engine applies the adapters.
+separately (tba.trainer.publishing.snapshot_writer), and the engine applies the adapters.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tba.common.config import LoraSection
 from tba.common.errors import ConfigError, MissingExtra
-from tba.trainer.distributed.sharding import full_tensor
+from tba.trainer.distributed import full_tensor
 from tba.trainer.model.scorer import weights_of
 
 # The kinds of tensors that `gathered` returns.
@@ -62,11 +62,6 @@ def add_adapters(model: PreTrainedModel, config: LoraSection) -> None:
                 f"lora.targets names {name}, which cannot have an adapter: only plain inner linear layers can, here "
                 f'{usable}; or set lora.targets = "all"'
             )
-
-
-def has_adapters(model: PreTrainedModel) -> bool:
-    """Whether the model has adapters."""
-    return any(True for _ in _adapted(model))
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 normaliser_C = logits_CV.logsumexp(dim=1)
             normaliser.append(normaliser_C)
             logprob.append(chosen_C - normaliser_C)
-        # Of a chunk only the normalisers are kept, from which the backward pass recovers the softmax.
+        # Only the normalisers of a chunk are kept, from which the backward pass recovers the softmax.
         normalisers = torch.cat(normaliser), torch.cat(tempered_normaliser)
         ctx.save_for_backward(hidden_RH, weight_VH, bias_V, target_R, temperature_R, *normalisers)
         entropy_R, tempered_R = torch.cat(entropy), torch.cat(tempered)

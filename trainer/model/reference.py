@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from tba.common.config import ReferenceSection
 from tba.common.wire.fields import INITIAL_REFERENCE
 from tba.trainer.batch.batch import Row
-from tba.trainer.distributed.sharding import shard_like
+from tba.trainer.distributed import shard_like
 from tba.trainer.model.adapters import without_adapters
 from tba.trainer.model.scorer import Scorer, Scores, weights_of
 

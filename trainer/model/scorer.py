@@ -72,7 +72,7 @@ def in_half(device: torch.device, dtype: str) -> bool:
     return device.type == "cuda" and dtype == "bfloat16"
 
 
-def halve(model: PreTrainedModel, *, frozen_only: bool = True) -> None:
+def to_bfloat16(model: PreTrainedModel, *, frozen_only: bool = True) -> None:
     """Round weights to bfloat16, in place, for computation under autocast.
 
     With `frozen_only` these are the frozen weights of linear layers, embeddings and experts: autocast would round each
@@ -183,7 +183,7 @@ class Scorer(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, autocast: bool, packed: bool = False, exact_logits: bool = False
+        self, model: PreTrainedModel, *, autocast: bool = False, packed: bool = False, exact_logits: bool = False
     ) -> None:
         super().__init__()
         self.model = model
@@ -302,3 +302,24 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the state dict with each tied tensor once, under the name by which transformers saves it."""
     tied = tied_names(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+class LogZHead(nn.Module):
+    """log Z(x) as a linear function of the mean of the prompt's last hidden states (Lee et al. 2024).
+
+    It is for the objective `tb_learned_z`. b are prompts.
+
+    The hidden states are detached: the policy is not trained to make log Z easier to predict. All weights start at
+    zero, and so does log Z.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, prompt_bH: Tensor) -> Tensor:
+        """Return log Z: [b] in float64, on the CPU, where losses are computed."""
+        log_z_b: Tensor = self.linear(prompt_bH.detach().float())[:, 0].double().cpu()
+        return log_z_b

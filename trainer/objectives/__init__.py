@@ -3,9 +3,8 @@
     responses.py        the arguments of an objective, and sums over them
     advantages.py       rewards relative to the other responses to the same prompt
     balance.py          squared residuals: tb, tb_learned_z, oapl
-    policy_gradient.py  advantage times log-probability: reinforce, rloo, tba_prime, grpo, dr_grpo, ppo_clip, ...
-    preference.py       pairs of responses: online_dpo
-    likelihood.py       negative log-likelihood, for supervised fine-tuning
+    policy_gradient.py  advantage times log-probability: reinforce, rloo, tba_prime, grpo, dr_grpo, ppo_clip, ...;
+                        of pairs: online_dpo; the likelihood, for supervised fine-tuning
     from_config.py      the objective that the configuration names
     diagnostics.py      metrics of a batch that are defined for every objective
 

@@ -15,7 +15,7 @@ _LARGEST_LOG_RATIO = 10.0
 _STD_EPSILON = 1e-4
 # Chosen by measurement (docs/decisions/0039-tb-stale-weights-tokens.md).
 _SOLVED_POWER = 3
-# Of the range of the other rewards: a response this close to the best of them counts as solved.
+# A response this close to the best of the others, as a fraction of their range, counts as solved.
 _SOLVED_WITHIN = 0.05
 
 

@@ -21,7 +21,6 @@ from tba.trainer.objectives.advantages import (
     taper,
 )
 from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance, trajectory_balance_learned_z
-from tba.trainer.objectives.preference import online_dpo
 from tba.trainer.objectives.responses import Responses, Terms, row_totals
 
 # A response whose sampler is unknown is left out of their losses.
@@ -85,7 +84,7 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
     if config.name == "tb_learned_z":
         return objective(terms=trajectory_balance_learned_z, learns_log_z=True)
     if config.name == "online_dpo":
-        return objective(terms=online_dpo)
+        return objective(terms=pg.online_dpo)
     if config.name == "oapl":
         return objective(terms=partial(_optimal_advantage, config))
     chosen = _policy_gradient(config, longest_response)

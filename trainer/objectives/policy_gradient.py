@@ -1,4 +1,4 @@
-"""Objectives that are an advantage times a log-probability or a ratio.
+"""Objectives that are an advantage times a log-probability or a ratio; of pairs; and the likelihood.
 
 pi is the policy being trained, mu the one that sampled, both at the temperature of sampling: rho = pi / mu is 1 on
 fresh data, up to the rounding of the engine, and what grows is the expected reward of pi at that temperature. Only
@@ -11,8 +11,10 @@ Shape suffixes: b prompts of a micro-batch, K responses to each, R response toke
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from tba.trainer.objectives.responses import Responses
+from tba.trainer.objectives.advantages import level
+from tba.trainer.objectives.responses import Responses, Terms
 
 # A ratio beyond e^20 is a numerical error. It is clamped, without gradient, so that 0 x inf cannot occur.
 LARGEST_LOG_RATIO = 20.0
@@ -102,6 +104,42 @@ def cispo(responses: Responses, advantage_bK: Tensor, *, cap: float) -> Tensor:
     return -surrogate_bK.sum() / max(responses.totals.tokens, 1)
 
 
+def online_dpo(responses: Responses, beta: float) -> Terms:
+    """Return the online DPO loss (Guo et al. 2024; Rafailov et al. 2023, Eq. 7) on the best and worst of each group.
+
+        loss = -1/B sum_i log sigmoid( beta [ (log pi - log ref)(best_i) - (log pi - log ref)(worst_i) ] )
+
+    A group whose rewards are all equal has no pair and adds nothing; among equal rewards the first response is
+    chosen. Responses between best and worst are not used. With K = 2 the loss is that of TRL.
+
+    The advantage of the best is beta sigmoid(-beta [...]), that of the worst its negative; the others have weight 0.
+    """
+    log_ratio_bK = responses.policy_bK - responses.reference_bK
+    reward_bK = level(responses.reward_bK)
+    best_b, worst_b = reward_bK.argmax(dim=1), reward_bK.argmin(dim=1)
+    margin_b = _at(log_ratio_bK, best_b) - _at(log_ratio_bK, worst_b)
+    ranked_b = _at(reward_bK, best_b) > _at(reward_bK, worst_b)
+    loss_b = torch.where(ranked_b, -logsigmoid(beta * margin_b), 0.0)
+    loss = loss_b.sum() / responses.totals.prompts
+    pull_b1 = (beta * torch.sigmoid(-beta * margin_b.detach()))[:, None]
+    unused_bK, ranked_b1 = torch.zeros_like(reward_bK), ranked_b[:, None]
+    advantage_bK = unused_bK.scatter(1, worst_b[:, None], -pull_b1).scatter(1, best_b[:, None], pull_b1)
+    weight_bK = unused_bK.scatter(1, worst_b[:, None], 1.0).scatter(1, best_b[:, None], 1.0)
+    return Terms(loss, torch.where(ranked_b1, advantage_bK, 0.0), torch.where(ranked_b1, weight_bK, 0.0))
+
+
+def negative_log_likelihood(responses: Responses, _beta: float) -> Terms:
+    """Return the mean negative log-likelihood of the counted tokens, in nats per token.
+
+        loss = -1/T sum_ijt log pi_ijt,    T counted tokens of the whole batch
+
+    Every token has the same weight, so a long response weighs more than a short one.
+    """
+    loss = -responses.policy_bK.sum() / max(responses.totals.tokens, 1)
+    one_bK = torch.ones_like(responses.reward_bK)
+    return Terms(loss, one_bK, one_bK)
+
+
 def ratio_weight(log_ratio: Tensor, advantage: Tensor, bounds: tuple[float, float], *, clips: bool) -> Tensor:
     """Return the factor of advantage x grad log pi for a ratio that is truncated or clipped, of tokens or responses.
 
@@ -125,3 +163,7 @@ def _clipped(responses: Responses, advantage_bK: Tensor, low: float, high: float
 def _ratio(responses: Responses) -> Tensor:
     """Return pi / mu of each token: [R] in float64, 1 where a token does not count or the sampler is unknown."""
     return responses.log_ratio_R.clamp(max=LARGEST_LOG_RATIO).exp()
+
+
+def _at(value_bK: Tensor, index_b: Tensor) -> Tensor:
+    return value_bK.gather(1, index_b[:, None])[:, 0]

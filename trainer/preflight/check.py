@@ -13,7 +13,7 @@ from tba.trainer.batch.micro_batches import GPU_PASS_TOKENS
 from tba.trainer.preflight.memory import Setup, device_bytes, host_bytes, transformers_engine_bytes
 from tba.trainer.preflight.shape import ModelShape, meta_model, shape_of
 
-# Of each GPU: the CUDA context, the buffers of NCCL and cuBLAS; and the share that the allocator loses in fragments.
+# Memory of a GPU that tensors cannot use: CUDA's context, buffers of NCCL and cuBLAS; and the share lost in fragments.
 _CONTEXT_BYTES = 2 << 30
 _FRAGMENTS = 0.03
 # What is suggested: at most this many GPUs, adapters of this rank, and micro-batches of at least this many tokens.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tba.trainer.preflight.shape import ModelShape
 
-# Of logits that exist at the same time on a GPU (tba.trainer.model.chunked_logprobs), 10 bytes each: in the dtype of
+# Logits that exist at the same time on a GPU (tba.trainer.model.chunked_logprobs), 10 bytes each: in the dtype of
 # the product, in float32, and their exponentials for the entropy.
 _GPU_LOGITS = 1 << 27
 _LOGIT_BYTES = 10
@@ -177,6 +177,6 @@ def host_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
 def _offloaded(shape: ModelShape, setup: Setup) -> int:
     """Return the bytes of masters, gradients and both moments, and of pinned copies in the dtype of the device.
 
-    Pinned memory takes what its tensors take (tba.trainer.model.transfers).
+    Pinned memory takes what its tensors take (tba.trainer.model.host_buffers).
     """
     return (4 + 4 + _ADAM_BYTES + (2 if setup.half else 4)) * shape.parameters

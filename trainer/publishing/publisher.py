@@ -9,11 +9,9 @@ win: a queued snapshot is replaced by a newer one.
 """
 
 import shutil
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,13 +27,10 @@ from tba.common.weights.snapshot import Canary
 from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire.keys import server_keys
 from tba.common.wire.messages import Done
-from tba.common.wire.socket_files import is_local
-from tba.trainer.buffer_link.connection import Client, Dial
-from tba.trainer.model.host_buffers import HostBuffers, HostCopy
-from tba.trainer.publishing.adapter_writer import AdapterWriter
+from tba.trainer.buffer_link import Client, Dial
+from tba.trainer.distributed import ALONE, Ranks
+from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.publishing.canary import use_one_core
-from tba.trainer.publishing.disk_writer import DiskWriter
-from tba.trainer.publishing.memory_writer import MemoryWriter
 from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, Written, is_full_disk
 
 log = get_logger(__name__)
@@ -54,7 +49,7 @@ class Publisher:
     """Writes and announces snapshots of one model. `model_files` is the directory the model came from.
 
     A model with adapters or sharded over ranks is gathered on the host tensor by tensor; `unwrapped` is its structure
-    as in the files. `gather` is called with the kinds of tensors before they are read, so that other ranks take part.
+    as in the files.
     """
 
     def __init__(
@@ -67,17 +62,16 @@ class Publisher:
         next_version: int,
         dial: Dial,
         copies: HostBuffers | None = None,
-        gather: Callable[[tuple[str, ...]], None] = lambda _: None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._config = config
         self._dial = dial
         self._directory = config.snapshots.resolve()
         self._next_version = max(next_version, _after_leftovers(self._directory))
-        self._writer: SnapshotWriter = _kind(config)(
+        self._writer = SnapshotWriter(
             config, model, copies or HostBuffers(model.device), unwrapped=unwrapped or model, model_files=model_files
         )
-        self._device = model.device
-        self._gather = gather
+        self._device, self._ranks = model.device, ranks
         self._server: SnapshotServer | None = None
         if config.train.serve_snapshots:
             endpoint = config.train.serve_snapshots
@@ -86,8 +80,8 @@ class Publisher:
             )
             self._server = SnapshotServer(endpoint, *self._writer.served, keys=keys)
         self._address = self._server.address if self._server else ""
-        # Why a snapshot waits, for people. The training thread reads it.
-        self.trouble = ""
+        # The reason why a snapshot waits. The training thread reads it.
+        self.reason = ""
         # Whether the newest weights could not be copied: `publish` should be called again.
         self.missed = False
         # The version of the newest weights that are queued or published.
@@ -121,7 +115,13 @@ class Publisher:
             # The newer one takes over publishing the base, under the version of the replaced snapshot.
             base_version = replaced.version if base_version is None else base_version
             self._writer.release(replaced.copy)
-        if (copy := self._copy(step)) is None:
+        copy = self._writer.copy(self._ranks)
+        self.missed = copy is None
+        if copy is None:
+            no_room = self._writer.no_room
+            if not self.reason:
+                log.warning("snapshot not published yet", step=step, reason=no_room)
+            self.reason = f"the weights of step {step} wait for memory: {no_room}"
             return self.newest
         publication = Publication(self._take_version(), step, copy, base_version, kept=self._writer.is_kept_step(step))
         with self._changed:
@@ -129,16 +129,6 @@ class Publisher:
             self._changed.notify_all()
         self.newest = publication.version
         return self.newest
-
-    def _copy(self, step: int) -> HostCopy | None:
-        """Copy the current model, if there is room."""
-        copy = self._writer.copy(lambda: self._gather(self._writer.gathers))
-        self.missed = copy is None
-        if self.missed:
-            if not self.trouble:
-                log.warning("snapshot not published yet", step=step, reason=self._writer.no_room)
-            self.trouble = f"the weights of step {step} wait for memory: {self._writer.no_room}"
-        return copy
 
     def _replaceable(self) -> Publication | None:
         """Take the queued publication that a newer one replaces."""
@@ -202,7 +192,7 @@ class Publisher:
             except BufferUnavailable:
                 log.info("publisher closed before the buffer was back")
             if not self._finished:
-                self._writer.mark_newest_kept()
+                self._writer.keep_newest()
             self._keep()
         finally:
             client.close()
@@ -260,10 +250,10 @@ class Publisher:
         """Write snapshots that are kept to disk, if there is space for them."""
         if not self._writer.pending:
             return
-        shortage = self._writer.write_kept()
-        if shortage and not self.trouble:
-            log.warning("snapshot waits", reason=shortage)
-        self.trouble = shortage
+        reason = self._writer.write_kept()
+        if reason and not self.reason:
+            log.warning("snapshot waits", reason=reason)
+        self.reason = reason
         self._collect()
         with self._changed:
             self._changed.notify_all()
@@ -274,54 +264,37 @@ class Publisher:
             self._directory,
             keep_last=train.keep_snapshots,
             keep_every=train.keep_snapshot_every,
-            keep=self._writer.protected_paths(),
+            keep=[path for path in (self._writer.base_path,) if path is not None],
         )
 
     def _write(self, publication: Publication) -> Written | None:
         """Write the snapshot, or a newer one if it had to wait for disk space. None if the publisher is closed."""
         while not self._thread.stopping.is_set():
-            shortage = self._writer.shortage(publication)
-            if not shortage:
-                try:
-                    written = self._writer.write(publication)
-                except (OSError, SafetensorError) as error:
-                    if not is_full_disk(error):
-                        raise
-                    shortage = f"v{publication.version} waits for disk space: {error}"
-                else:
-                    self.trouble = ""
-                    return written
-            publication = self._wait_for_space(publication, shortage)
+            try:
+                written = self._writer.write(publication)
+            except (OSError, SafetensorError) as error:
+                if not is_full_disk(error):
+                    raise
+                publication = self._wait_for_space(publication, f"v{publication.version} waits for disk space: {error}")
+            else:
+                self.reason = ""
+                return written
         return None
 
-    def _wait_for_space(self, publication: Publication, shortage: str) -> Publication:
+    def _wait_for_space(self, publication: Publication, reason: str) -> Publication:
         """Wait for disk space while training continues. If a newer snapshot is queued by then, drop the older one."""
-        if not self.trouble:
-            log.warning("snapshot waits", reason=shortage)
-        self.trouble = shortage
+        if not self.reason:
+            log.warning("snapshot waits", reason=reason)
+        self.reason = reason
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue) or self._thread.stopping.is_set(), _SPACE_POLL_SECONDS)
             if not self._queue:
                 return publication
             newer = self._queue.popleft()
-        log.warning("snapshot dropped", version=publication.version, step=publication.step, reason=shortage)
+        log.warning("snapshot dropped", version=publication.version, step=publication.step, reason=reason)
         self._writer.release(publication.copy)
         # The newer one takes over publishing the base, under the version of the dropped snapshot.
         return newer if newer.base_version is not None else replace(newer, base_version=publication.version)
-
-
-def _kind(config: Config) -> type[SnapshotWriter]:
-    if config.lora.publish == "adapter":
-        return AdapterWriter
-    return MemoryWriter if in_memory(config) else DiskWriter
-
-
-def in_memory(config: Config) -> bool:
-    """Whether snapshots between kept ones stay in memory: no searcher needs them on a disk, as far as is known."""
-    if config.train.snapshots_in != "auto":
-        return config.train.snapshots_in == "memory"
-    here = is_local(config.address) or config.address.startswith(f"tcp://{socket.gethostname()}:")
-    return here or bool(config.train.serve_snapshots)
 
 
 def _after_leftovers(directory: Path) -> int:

@@ -1,18 +1,26 @@
-"""Write snapshots into a directory: the base class of the three writers.
+"""Snapshots of a policy: its copy on the host, and the files that are written from the copy.
 
-Invariant: a name under the directory never changes its content.
+Invariant: a name under a directory of snapshots never changes its content.
 
-    MemoryWriter   (memory_writer)    all weights, in mapped files; on disk only what is kept
-    DiskWriter     (disk_writer)      all weights, on disk
-    AdapterWriter  (adapter_writer)   a base once, then adapters, on disk
+                 copied                             written before the announcement          after it
+    in memory    all weights, to a mapped file      hash, canary, manifest, rename           kept ones to disk
+    on disk      all weights, to host buffers       canary, files, fsync, manifest, rename
+    adapters     the factors, and once the base     the base once and in full, then adapters
+                                                    on it, on disk; kept ones with all weights
+
+Nothing that comes before the announcement of a snapshot in memory waits for a disk. With full snapshots there are
+deltas, if the trainer serves them to other nodes. The base of adapters is the model that training started from, rounded
+to the published dtype: the policy of step 0.
 """
 
+import contextlib
 import errno
 import json
 import shutil
+import socket
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,24 +32,33 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tba.common.config import Config
-from tba.common.system.durable import json_text, temporary_directory
-from tba.common.weights import snapshot
+from tba.common.errors import ConfigError
+from tba.common.log import get_logger
+from tba.common.run_snapshots import weights_directory
+from tba.common.system.durable import json_text, new_directory, require_space
+from tba.common.weights import adapter, snapshot
+from tba.common.weights.adapter import Adapter, Factors
+from tba.common.weights.delta import DeltaStore
 from tba.common.weights.model_files import share_weights
-from tba.common.weights.snapshot import Canary, FileEntry, Manifest, SnapshotKey, directory_name
-from tba.common.weights.tensor_file import Tensor
+from tba.common.weights.node_store import delete
+from tba.common.weights.snapshot import MANIFEST, Canary, FileEntry, Manifest, SnapshotKey, directory_name
+from tba.common.weights.tensor_file import Tensor, layout_of
 from tba.common.wire.messages import AnnounceSnapshot, WeightsRef
-from tba.trainer.model.host_buffers import HostBuffers, HostCopy, Tensors
-from tba.trainer.model.transfers import own_stream
+from tba.common.wire.socket_files import is_local
+from tba.trainer.distributed import ALONE, PUBLISH, Ranks
+from tba.trainer.model.adapters import BASE, FACTORS, MERGED, A, B, gathered
+from tba.trainer.model.host_buffers import HostBuffers, HostCopy, Tensors, own_stream
+from tba.trainer.model.scorer import weights_of
 from tba.trainer.preflight.shape import experts_per_token
 from tba.trainer.publishing.canary import canary_sequences, make_canary, skeleton
+from tba.trainer.publishing.weights_files import DTYPES, WEIGHTS, WeightsFile, WeightsFilePool
 
-WEIGHTS = "model.safetensors"
+log = get_logger(__name__)
+
 # Everything that belongs to a model directory and is not its weights: tokenizer, templates, generation settings.
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-
-DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
-           torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
-           torch.int64: "I64"}  # fmt: skip
+# Snapshots to keep that may wait for the disk, each with its copy of the weights.
+_MAX_PENDING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +85,9 @@ class Written:
     path: Path
 
     @property
-    def key(self) -> SnapshotKey:
-        """The snapshot as the base of a delta."""
-        return SnapshotKey(self.manifest.version, self.manifest_sha256)
-
-    @property
     def exists(self) -> bool:
         """Whether the directory still exists: a person may have deleted it."""
-        return (self.path / snapshot.MANIFEST).is_file()
+        return (self.path / MANIFEST).is_file()
 
     def announcement(self, address: str) -> AnnounceSnapshot:
         """The message to the buffer. `address` is that of the trainer's file server, or empty."""
@@ -87,6 +99,16 @@ class Written:
             address=address,
         )
         return AnnounceSnapshot(weights=ref, bytes=sum(entry.bytes for entry in self.manifest.files.values()))
+
+
+def in_memory(config: Config) -> bool:
+    """Whether full snapshots between kept ones stay in memory: unless a searcher may need them on a disk."""
+    if config.lora.publish == "adapter":
+        return False
+    if config.train.snapshots_in != "auto":
+        return config.train.snapshots_in == "memory"
+    here = is_local(config.address) or config.address.startswith(f"tcp://{socket.gethostname()}:")
+    return here or bool(config.train.serve_snapshots)
 
 
 def is_full_disk(error: Exception) -> bool:
@@ -115,7 +137,7 @@ def copy_settings(source: Path, directory: Path, unwrapped: PreTrainedModel, dty
     transformers' `save_pretrained` would refuse generation settings that it accepts when it loads them.
     """
     for path in source.iterdir():
-        skipped = path.name in ("config.json", snapshot.MANIFEST) or path.name.endswith(".index.json")
+        skipped = path.name in ("config.json", MANIFEST) or path.name.endswith(".index.json")
         if path.is_file() and path.suffix in _COPIED_SUFFIXES and not skipped:
             shutil.copyfile(path, directory / path.name)
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -125,11 +147,35 @@ def copy_settings(source: Path, directory: Path, unwrapped: PreTrainedModel, dty
     (directory / "config.json").write_bytes(json_text(fields).encode())
 
 
-class SnapshotWriter(ABC):
-    """Turns the policy `model` into snapshots.
+class MappedCopy(HostCopy):
+    """A copy whose weights are, or will be, in a mapped file."""
+
+    def __init__(self, copied: HostCopy, file: WeightsFile) -> None:
+        super().__init__(copied.tensors, copied.done)
+        self.file = file
+
+
+@dataclass(frozen=True, slots=True)
+class _Full:
+    """A full snapshot that this process wrote: the base of the next delta, or to be kept on disk."""
+
+    written: Written
+    bits: Mapping[str, Tensor]
+    copy: HostCopy
+    """Owns the memory of `bits`."""
+
+    @property
+    def file(self) -> WeightsFile:
+        """The mapped file of a snapshot in memory."""
+        assert isinstance(self.copy, MappedCopy)
+        return self.copy.file
+
+
+class SnapshotWriter:
+    """Copies the policy `model` to the host, and writes snapshots from the copies.
 
     `unwrapped` has the structure of the model as in its files, which are in `model_files`. The training thread uses
-    `gathers`, `copy` and `needs_base`, the publisher's thread everything else.
+    `copy`, `needs_base` and `is_kept_step`, both threads `release`, the publisher's thread everything else.
     """
 
     def __init__(
@@ -141,15 +187,12 @@ class SnapshotWriter(ABC):
         unwrapped: PreTrainedModel,
         model_files: Path,
     ) -> None:
-        self._config = config
-        self._model = model
-        self._copies = copies
+        self._config, self._model, self._copies = config, model, copies
+        self._unwrapped, self._model_files = unwrapped, model_files
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._unwrapped = unwrapped
-        self._model_files = model_files
         long = model.device.type != "cpu" or bool(experts_per_token(unwrapped))
         sequences = canary_sequences(model_files, model.get_input_embeddings().num_embeddings, long=long)
-        self._make_canary = partial(
+        self.make_canary = partial(
             make_canary,
             skeleton(unwrapped),
             sequences=sequences,
@@ -157,131 +200,298 @@ class SnapshotWriter(ABC):
             stream=own_stream(model.device),
         )
         self._directory = config.snapshots.resolve()
-        # The directories of its snapshots, for the file server.
-        self.served: tuple[Path, ...] = (self._directory,)
-        self._prepare()
+        self._adapters = config.lora.publish == "adapter"
+        self._pool = self._make_pool() if in_memory(config) else None
+        # The directories of the snapshots, for the file server: those that are announced, and those that are kept.
+        self.served = (self._directory,) if self._pool is None else (self._pool.directory, self._directory)
+        self._deltas = DeltaStore(self.served[0])
+        self._deltas.clear()
+        # The newest full snapshot, and those in memory that are to be written to disk.
+        self._last: _Full | None = None
+        self._pending: list[_Full] = []
+        # A run is compared with its first snapshot: the step of the first publication, if none is on disk.
+        self._first: int | None = -1 if snapshot.list_snapshots(self._directory) else None
+        self._base_copy: HostCopy | None = None
+        self._base: Written | None = None
+        # Whether a base is published, or announced by a publication in the queue. Used by the training thread alone.
+        self._base_announced = False
+        self._names_checked = False
 
-    def _prepare(self) -> None:  # noqa: B027
-        """Set up what only this kind of writer has."""
+    def _make_pool(self) -> WeightsFilePool:
+        shapes = {name: torch.empty_like(one, device="meta") for name, one in weights_of(self._unwrapped).items()}
+        saved = as_saved(self._unwrapped, shapes)
+        # Whether the files hold the tensors in another form, such as the experts of a mixture one by one.
+        self._converts = not (shapes.keys() == saved.keys() and all(saved[name] is shapes[name] for name in shapes))
+        dtypes = {name: DTYPES[self._dtype if one.is_floating_point() else one.dtype] for name, one in saved.items()}
+        layout = layout_of({name: (dtypes[name], tuple(one.shape)) for name, one in saved.items()})
+        floor = self._config.train.min_free_mib << 20
+        return WeightsFilePool(weights_directory(self._config), layout, self._model.device, floor)
 
-    @property
-    @abstractmethod
-    def gathers(self) -> tuple[str, ...]:
-        """What `copy` gathers from all ranks: arguments of `tba.trainer.model.adapters.gathered`, in order."""
+    # ------------------------------------------------------------ training thread
 
-    @abstractmethod
-    def copy(self, before: Callable[[], None]) -> HostCopy | None:
-        """Start to copy the current policy to the host. None if there is no room, with the reason in `no_room`.
+    def copy(self, ranks: Ranks = ALONE) -> HostCopy | None:
+        """Start to copy the current policy to the host, rounded to the published dtype; adapters in float32.
 
-        `before` is called once there is room, before the policy is read: other ranks may have to take part.
+        Other ranks are told to take part once there is room. None if there is none, with the reason in `no_room`.
         """
-
-    def release(self, copy: HostCopy) -> None:
-        """Use the memory of a publication that is replaced by a newer one. Thread-safe."""
-        self._copies.release(copy)
+        if self._adapters:
+            kinds = (FACTORS,) if self._base_copy else (BASE, FACTORS)
+            ranks.send(PUBLISH, " ".join(kinds).encode())
+            if self._base_copy is None:
+                self._base_copy = self._copies.copy(gathered(self._model, BASE), self._dtype)
+            return self._copies.copy(gathered(self._model, FACTORS), torch.float32)
+        file = self._pool.acquire() if self._pool is not None else None
+        if file is None and self._pool is not None:
+            return None
+        ranks.send(PUBLISH, MERGED.encode())
+        into = None if file is None or self._converts else file.tensors
+        copied = self._copies.copy(gathered(self._model, MERGED), self._dtype, into=into)
+        return copied if file is None else MappedCopy(copied, file)
 
     @property
     def no_room(self) -> str:
-        """Why `copy` made none."""
-        return ""
+        """The reason why `copy` returned None."""
+        return self._pool.no_room if self._pool is not None else ""
 
-    def needs_base(self, step: int) -> bool:  # noqa: ARG002
-        """Whether the snapshot of a step may need a base to be published first, which then needs a version."""
-        return False
+    def release(self, copy: HostCopy) -> None:
+        """Use the memory of a copy again that is not published."""
+        if isinstance(copy, MappedCopy):
+            assert self._pool is not None
+            self._pool.give_back(copy.file)
+        self._release_buffers(copy)
 
-    @abstractmethod
-    def write(self, publication: Publication) -> Written:
-        """Write a snapshot under its final name. After an error no file is left, and the copy stays valid."""
+    def _release_buffers(self, copy: HostCopy) -> None:
+        if not isinstance(copy, MappedCopy) or self._converts:
+            self._copies.release(copy)
 
-    def protected_paths(self) -> tuple[Path, ...]:
-        """Snapshots that must not be deleted."""
-        return ()
+    def needs_base(self, step: int) -> bool:
+        """Whether a base of adapters must be published before the snapshot of this step, which then needs a version.
 
-    def announced(self, written: Written) -> None:  # noqa: B027
-        """The snapshot that was written last is announced."""
+        This is so for the first one after a restart, and after the base was deleted by hand. Step 0 is the base itself,
+        and nothing is based on the last snapshot.
+        """
+        if not self._adapters or self._is_last(step):
+            return False
+        if self._base is not None and not self._base.exists:
+            self._base_announced = False
+        needed = step > 0 and not self._base_announced
+        self._base_announced = True
+        return needed
 
     def is_kept_step(self, step: int) -> bool:
-        """Whether the snapshot of a step must be published even if a newer one is there."""
-        return self._config.train.keeps_snapshot(step)
+        """Whether the snapshot of a step stays on disk, and is published even if a newer one is there.
 
-    @property
-    def pending(self) -> bool:
-        """Whether something is left to be done after the announcement, by `write_kept`."""
-        return False
-
-    def write_kept(self) -> str:
-        """Write to disk what is kept and only in memory. Returns a sentence if there is no disk space, else ""."""
-        return ""
-
-    def mark_newest_kept(self) -> None:  # noqa: B027
-        """The trainer stops: let `write_kept` write what would be lost."""
-
-    def close(self, *, finished: bool) -> None:  # noqa: B027
-        """Release everything. `finished` means that the run is."""
-
-    def shortage(self, publication: Publication) -> str:
-        """A sentence if writing would leave less than `train.min_free_mib` of disk space, else empty."""
-        return self._shortage(publication.version, self._bytes_needed(publication))
-
-    def _shortage(self, version: int, needed: int) -> str:
-        floor = self._config.train.min_free_mib << 20
-        free = shutil.disk_usage(self._directory).free
-        if not floor or free - needed >= floor:
-            return ""
-        return (
-            f"v{version} waits for disk space: {self._directory} has {free >> 20} MiB free, a snapshot of "
-            f"{needed >> 20} MiB must leave train.min_free_mib = {floor >> 20}"
-        )
-
-    def _bytes_needed(self, publication: Publication) -> int:
-        return bytes_of(publication.copy)
+        In memory these are also the first of a run.
+        """
+        if self._pool is not None and self._first is None:
+            self._first = step
+        return step == self._first or self._config.train.keeps_snapshot(step)
 
     def _is_last(self, step: int) -> bool:
         """Whether the snapshot of this step is the last of the run."""
         return step >= self._config.train.steps
 
-    def _as_saved(self, weights: Tensors) -> Tensors:
-        return as_saved(self._unwrapped, weights)
+    # ------------------------------------------------------------ publisher thread
 
-    def _publish(self, version: int, build: Callable[[Path], Manifest]) -> Written:
-        """Let `build` fill an empty directory, then rename it. After an error no file is left."""
-        final = self._directory / directory_name(version)
-        temporary = temporary_directory(final)
+    def write(self, publication: Publication) -> Written:
+        """Write a snapshot under its final name. After an error no file is left, and the copy stays valid.
+
+        Raises OSError or SafetensorError; `is_full_disk` tells whether the reason is too little space.
+        """
+        if self._adapters:
+            written = self._write_adapters(publication)
+            self._copies.release(publication.copy)
+            return written
+        weights = publication.copy.wait()
         try:
-            manifest = build(temporary)
-            digest = snapshot.seal(temporary, final, manifest)
+            if isinstance(publication.copy, MappedCopy):
+                full = self._write_mapped(publication, publication.copy, weights)
+            else:
+                self._require_space(bytes_of(publication.copy))
+                full = self._write_full(publication.version, publication.step, weights, publication.copy)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            self._deltas.discard(publication.version)
             raise
-        return Written(manifest, digest, final)
+        self._deltas.publish(full.written.path, full.written.manifest)
+        # Buffers that the next delta needs are released after it.
+        unused, self._last = (self._last, full) if self._keeps_buffers else (full, full)
+        if unused is not None:
+            self._release_buffers(unused.copy)
+        return full.written
+
+    @property
+    def _keeps_buffers(self) -> bool:
+        return self._pool is None and bool(self._config.train.serve_snapshots)
+
+    def _write_mapped(self, publication: Publication, copy: MappedCopy, weights: Tensors) -> _Full:
+        """Hash and verify the weights in a mapped file, then mark them complete."""
+        assert self._pool is not None
+        file = copy.file
+        if self._converts:
+            for name, tensor in as_saved(self._unwrapped, weights).items():
+                file.tensors[name].copy_(tensor)
+        # An attempt that found too little space may have left a manifest, which this one would name.
+        file.clear()
+        # Both only read, and neither holds the interpreter's lock while it does.
+        with ThreadPoolExecutor(1, "hash") as hashing:
+            hashed = hashing.submit(file.describe)
+            canary = self.make_canary(weights)
+        copy_settings(self._model_files, file.path, self._unwrapped, self._dtype)
+        files = {path.name: snapshot.describe_file(path) for path in file.path.iterdir() if path.name != WEIGHTS}
+        files[WEIGHTS] = hashed.result()
+        manifest = self._add_delta(self._manifest(publication.version, publication.step, canary, files), file.bits)
+        digest = self._pool.seal(file, manifest)
+        return _Full(Written(manifest, digest, file.path), file.bits, copy)
 
     def _write_full(
-        self, directory: Path, version: int, step: int, canary: Canary, saved: Tensors, *, only_base: bool = False
-    ) -> Manifest:
-        """Write a complete model directory with weights from `_as_saved`."""
-        write_model(directory, saved, self._model_files, self._unwrapped, self._dtype)
-        files = snapshot.describe_files(directory)
-        return replace(self._manifest(version, step, canary, files), only_base=only_base)
+        self, version: int, step: int, weights: Tensors, copy: HostCopy, *, only_base: bool = False
+    ) -> _Full:
+        """Write a complete model directory to disk."""
+        canary, saved = self.make_canary(weights), as_saved(self._unwrapped, weights)
+        bits = {name: as_bits(tensor) for name, tensor in saved.items()}
+        final = self._directory / directory_name(version)
+        with new_directory(final) as directory:
+            write_model(directory, saved, self._model_files, self._unwrapped, self._dtype)
+            manifest = self._manifest(version, step, canary, snapshot.describe_files(directory))
+            manifest = self._add_delta(replace(manifest, only_base=only_base), bits)
+            digest = snapshot.write_manifest(directory, manifest)
+        return _Full(Written(manifest, digest, final), bits, copy)
 
     def _manifest(self, version: int, step: int, canary: Canary, files: dict[str, FileEntry]) -> Manifest:
-        """The manifest of a full snapshot, written now."""
+        """The manifest of a snapshot that is written now."""
         return Manifest(
             run=self._config.run.name, version=version, step=step, created_at=time.time(), files=files, canary=canary
         )
 
-    def _write_other_files(self, directory: Path) -> None:
-        copy_settings(self._model_files, directory, self._unwrapped, self._dtype)
+    def _add_delta(self, manifest: Manifest, bits: Mapping[str, Tensor]) -> Manifest:
+        """Write what changed since the newest snapshot, for nodes that fetch."""
+        if self._last is None or self._adapters or not self._config.train.serve_snapshots:
+            return manifest
+        key = SnapshotKey(self._last.written.manifest.version, self._last.written.manifest_sha256)
+        return replace(manifest, delta=self._deltas.build(manifest.version, key, self._last.bits, bits))
 
-    def _based_on(
-        self, base: Written, publication: Publication, canary: Canary, files: dict[str, FileEntry]
-    ) -> Manifest:
-        """Build the manifest of an adapter on `base`, published as `files`."""
-        return replace(
-            self._manifest(publication.version, publication.step, canary, files),
-            base=base.manifest.version,
-            base_manifest_sha256=base.manifest_sha256,
-            complete=base.manifest.files,
-        )
+    def _require_space(self, needed: int) -> None:
+        """Raise OSError if a snapshot of `needed` bytes would leave less than `train.min_free_mib` of disk space."""
+        require_space(self._directory, needed, self._config.train.min_free_mib << 20)
+
+    # ------------------------------------------------------------ adapters
+
+    @property
+    def base_path(self) -> Path | None:
+        """The base of adapters, which stays also while all snapshots that are kept are full ones."""
+        return self._base.path if self._base else None
+
+    def _write_adapters(self, publication: Publication) -> Written:
+        """Write the adapters, or all weights with them merged; before them the base, if it is needed."""
+        base, step = self._base if self._base is not None and self._base.exists else None, publication.step
+        base_first = base is None and publication.base_version is not None and not self._is_last(step)
+        # Also if the base was deleted after this publication was queued: the next one brings a new base.
+        full = self._config.train.keeps_snapshot(step) or (base is None and not base_first)
+        assert self._base_copy is not None, "copied with the first adapters"
+        needed = bytes_of(publication.copy) + (int(base_first) + int(full)) * bytes_of(self._base_copy)
+        self._require_space(needed)
+        weights = self._base_copy.wait()
+        if step == 0 and base is None:
+            # Every B is zero.
+            self._base = self._write_full(publication.version, 0, weights, self._base_copy).written
+            return self._base
+        if base_first:
+            assert publication.base_version is not None
+            written = self._write_full(publication.base_version, 0, weights, self._base_copy, only_base=True)
+            base = self._base = written.written
+        policy = adapter_of(publication.copy.wait(), self._config.lora.alpha / self._config.lora.rank)
+        if not self._names_checked:
+            check_names(list(policy.factors), weights, as_saved(self._unwrapped, weights))
+            self._names_checked = True
+        changed = {name: weights[name].float() + torch.from_numpy(policy.change(name)) for name in policy.factors}
+        merged = {**weights, **changed}
+        if full or base is None:
+            # Rounded before the canary, which must hold for the weights in the files.
+            rounded = {name: tensor.to(self._dtype) for name, tensor in merged.items()}
+            return self._write_full(publication.version, step, rounded, publication.copy).written
+        return self._write_adapter(publication, policy, base, self.make_canary(merged))
+
+    def _write_adapter(self, publication: Publication, policy: Adapter, base: Written, canary: Canary) -> Written:
+        final = self._directory / directory_name(publication.version)
+        with new_directory(final) as directory:
+            adapter.save(directory, policy, rank=self._config.lora.rank, base=base.path)
+            files = snapshot.describe_files(directory)
+            manifest = replace(
+                self._manifest(publication.version, publication.step, canary, files),
+                base=base.manifest.version,
+                base_manifest_sha256=base.manifest_sha256,
+                complete=base.manifest.files,
+            )
+            digest = snapshot.write_manifest(directory, manifest)
+        return Written(manifest, digest, final)
+
+    # ------------------------------------------------------------ after the announcement
+
+    def announced(self, written: Written) -> None:
+        """Use older files in memory again, and note whether this snapshot is to be written to disk."""
+        if self._pool is None:
+            return
+        assert self._last is not None
+        if self.is_kept_step(written.manifest.step):
+            self._keep(self._last)
+        self._pool.announced()
+
+    def _keep(self, one: _Full) -> None:
+        assert self._pool is not None
+        self._pool.hold(one.file)
+        self._pending.append(one)
+        while len(self._pending) > _MAX_PENDING:
+            dropped = self._pending.pop(0)
+            self._pool.let_go(dropped.file)
+            log.warning("snapshot not kept", version=dropped.written.manifest.version, reason="a newer one waits, too")
+
+    @property
+    def pending(self) -> bool:
+        """Whether a snapshot that is to be kept is not on disk yet."""
+        return bool(self._pending)
+
+    def write_kept(self) -> str:
+        """Write the snapshots that are to be kept to disk. Returns the reason if there is too little space, else ""."""
+        while self._pending:
+            assert self._pool is not None
+            one = self._pending[0]
+            try:
+                self._require_space(one.file.content.nbytes)
+                self._write_to_disk(one)
+            except OSError as error:
+                if not is_full_disk(error):
+                    raise
+                return f"v{one.written.manifest.version} waits for disk space: {error}"
+            self._pool.let_go(one.file)
+            self._pending.pop(0)
+        return ""
+
+    def keep_newest(self) -> None:
+        """Note that the newest snapshot is to be kept: the trainer stops, and memory is lost with the machine."""
+        if self._pool is None or self._last is None or self._last in self._pending:
+            return
+        if not (self._directory / directory_name(self._last.written.manifest.version)).is_dir():
+            self._keep(self._last)
+
+    def _write_to_disk(self, one: _Full) -> None:
+        with new_directory(self._directory / directory_name(one.written.manifest.version)) as directory:
+            for name in (*one.written.manifest.files, MANIFEST):
+                if name != WEIGHTS:
+                    shutil.copyfile(one.written.path / name, directory / name)
+            (directory / WEIGHTS).write_bytes(one.file.content.data)
+
+    def close(self, *, finished: bool) -> None:
+        """Release the files in memory. After the end of the run (`finished`) nothing asks for them."""
+        newest, self._last = self._last, None
+        if self._pool is None:
+            return
+        self._pool.close()
+        if finished:
+            self._deltas.clear()
+            if newest is not None:
+                delete(newest.written.path)
+            with contextlib.suppress(OSError):
+                self._pool.directory.rmdir()
 
 
 def bytes_of(copy: HostCopy) -> int:
@@ -293,3 +503,24 @@ def as_bits(tensor: torch.Tensor) -> Tensor:
     """View a contiguous host tensor as unsigned integers of the same width; shares its memory."""
     bits = tensor.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
     return Tensor(DTYPES[tensor.dtype], tuple(tensor.shape), bits)
+
+
+def adapter_of(copied: Tensors, scaling: float) -> Adapter:
+    """The adapter of a copy of FACTORS."""
+    names = [name.removeprefix(f"{A}/") for name in copied if name.startswith(f"{A}/")]
+    return Adapter(
+        {name: Factors(copied[f"{A}/{name}"].numpy(), copied[f"{B}/{name}"].numpy()) for name in names}, scaling
+    )
+
+
+def check_names(names: list[str], weights: Tensors, saved: Tensors) -> None:
+    """Raise ConfigError for a weight that the model's files store under another name or in another shape.
+
+    Engines find the layers of an adapter by the names in the files.
+    """
+    for name in names:
+        if name not in saved or saved[name].shape != weights[name].shape:
+            raise ConfigError(
+                f'lora.publish = "adapter" cannot publish an adapter of {name}, which the files of the model store in '
+                'another form: set lora.publish = "merged", or lora.targets without it'
+            )

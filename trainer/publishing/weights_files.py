@@ -14,13 +14,14 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from tba.common.log import get_logger
+from tba.common.system.durable import require_space
 from tba.common.weights.node_store import (
     DELETED,
     SNAPSHOT,
@@ -33,12 +34,14 @@ from tba.common.weights.node_store import (
 )
 from tba.common.weights.snapshot import FileEntry, Manifest, SnapshotKey, write_manifest
 from tba.common.weights.tensor_file import Layout, Tensor, blake3_of_bytes
-from tba.trainer.model.host_buffers import Tensors
-from tba.trainer.model.transfers import register, unregister
-from tba.trainer.publishing.snapshot_writer import DTYPES, WEIGHTS
+from tba.trainer.model.host_buffers import Tensors, register, unregister
 
 log = get_logger(__name__)
 
+WEIGHTS = "model.safetensors"
+DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
+           torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+           torch.int64: "I64"}  # fmt: skip
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -50,8 +53,6 @@ class WeightsFile:
 
     def __init__(self, path: Path, layout: Layout, *, pinned: bool) -> None:
         self.path = path
-        # Its snapshot must still be written to disk.
-        self.kept = False
         path.mkdir(mode=0o755)
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -93,7 +94,7 @@ class WeightsFile:
         # A hard link elsewhere is a snapshot of its own.
         if weights.st_ino != self._inode or weights.st_nlink > 1:
             raise FileNotFoundError(f"{part / WEIGHTS} is linked elsewhere")
-        # Its mark first of all.
+        # Also the mark: the content is about to change.
         self.clear()
         return True
 
@@ -112,7 +113,7 @@ class WeightsFile:
 
     def delete(self) -> None:
         """Release the directory and the memory, and delete the files."""
-        # Else a searcher has made another directory of this name.
+        # A searcher may have replaced the directory meanwhile.
         if is_named(self._directory, self.path):
             shutil.rmtree(self.path, ignore_errors=True)
         self.close()
@@ -124,88 +125,99 @@ class WeightsFilePool:
     There are as many as are in use at the same time: the newest, the one being written, the one being filled, and those
     that searchers hold. `floor` is the space in bytes that must stay free.
 
-    Files are made and deleted outside of the lock: reserving, populating and pinning 15 GB takes seconds.
+    Files are made and deleted outside of the lock on the lists: reserving, populating and pinning 15 GB takes seconds.
     """
 
     def __init__(self, directory: Path, layout: Layout, device: torch.device, floor: int) -> None:
         self.directory = directory
-        # Why there is no file, for people.
-        self.shortage = ""
+        # The reason why `acquire` returned None.
+        self.no_room = ""
         self._layout = layout
         self._pinned = device.type == "cuda"
         self._floor = floor
+        # Held by the thread that makes a file: the other one waits for it instead of making another one.
+        self._making = threading.Lock()
         # Guards everything below.
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # The directory of the file that was made last, which may still be unlocked.
+        self._new: Path | None = None
         self._free: list[WeightsFile] = []
         # Acquired and not sealed.
         self._taken: list[WeightsFile] = []
         # Oldest first.
         self._published: list[WeightsFile] = []
-        # Of them, those that are older than the one announced last.
+        # How many of them are older than the one announced last.
         self._old = 0
+        # Published files that must still be written to disk.
+        self._held: list[WeightsFile] = []
         # To be deleted.
         self._unused: list[WeightsFile] = []
-        # The directory of the file that a thread is making.
-        self._making: Path | None = None
         make_directory(directory)
         # Before the first file: after a crash there may be no room for it. The newest is what searchers may ask for.
         _delete_all(self._leftovers(keep=1))
 
     def acquire(self) -> WeightsFile | None:
-        """A file to fill; None if there is no room for one more, with the reason in `shortage`.
+        """A file to fill; None if there is no room for one more, with the reason in `no_room`.
 
-        Returns at once if a file is free. Else it makes one, or waits for the one that the other thread is making.
+        Returns at once if a file is free. Otherwise makes one, or waits for the one that the other thread is making.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._free) or self._reclaim() or self._making is None)
-            must_make = not self._free
-            if must_make:
-                self._making = self._part()
-        if must_make:
-            self._make()
-        with self._changed:
-            if not self._free:
+        if (free := self._take()) is not None:
+            return free
+        with self._making:
+            return self._take() or (self._take() if self._make() else None)
+
+    def _take(self) -> WeightsFile | None:
+        with self._lock:
+            if not self._free and not self._reclaim():
                 return None
             self._taken.append(self._free.pop())
             return self._taken[-1]
 
     def give_back(self, file: WeightsFile) -> None:
         """The content of a file is not published after all."""
-        with self._changed:
+        with self._lock:
             self._taken.remove(file)
             self._free.append(file)
-            self._changed.notify_all()
 
     def seal(self, file: WeightsFile, manifest: Manifest) -> str:
         """Publish a filled file. Returns the sha256 of the manifest."""
         digest = write_manifest(file.path, manifest)
         mark_verified(file.path, digest)
         file.publish(self.directory / SnapshotKey(manifest.version, digest).name)
-        with self._changed:
+        with self._lock:
             self._taken.remove(file)
             self._published.append(file)
         return digest
 
+    def hold(self, file: WeightsFile) -> None:
+        """Do not use a published file again until `let_go`."""
+        with self._lock:
+            self._held.append(file)
+
+    def let_go(self, file: WeightsFile) -> None:
+        """Undo `hold`."""
+        with self._lock:
+            self._held.remove(file)
+
     def announced(self) -> None:
         """The newest file is announced: older ones may be used again. One spare file is made, more are deleted."""
-        with self._changed:
+        with self._lock:
             self._old = len(self._published) - 1
             self._reclaim()
             self._unused += self._free[1:]
             del self._free[1:]
-            left = self._leftovers()
-            must_make = not self._free and self._making is None
-            if must_make:
-                self._making = self._part()
+            left, spare = self._leftovers(), bool(self._free)
         _delete_all(left)
-        if must_make:
-            self._make()
-        else:
-            self._delete_unused()
+        self._delete_unused()
+        if not spare and self._making.acquire(blocking=False):
+            try:
+                self._make()
+            finally:
+                self._making.release()
 
     def close(self) -> None:
         """Delete what no searcher uses, except the announced one: searchers that start later may ask for it."""
-        with self._changed:
+        with self._lock:
             self._reclaim()
             for file in (*self._free, *self._taken, *self._unused):
                 file.delete()
@@ -216,7 +228,7 @@ class WeightsFilePool:
 
     def _leftovers(self, *, keep: int = 0) -> list[Path]:
         """What earlier processes left, except the newest `keep` snapshots. Other processes may use some of it."""
-        own = {file.path for file in self._published} | {self._making}
+        own = {file.path for file in self._published} | {self._new}
         left = sorted((path for path in self.directory.glob(SNAPSHOT) if path not in own), key=modified_at)
         parts = [path for path in self.directory.glob(f".{SNAPSHOT}.part") if path not in own]
         # Those that are deleted already are of a process that was killed while it did that.
@@ -225,7 +237,7 @@ class WeightsFilePool:
     def _reclaim(self) -> bool:
         """Free published files that are not needed any more. Returns whether a file is free."""
         for file in self._published[: self._old]:
-            if file.kept:
+            if file in self._held:
                 continue
             try:
                 if not file.take(self._part()):
@@ -238,39 +250,26 @@ class WeightsFilePool:
             self._old -= 1
         return bool(self._free)
 
-    def _make(self) -> None:
-        """Make a free file in the directory `_making`, if there is room. Without the lock."""
-        made = None
+    def _make(self) -> bool:
+        """Make a free file, if there is room. The caller holds `_making`."""
+        self._delete_unused()
+        self.no_room = ""
+        with self._lock:
+            self._new = self._part()
         try:
-            self._delete_unused()
-            made = self._made()
-        finally:
-            with self._changed:
-                self._making = None
-                if made is not None:
-                    self._free.append(made)
-                self._changed.notify_all()
-
-    def _made(self) -> WeightsFile | None:
-        needed, free = self._layout.bytes, shutil.disk_usage(self.directory).free
-        self.shortage = ""
-        if self._floor and free - needed < self._floor:
-            self.shortage = (
-                f"{self.directory} has {free >> 20} MiB free, a snapshot of {needed >> 20} MiB must leave "
-                f"train.min_free_mib = {self._floor >> 20}"
-            )
-            return None
-        assert self._making is not None
-        try:
-            return WeightsFile(self._making, self._layout, pinned=self._pinned)
+            require_space(self.directory, self._layout.bytes, self._floor)
+            made = WeightsFile(self._new, self._layout, pinned=self._pinned)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self.shortage = f"{self.directory}: {error.strerror}"
-            return None
+            self.no_room = f"{self.directory}: {error.strerror}"
+            return False
+        with self._lock:
+            self._free.append(made)
+        return True
 
     def _delete_unused(self) -> None:
-        with self._changed:
+        with self._lock:
             unused, self._unused = self._unused, []
         for file in unused:
             file.delete()
@@ -297,8 +296,3 @@ def _map(path: Path, layout: Layout) -> tuple["np.ndarray[tuple[int], np.dtype[n
         file.flush()
         mapped = mmap.mmap(file.fileno(), layout.bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return np.frombuffer(mapped, np.uint8), os.fstat(file.fileno()).st_ino
-
-
-def same_layout(weights: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a model's files hold its tensors as they are in memory: the same ones, under the same names."""
-    return weights.keys() == saved.keys() and all(saved[name] is weights[name] for name in weights)

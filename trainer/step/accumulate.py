@@ -23,15 +23,12 @@ from torch import Tensor
 from tba.common.wire.trajectory import QUANTITIES
 from tba.trainer.batch.batch import Row, TrainBatch, counted, known
 from tba.trainer.batch.micro_batches import Chunk, MicroBatch
-from tba.trainer.distributed.ranks import Ranks
-from tba.trainer.distributed.sharding import keep_gathered
+from tba.trainer.distributed import Ranks, keep_gathered
 from tba.trainer.metrics.stopwatch import Stopwatch
-from tba.trainer.model.log_z import LogZHead
-from tba.trainer.model.scorer import Scorer, Scores
+from tba.trainer.model.scorer import LogZHead, Scorer, Scores
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.objectives.responses import Responses, Totals
-from tba.trainer.step.row_numbers import quantities
-from tba.trainer.step.step_metrics import on_policy_differences
+from tba.trainer.step.step_metrics import on_policy_differences, quantities
 
 
 @dataclass(slots=True)
@@ -39,7 +36,7 @@ class Accumulator:
     """Adds the gradient of one batch to the parameters, and adds up what the metrics need.
 
     `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
-    `quantities_QBK` are those of the rows (`tba.trainer.step.row_numbers`), and `log_ratio_R` the log-ratios of the
+    `quantities_QBK` are those of the rows (`tba.trainer.step.step_metrics`), and `log_ratio_R` the log-ratios of the
     tokens of all rows, in their order, float32. The lists hold one tensor per micro-batch:
     trainer minus engine of on-policy tokens, log pi - log mu of counted tokens of a known sampler, and the entropy of
     counted tokens.

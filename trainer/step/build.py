@@ -1,22 +1,41 @@
-"""Build a learner from the configuration, the same on every rank."""
+"""Prepare the process, and build a learner from the configuration, the same on every rank."""
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
-from tba.common.config import Config, LoraSection
-from tba.common.weights.model_files import eos_ids
-from tba.trainer.distributed.ranks import Ranks
+from tba.common.config import Config, LoraSection, ReferenceSection, TrainSection
+from tba.common.errors import ConfigError
+from tba.common.log import get_logger
+from tba.common.system.devices import why_no_cuda
+from tba.common.weights.model_files import eos_ids, model_directory
+from tba.trainer.distributed import ALONE, Ranks, shard
+from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.adapters import add_adapters, base_digest
+from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.packing import packs
-from tba.trainer.model.scorer import halve, in_half, load_model, structure_of
+from tba.trainer.model.reference import Reference
+from tba.trainer.model.scorer import (
+    Scorer,
+    enable_gradient_checkpointing,
+    in_half,
+    load_model,
+    structure_of,
+    to_bfloat16,
+)
 from tba.trainer.objectives.from_config import Objective, make_objective
-from tba.trainer.preflight.check import Report
+from tba.trainer.preflight.check import Report, require
 from tba.trainer.step.host_optimizer import take_masters
-from tba.trainer.step.learner import Learner
+from tba.trainer.step.learner import Learner, Measured, Models
+
+log = get_logger(__name__)
 
 # Keys of [train] that change a weight by rounding at most, given the batches, which are recorded.
 _NOT_DETERMINING = {
@@ -27,6 +46,47 @@ _NOT_DETERMINING = {
 }  # fmt: skip
 
 
+def prepare(config: Config, device: str) -> None:
+    """Set seed, threads and GPU of this process, and on a CPU deterministic operations. Raises ConfigError."""
+    exact = config.model.head_dtype == "float32" and in_half(torch.device(device), config.model.dtype)
+    if exact and "dtype" not in torch.ops.aten.mm.overloads():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            'model.head_dtype = "float32" needs torch 2.8 or newer on a GPU, and torch '
+            f"{torch.__version__} is installed (its torch.mm has no out_dtype): install a newer one, or set it to "
+            '"model"'
+        )
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"train.gpu names a GPU, but torch sees none: {_why_no_cuda()}; or train on the CPU (--cpu)")
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(config.run.seed)
+    torch.use_deterministic_algorithms(device == "cpu")
+    # Filling each allocation with NaN would be one more pass over every result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+
+
+def _why_no_cuda() -> str:
+    error = ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    # AssertionError: torch is built without CUDA. RuntimeError: of the driver.
+    except (AssertionError, RuntimeError) as problem:
+        error = str(problem)
+    return why_no_cuda(torch.__version__, torch.version.cuda, error)
+
+
+def require_memory(config: Config, device: torch.device, ranks: Ranks, *, supervised: bool = False) -> Report:
+    """Raise ConfigError before anything is loaded if the model does not fit. `supervised` is `tba sft`."""
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    files = model_directory(config.model.path)
+    report = require(config, files, ranks=ranks.size, gpu_total=total, supervised=supervised)
+    log.info("memory", estimate=report.sentence())
+    return report
+
+
 def build(
     config: Config,
     files: Path,
@@ -34,12 +94,16 @@ def build(
     ranks: Ranks,
     report: Report | None = None,
     objective: Objective | None = None,
+    *,
+    watch: Stopwatch | None = None,
+    copies: Sequence[HostBuffers] = (),
 ) -> tuple[Learner, PreTrainedModel]:
     """Return a learner at step 0, and its model unwrapped: without adapters and not sharded, as the files have it.
 
     The unwrapped model is the policy itself, or a copy of its structure without weights if the policy has adapters, is
     sharded or has its optimiser on the host. Only rank 0 needs it, and only rank 0 loads weights. `report` is the
-    preflight's; `objective` is by default the one that the configuration names. Raises ConfigError, MemoryShort.
+    preflight's; `objective` is by default the one that the configuration names. `watch` and `copies` as in `Learner`.
+    Raises ConfigError, MemoryShort.
     """
     objective = objective or make_objective(config.objective, longest_response=config.search.max_tokens)
     # FSDP moves each layer's shard to the GPU; the whole model is never there, and only rank 0 loads it.
@@ -58,25 +122,57 @@ def build(
         reference = _load_reference(config, files, host, home, half=half)
     if offload:
         masters = take_masters(policy, home, half=half)
-    learner = Learner(
+    models = prepare_models(
         policy,
         reference,
         config.train,
-        objective,
-        autocast=half,
         ranks=ranks,
-        reference_config=config.reference,
-        entropy=config.metrics.entropy,
+        autocast=half,
+        packed=packed,
         exact_logits=config.model.head_dtype == "float32",
+        reference_config=config.reference,
         lineage=lineage_of(config),
         masters=masters,
-        fits_gathered=report is None or report.setup.gathered,
-        packed=packed,
         adapter=adapter,
-        end_ids=end_ids(config, files),
-        states_fill=report is not None and report.states_fill,
+    )
+    measured = Measured(config.metrics.entropy, end_ids(config, files))
+    learner = Learner(
+        models, config.train, objective, ranks=ranks, report=report, measured=measured, watch=watch, copies=copies
     )
     return learner, unwrapped
+
+
+def prepare_models(
+    policy: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    config: TrainSection,
+    *,
+    ranks: Ranks = ALONE,
+    autocast: bool = False,
+    packed: bool = False,
+    exact_logits: bool = False,
+    reference_config: ReferenceSection | None = None,
+    lineage: str = "",
+    masters: Mapping[str, Tensor] | None = None,
+    adapter: dict[str, Any] | None = None,
+) -> Models:
+    """Make the scorers of a policy and its reference, sharded over the ranks.
+
+    `reference` may be None if the policy has adapters, whose reference is the policy without them, or if the objective
+    needs no reference. `packed` is whether rows are packed (`tba.trainer.model.packing.packs`); that of rank 0 counts,
+    since the other ranks have no weights to try it with. Raises ConfigError.
+    """
+    if config.gradient_checkpointing:
+        enable_gradient_checkpointing(policy, autocast=autocast)
+    # The other ranks wait here for as long as rank 0 loads: unlike NCCL's collectives, this has no time limit.
+    packed = bool(ranks.sum(torch.tensor(int(packed and ranks.rank == 0))))
+    scorer_of = partial(Scorer, autocast=autocast, packed=packed, exact_logits=exact_logits)
+    scorer = scorer_of(policy)
+    initial = scorer if reference is None else scorer_of(reference.requires_grad_(False))
+    if ranks.size > 1:
+        for one in dict.fromkeys((scorer, initial)):
+            shard(one, one.model._no_split_modules or (), ranks, autocast=autocast)
+    return Models(scorer, Reference(initial, reference_config or ReferenceSection(), lineage), masters, adapter)
 
 
 def end_ids(config: Config, files: Path) -> frozenset[int] | None:
@@ -100,7 +196,7 @@ def _put_adapters(policy: PreTrainedModel, config: LoraSection, files: Path, *, 
     """Put adapters into a policy, whose weights become bfloat16 if `half`. Returns what identifies the adapters."""
     add_adapters(policy, config)
     if half:
-        halve(policy)
+        to_bfloat16(policy)
     # `publish` may change between starts: it does not affect the adapters.
     return {**config.model_dump(mode="json", exclude={"publish"}), "base": base_digest(files)}
 
@@ -113,5 +209,5 @@ def _load_reference(
     narrow = half and config.reference.kind != "ema"
     reference = load_model(files, host if narrow else device).requires_grad_(False)
     if narrow:
-        halve(reference)
+        to_bfloat16(reference)
     return reference.to(device)

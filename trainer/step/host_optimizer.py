@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tba.trainer.distributed.ranks import Ranks
-from tba.trainer.distributed.sharding import local_part, shard_of_rank_0
-from tba.trainer.model.scorer import halve
-from tba.trainer.model.transfers import host_tensor, own_stream
+from tba.trainer.distributed import Ranks, local_part, shard_of_rank_0
+from tba.trainer.model.host_buffers import host_tensor, own_stream
+from tba.trainer.model.scorer import to_bfloat16
 
 # Values that are converted and added at a time.
 _CHUNK = 1 << 20
@@ -44,13 +43,13 @@ def policy_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
 
 def take_masters(policy: PreTrainedModel, device: torch.device, *, half: bool) -> dict[str, Tensor]:
     """Move a policy on the host to its device, in bfloat16 if `half`, and return its float32 weights by name."""
-    # Otherwise rounding or moving makes copies.
+    # Where nothing is rounded or moved, no copy is made.
     shared = not half and device.type == "cpu"
     masters = {
         name: weight.detach().clone() if shared else weight.detach() for name, weight in policy.named_parameters()
     }
     if half:
-        halve(policy, frozen_only=False)
+        to_bfloat16(policy, frozen_only=False)
     policy.to(device)
     return masters
 
@@ -76,7 +75,7 @@ class HostAdamW(torch.optim.AdamW):
         self._gradients = [torch.zeros(master.shape, dtype=master.dtype) for master in self.masters]
         shards = (local_part(parameter.detach()) for parameter in parameters)
         self._staged = [host_tensor(shard.shape, shard.dtype, pinned=device.type == "cuda") for shard in shards]
-        # Of each weight: the gradient that is being added. Absent before the first one of a step.
+        # By the index of a weight: the gradient that is being added; absent before the first one of a step.
         self._pending: dict[int, Future[None]] = {}
         self._adder = ThreadPoolExecutor(1, "gradients")
         for index, parameter in enumerate(self._parameters):

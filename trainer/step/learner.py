@@ -8,15 +8,14 @@ Shape suffixes: B prompts of the batch, K samples of each, N rows.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, get_scheduler
 
 from tba.common.clock import SystemClock
-from tba.common.config import ReferenceSection, TrainSection
+from tba.common.config import TrainSection
 from tba.common.errors import ConfigError, MemoryShort, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
@@ -24,13 +23,11 @@ from tba.common.wire.fields import LARGEST_REWARD
 from tba.common.wire.trajectory import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, RowNumbers
 from tba.trainer.batch.batch import Row, TrainBatch, measured
 from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
-from tba.trainer.distributed.ranks import ALONE, Ranks
-from tba.trainer.distributed.sharding import full_tensor, shard
+from tba.trainer.distributed import ALONE, Ranks, full_tensor
 from tba.trainer.metrics.stopwatch import Stopwatch
-from tba.trainer.model.adapters import has_adapters
-from tba.trainer.model.log_z import LogZHead
+from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.reference import Reference
-from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing, sequence_logprobs
+from tba.trainer.model.scorer import LogZHead, Scorer, sequence_logprobs
 from tba.trainer.objectives.diagnostics import (
     balance_metrics,
     mismatch_metrics,
@@ -38,14 +35,27 @@ from tba.trainer.objectives.diagnostics import (
     truncated_fraction,
 )
 from tba.trainer.objectives.from_config import Objective
+from tba.trainer.preflight.check import Report
 from tba.trainer.step.accumulate import Accumulator
 from tba.trainer.step.host_optimizer import POLICY_GROUPS, HostAdamW, decays, policy_groups
-from tba.trainer.step.row_numbers import no_numbers, row_numbers
-from tba.trainer.step.schedule import beta_at, learning_rate_schedule
-from tba.trainer.step.step_metrics import batch_metrics, gradient_cosine, only_finite, stale_metrics
+from tba.trainer.step.step_metrics import (
+    batch_metrics,
+    gradient_cosine,
+    no_numbers,
+    only_finite,
+    row_numbers,
+    stale_metrics,
+)
 
 log = get_logger(__name__)
 
+# Names of `train.schedule` in transformers.
+_SCHEDULES = {
+    "constant": "constant_with_warmup",
+    "linear": "linear",
+    "cosine": "cosine",
+    "wsd": "warmup_stable_decay",
+}
 # How many trajectory ids an error message lists.
 _NAMED_IDS = 20
 _LOG_Z_LEARNING_RATE = 1e-3
@@ -67,71 +77,69 @@ class StepResult:
     blamed: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The policy and its reference, as they compute on this rank.
+
+    `masters` are the results of `take_masters`, if the optimiser is on the host. `adapter` identifies the adapters of
+    the policy: a checkpoint must agree with it.
+    """
+
+    scorer: Scorer
+    reference: Reference
+    masters: Mapping[str, Tensor] | None = None
+    adapter: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the metrics of a step include: the entropy, and how many responses have none of `end_ids`.
+
+    These are the tokens that end a response; None if strings end it, too.
+    """
+
+    entropy: bool = False
+    end_ids: frozenset[int] | None = None
+
+
 class Learner:
     """The policy, its reference, the objective and the optimiser.
 
-    The argument `reference` may be None if the policy has adapters, whose reference is the policy without them, or if
-    the objective needs no reference.
-
-    `steps_done` counts updates, skipped ones included. `scorer` scores with the policy, `watch` measures the time of
-    each phase. `before_writing` is called before weights change. `adapter` identifies the adapters: a checkpoint must
-    agree with it. `end_ids` are the tokens that end a response. `trained` are the parameters in the order of the
-    optimiser. `masters` are the results of `take_masters`, if the optimiser is on the host. `fits_gathered` is whether
-    a GPU has memory for all gathered weights and gradients, for `train.sharding = "auto"`. `states_fill` is whether
-    states, not activations, fill it. `packed` is whether rows are packed (`tba.trainer.model.packing.packs`); that of
-    rank 0 counts, since the other ranks have no weights to try it with.
+    `steps_done` counts updates, skipped ones included. `scorer` scores with the policy. `trained` are the parameters in
+    the order of the optimiser. `report` is the preflight's: whether a GPU has memory for all gathered weights and
+    gradients, for `train.sharding = "auto"`, and what fills it. `watch` measures the time of each phase. `copies` may
+    still read the weights when the next update is due, which then waits for them.
     """
 
     def __init__(
         self,
-        policy: PreTrainedModel,
-        reference: PreTrainedModel | None,
+        models: Models,
         config: TrainSection,
         objective: Objective,
         *,
-        autocast: bool,
         ranks: Ranks = ALONE,
-        reference_config: ReferenceSection | None = None,
-        lineage: str = "",
-        entropy: bool = False,
-        exact_logits: bool = False,
-        masters: Mapping[str, Tensor] | None = None,
-        fits_gathered: bool = True,
-        packed: bool = False,
-        adapter: dict[str, Any] | None = None,
-        end_ids: frozenset[int] | None = None,
-        states_fill: bool = False,
+        report: Report | None = None,
+        measured: Measured | None = None,
+        watch: Stopwatch | None = None,
+        copies: Sequence[HostBuffers] = (),
     ) -> None:
-        assert reference is not None or has_adapters(policy) or not objective.needs_reference
-        self.policy = policy
-        self.watch = Stopwatch(SystemClock())
-        self.before_writing: Callable[[], None] = lambda: None
+        self.scorer, self.reference, self.adapter = models.scorer, models.reference, models.adapter
+        self.policy: PreTrainedModel = self.scorer.model
         self.steps_done = 0
-        self.adapter, self._end_ids, self._states_fill = adapter, end_ids, states_fill
-        self.log_z = LogZHead(policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
-        self._config, self._objective = config, objective
-        self._ranks, self._entropy = ranks, entropy
-        if config.gradient_checkpointing:
-            enable_gradient_checkpointing(policy, autocast=autocast)
-        # The other ranks wait here for as long as rank 0 loads: unlike NCCL's collectives, this has no time limit.
-        packed = bool(ranks.sum(torch.tensor(int(packed and ranks.rank == 0))))
-        scorer_of = partial(Scorer, autocast=autocast, packed=packed, exact_logits=exact_logits)
-        self.scorer = scorer = scorer_of(policy)
-        if reference is not None:
-            scorer = scorer_of(reference.requires_grad_(False))
-        self.reference = Reference(scorer, reference_config or ReferenceSection(), lineage)
-        # Of the previous step: the name of the reference, and the log-probabilities under it by trajectory id.
+        self._config, self._objective, self._ranks, self._copies = config, objective, ranks, copies
+        self._measured, self._watch = measured or Measured(), watch or Stopwatch(SystemClock())
+        self.log_z = LogZHead(self.policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
+        # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
         self._just_computed: tuple[str, dict[int, float]] = ("", {})
         self._learning_rate = learning_rate_schedule(config)
-        self._told_of_floor = self._told_of_report = False
-        if ranks.size > 1:
-            for scorer in dict.fromkeys((self.scorer, self.reference.scorer)):
-                shard(scorer, scorer.model._no_split_modules or (), ranks, autocast=autocast)
+        self._warned: set[str] = set()
+        self._states_fill = report is not None and report.states_fill
+        fits_gathered = report is None or report.setup.gathered
         keeps = config.sharding == "optimizer" or (config.sharding == "auto" and fits_gathered)
         self._retain_gathered = ranks.size > 1 and keeps
-        trained = _trained(policy)
+        trained = _trained(self.policy)
         self._names, self.trained = list(trained), list(trained.values())
-        self.optimizer = self._make_optimizer(masters)
+        self.optimizer = self._make_optimizer(models.masters)
 
     def _make_optimizer(self, masters: Mapping[str, Tensor] | None) -> torch.optim.AdamW:
         config, policy = self._config, self.policy
@@ -161,6 +169,14 @@ class Learner:
             return {}
         return dict(zip(self._names, (master.detach() for master in self.optimizer.masters), strict=True))
 
+    def resume(self, step: int, state: dict[int, dict[str, Tensor]]) -> None:
+        """Continue after `step` steps with this state of the optimiser. Weights and masters are restored before."""
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if isinstance(self.optimizer, HostAdamW):
+            self.optimizer.push()
+        self.steps_done = step
+
     def step(self, batch: TrainBatch) -> StepResult:
         """Make one update.
 
@@ -170,7 +186,7 @@ class Learner:
         self._check_tokens(batch)
         self._check_floor(batch)
         self._check_report(batch)
-        with self.watch.phase("reference"):
+        with self._watch.phase("reference"):
             reference_BK, computed = self._complete_reference(batch)
         finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
         if len(finite) < len(computed):
@@ -179,7 +195,7 @@ class Learner:
             return self._skip(batch, finite, no_numbers(batch.rows), reason, blamed)
         beta = beta_at(self._config, self.steps_done)
         sums = self.accumulate(batch, reference_BK, beta)
-        with self.watch.phase("optimizer"):
+        with self._watch.phase("optimizer"):
             norms = self._clip_gradients()
             broken = _broken(batch, sums)
             if broken or not all(map(math.isfinite, (sums.loss, *norms))):
@@ -195,7 +211,7 @@ class Learner:
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **ratios,
             **stale_metrics(batch, sums.log_ratio_BK),
-            **batch_metrics(batch, self._end_ids),
+            **batch_metrics(batch, self._measured.end_ids),
             "grad_norm": norms[0],
             "grad_clipped": float(norms[0] > self._config.max_grad_norm),
             "grad_cosine": cosine,
@@ -250,24 +266,34 @@ class Learner:
     def _update(self, scale: float) -> float:
         """Apply the gradients, at a scale of the scheduled learning rate. Returns the learning rate."""
         learning_rate = scale * self._learning_rate(self.steps_done)
-        self.before_writing()
+        self._wait_for_copies()
         for group in self.optimizer.param_groups[:POLICY_GROUPS]:
             group["lr"] = learning_rate
         self.optimizer.step()
+        self._count_step()
+        return learning_rate
+
+    def _wait_for_copies(self) -> None:
+        """Make the device wait for copies to the host that still read the weights."""
+        for one in self._copies:
+            one.before_update()
+
+    def _count_step(self) -> None:
         self.optimizer.zero_grad()
         self.steps_done += 1
         self.reference.update(self.policy, self.steps_done)
-        return learning_rate
 
     def _skip(
         self, batch: TrainBatch, reference: dict[int, float], rows: RowNumbers, reason: str, blamed: list[int]
     ) -> StepResult:
         """Count a step without an update. Later steps are as if this one had had a learning rate of zero."""
-        self.before_writing()
-        self.optimizer.zero_grad()
-        self.steps_done += 1
-        self.reference.update(self.policy, self.steps_done)
-        metrics = {**batch_metrics(batch, self._end_ids), "reference_computed": float(len(reference)), "skipped": 1.0}
+        self._wait_for_copies()
+        self._count_step()
+        metrics = {
+            **batch_metrics(batch, self._measured.end_ids),
+            "reference_computed": float(len(reference)),
+            "skipped": 1.0,
+        }
         return StepResult(only_finite(metrics), reference, rows, f"{reason}: {_ids(blamed)}", blamed)
 
     def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:
@@ -289,11 +315,11 @@ class Learner:
             objective=self._objective,
             log_z=self.log_z,
             ranks=self._ranks,
-            watch=self.watch,
+            watch=self._watch,
             batch=batch,
             reference_BK=reference_BK,
             beta=beta,
-            entropy=self._entropy,
+            entropy=self._measured.entropy,
             retain_gathered=self._retain_gathered,
         )
         accumulator.run(self.plan(batch.rows, batch.samples))
@@ -357,8 +383,8 @@ class Learner:
     def _check_floor(self, batch: TrainBatch) -> None:
         """Log once that a reward is below the least reward that the objective counts from."""
         least, floor = float(batch.reward_BK.min()), self._objective.reward_floor
-        if least < floor and not self._told_of_floor:
-            self._told_of_floor = True
+        if least < floor and "floor" not in self._warned:
+            self._warned.add("floor")
             log.warning(
                 "a reward is below objective.reward_floor, so bad answers are imitated too little or pushed away: set "
                 "it to the least reward of the task",
@@ -370,14 +396,61 @@ class Learner:
     def _check_report(self, batch: TrainBatch) -> None:
         """Log once that the log-ratios of the tokens of all rows do not fit the report of the step."""
         size = LOG_RATIO_DTYPE.itemsize * sum(len(row.response_ids) for row in batch.rows if row.temperature > 0)
-        if size > MAX_LOG_RATIO_BYTES and not self._told_of_report:
-            self._told_of_report = True
+        if size > MAX_LOG_RATIO_BYTES and "report" not in self._warned:
+            self._warned.add("report")
             log.info(
                 "the log-ratios of the tokens of some rows are left out of the report: they fit no message",
                 bytes=size,
                 limit=MAX_LOG_RATIO_BYTES,
                 step=batch.step,
             )
+
+
+def learning_rate_schedule(config: TrainSection) -> Callable[[int], float]:
+    """Return the learning rate as a function of the number of updates made before, so that a resume needs no state.
+
+    The schedules of transformers are stateful objects around a pure function; only that function is used.
+    """
+    warmup, decay = _phases(config)
+    scheduler = get_scheduler(
+        _SCHEDULES[config.schedule],
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=warmup,
+        num_training_steps=config.steps,
+        scheduler_specific_kwargs={"num_decay_steps": decay} if config.schedule == "wsd" else None,
+    )
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return lambda step: config.learning_rate * factor(step)
+
+
+def _phases(config: TrainSection) -> tuple[int, int]:
+    """Return the steps of warm-up and of decay. Warns if a setting does not fit into the run; `auto` always fits."""
+    steps = config.steps
+    warmup = min(50, steps // 10) if config.warmup_steps == "auto" else config.warmup_steps
+    if warmup >= steps:
+        log.warning(
+            "the learning rate never reaches its peak: train.warmup_steps is not less than the steps of this run",
+            warmup_steps=warmup,
+            steps=steps,
+        )
+    left = max(steps - warmup, 0)
+    if config.decay_steps == "auto":
+        return warmup, min(500, steps // 2, left)
+    # With a decay longer than the run, the schedule of transformers would start in the middle of its cosine.
+    if config.schedule == "wsd" and config.decay_steps > left:
+        log.warning("train.decay_steps is shortened to fit into this run", decay_steps=left, set=config.decay_steps)
+    return warmup, min(config.decay_steps, left)
+
+
+def beta_at(config: TrainSection, step: int) -> float:
+    """Return the KL coefficient of the update after `step` updates: linear, then constant.
+
+    With `beta_anneal_stop` the annealing stops early, and beta jumps to its final value.
+    """
+    stop = config.beta_anneal_stop
+    if step >= config.beta_anneal_steps or (stop != "off" and step >= stop):
+        return config.beta_final
+    return config.beta + (config.beta_final - config.beta) * step / config.beta_anneal_steps
 
 
 def _trained(policy: PreTrainedModel) -> dict[str, nn.Parameter]:

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tba.buffer.tools.page_rows import PageRows
+from tba.buffer.tools.query import PageRows
 from tba.common.errors import UsageError
 from tba.ui.runs import Run
 from tba.ui.site import is_number, missing, run_of, site_of

@@ -9,7 +9,7 @@ import xxhash
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tba.buffer.tools.page_rows import PageRows
+from tba.buffer.tools.query import PageRows
 from tba.common.config import Config
 from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
 from tba.common.run_status import live_trainer

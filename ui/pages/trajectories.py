@@ -10,7 +10,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tba.buffer.tools.page_rows import PageRows
+from tba.buffer.tools.query import PageRows
 from tba.buffer.tools.show import describe, recorded_model
 from tba.buffer.tools.tokenizer import decoder_of
 from tba.common.errors import UsageError, quantity

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tba.buffer.tools.page_rows import PageRows
+from tba.buffer.tools.query import PageRows
 from tba.ui.charts import Chart, Series
 from tba.ui.runs import Run
 from tba.ui.site import run_of, site_of

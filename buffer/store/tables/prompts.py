@@ -1,8 +1,10 @@
-"""The tables `prompts` and `visits`: the prompts of a run, and each time one was handed out."""
+"""The tables `prompts`, `visits` (each time one was handed out) and `curriculum_rows` (what an epoch skips)."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 from tba.buffer.store.database import Table
 from tba.buffer.store.tables.runs import Run
@@ -100,3 +102,34 @@ class Visits(Table):
             "UPDATE visits SET done_at = ? WHERE id IN (SELECT value FROM json_each(?)) AND done_at IS NULL",
             (now, json.dumps(visits)),
         )
+
+
+class Decision(NamedTuple):
+    """What an epoch does with a prompt, because `passed` of its newest `answers` answers passed."""
+
+    prompt: int
+    decision: Literal["skipped", "postponed"]
+    passed: int
+    answers: int
+
+
+class CurriculumRows(Table):
+    """The decisions of the runs of a database."""
+
+    def add(self, run: Run, epoch: int, decisions: Sequence[Decision]) -> None:
+        """Record the decisions for an epoch. Call it in the transaction that opens its first visit."""
+        # In the order of the key: each row is then appended to the table.
+        self._database.execute_many(
+            "INSERT INTO curriculum_rows (run, epoch, prompt, decision, passed, answers) VALUES (?, ?, ?, ?, ?, ?)",
+            [
+                (run.id, epoch, one.prompt, one.decision, one.passed, one.answers)
+                for one in sorted(decisions, key=attrgetter("prompt"))
+            ],
+        )
+
+    def of(self, run: Run, epoch: int) -> list[Decision]:
+        """Return the decisions for an epoch."""
+        rows = self._database.all(
+            "SELECT prompt, decision, passed, answers FROM curriculum_rows WHERE run = ? AND epoch = ?", run.id, epoch
+        )
+        return [Decision(*row) for row in rows]

@@ -12,8 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tba.buffer.sampling.index import Entry, SamplingIndex
-from tba.buffer.sampling.remover import keyed_hash
+from tba.buffer.sampling.index import Entry, SamplingIndex, keyed_hash
 from tba.buffer.sampling.rules import Limits, SamplingRules, Shortage
 from tba.buffer.sampling.sampler import Sampler
 from tba.tests.helpers.index import add, block_of

@@ -1,7 +1,6 @@
 """Requests that wait for data or for room."""
 
-from tba.buffer.server.mailbox import Arrival
-from tba.buffer.server.parked import Parked
+from tba.buffer.server.mailbox import Arrival, Parked
 from tba.common.wire import messages
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader

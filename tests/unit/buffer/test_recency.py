@@ -13,7 +13,7 @@ from tba.buffer.sampling.entry_columns import Block
 from tba.buffer.sampling.index import SamplingIndex
 from tba.buffer.sampling.rules import Limits, SamplingRules, from_section
 from tba.buffer.sampling.sampler import Draw, Sampler
-from tba.buffer.service import counters
+from tba.buffer.service import pace
 from tba.common.config import Config
 from tba.tests.runner import slow
 
@@ -193,7 +193,7 @@ def test_a_batch_without_recent_data_is_counted_and_named_until_one_finds_some(h
     buffer.fill(1, 0)
     buffer.put([trajectory(tokens=[n]) for n in range(2)], 0)
     warnings: list[int] = []
-    monkeypatch.setattr(counters.log, "warning", lambda *_, **fields: warnings.append(fields["step"]))
+    monkeypatch.setattr(pace.log, "warning", lambda *_, **fields: warnings.append(fields["step"]))
     for step in (3, 4, 5):
         batch = buffer.sample(step, 1, 2).message
         assert (batch.recency_window, batch.recency_groups, batch.recency_missed) == (3, 1, int(step > 3))

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tba.cli.inspection import for_machines
 from tba.common.errors import quantity
 from tba.common.run_status import Facts
-from tba.deploy.commands import for_machines
 from tba.deploy.display import Display, clients_table, explain, status_view, summary_line
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock

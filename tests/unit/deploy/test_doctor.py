@@ -15,25 +15,30 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tba.cli.checks import Plan, examine
 from tba.common.config import Config, TaskSection
 from tba.common.config.paths import hub_data
 from tba.common.errors import ConfigError
 from tba.common.system import devices
 from tba.common.system.devices import assumed_gpus
 from tba.common.weights.tensor_file import Tensor
-from tba.deploy import doctor_gpu, doctor_storage
-from tba.deploy.doctor import Checks, examine
-from tba.deploy.doctor_gpu import check_caches, check_compiler, check_cuda, check_topology, numa_nodes, parse_links
-from tba.deploy.doctor_storage import (
+from tba.deploy import doctor
+from tba.deploy.doctor import (
+    check_caches,
+    check_compiler,
+    check_cuda,
     check_disk,
     check_other_nodes,
+    check_topology,
     check_weights_directory,
     count_parameters,
     deleted_at_logout,
     mount_of,
+    numa_nodes,
+    parse_links,
 )
 from tba.tests.helpers.weights import write_tensor_file
-from tba.trainer.startup import prepare
+from tba.trainer.step.build import prepare
 
 # By driver, the header of the table that nvidia-smi prints for people.
 HEADERS = {
@@ -63,7 +68,6 @@ def not_known(_: Config) -> None:
     """The number of parameters of a model that is not here."""
 
 
-UNKNOWN = Checks(lambda _: "", lambda *_: "", lambda *_: "not asked", not_known)
 ON_GPUS = config_of(search={"gpus": "0-2"}, train={"gpu": "3"})
 ON_CPU = config_of(search={"gpus": "cpu"}, train={"gpu": "cpu"})
 
@@ -102,7 +106,7 @@ def node(tmp_path, monkeypatch) -> Callable[..., None]:
         for n in range(4):
             (tmp_path / f"pci/0000:{n}b:00.0").mkdir(parents=True, exist_ok=True)
             (tmp_path / f"pci/0000:{n}b:00.0/numa_node").write_text(f"{n // 2}\n")
-        monkeypatch.setattr(doctor_gpu, "PCI_DEVICES", tmp_path / "pci")
+        monkeypatch.setattr(doctor, "PCI_DEVICES", tmp_path / "pci")
         program = tmp_path / "bin/nvidia-smi"
         program.parent.mkdir(exist_ok=True)
         program.write_text(
@@ -160,7 +164,7 @@ def test_why_torch_shows_no_gpu_is_named(node, machine, words):
 
 def test_on_a_machine_without_gpus_only_the_check_of_gpus_fails(node):
     node(gpus=0, cuda=None, driver=None)
-    found = {finding["check"]: (finding["result"], finding["detail"]) for finding in examine(ON_GPUS, UNKNOWN)}
+    found = {finding["check"]: (finding["result"], finding["detail"]) for finding in examine(Plan(ON_GPUS))}
     assert found["gpus"] == (
         "fail",
         "search.gpus asks for GPU 0-2 and train.gpu asks for GPU 3, but this machine shows no GPU "
@@ -238,12 +242,12 @@ def test_topology_is_advice(node):
 @pytest.fixture
 def units(tmp_path, monkeypatch) -> Callable[[str], None]:
     """A function that installs an environment file of the units."""
-    monkeypatch.setattr(doctor_gpu, "UNITS_ENVIRONMENT", tmp_path / "tba.env")
+    monkeypatch.setattr(doctor, "UNITS_ENVIRONMENT", tmp_path / "tba.env")
     return (tmp_path / "tba.env").write_text
 
 
 def test_the_shipped_environment_sets_the_caches_of_the_units(units):
-    shipped = (Path(doctor_gpu.__file__).parent / "systemd/tba.env").read_text()
+    shipped = (Path(doctor.__file__).parent / "systemd/tba.env").read_text()
     units(shipped)
     assert check_caches(ON_GPUS)[0] == "ok"
     units(shipped.replace("TRITON_CACHE_DIR", "#TRITON_CACHE_DIR"))
@@ -258,7 +262,7 @@ def test_the_shipped_environment_sets_the_caches_of_the_units(units):
 def test_an_environment_with_a_space_in_its_path_is_refused_for_vllm_on_a_cpu(monkeypatch):
     def engine(**search: str) -> str:
         config = config_of(search={"engine": "vllm", "gpus": "cpu"} | search)
-        return next(row["result"] for row in examine(config, UNKNOWN) if row["check"] == "engine")
+        return next(row["result"] for row in examine(Plan(config)) if row["check"] == "engine")
 
     assert engine() == "ok"
     monkeypatch.setattr(sys, "prefix", "/home/ann/my runs/.venv")
@@ -269,7 +273,7 @@ def test_an_environment_with_a_space_in_its_path_is_refused_for_vllm_on_a_cpu(mo
 @pytest.fixture
 def no_units(monkeypatch, tmp_path):
     """No unit is installed, and the caches are in directories that can be written to."""
-    monkeypatch.setattr(doctor_gpu, "UNITS_ENVIRONMENT", tmp_path / "tba.env")
+    monkeypatch.setattr(doctor, "UNITS_ENVIRONMENT", tmp_path / "tba.env")
     (tmp_path / "caches").mkdir()
     for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "caches"))
@@ -311,11 +315,11 @@ def test_disk_is_compared_with_what_the_run_stores_at_the_size_of_its_model(mode
     """Checkpoints take 12 bytes per parameter, snapshots 2 in bfloat16: 3 and 4 + 10 + 2 of them, and 4 on the node."""
     config = storage(model, tmp_path, train={"steps": 100, "keep_snapshot_every": 10})
     assert count_parameters(config) == 1_000_000
-    needs = doctor_storage._needs(config, 1_000_000)
+    needs = doctor._needs(config, 1_000_000)
     assert [size for _, _, size in needs] == [36_000_000, 32_000_000, 8_000_000]
     usage = shutil.disk_usage(tmp_path)
     for free, expected in ((76_000_000, "ok"), (75_999_999, "warn")):
-        monkeypatch.setattr(doctor_storage, "_LOW_DISK_GIB", 0)
+        monkeypatch.setattr(doctor, "_LOW_DISK_GIB", 0)
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         assert check_disk(config, not_known)[0] == expected
 
@@ -325,7 +329,7 @@ def test_what_a_run_has_stored_already_is_not_asked_for_again(model, tmp_path):
     config.checkpoints.mkdir(parents=True)
     (config.checkpoints / "old").write_bytes(bytes(10_000_000))
     before = storage(model, tmp_path / "other")
-    sizes = [{what: size for what, _, size in doctor_storage._still_needs(one, 1_000_000)} for one in (config, before)]
+    sizes = [{what: size for what, _, size in doctor._still_needs(one, 1_000_000)} for one in (config, before)]
     assert sizes[1]["checkpoints"] - sizes[0]["checkpoints"] >= 10_000_000
     assert sizes[1]["snapshots"] == sizes[0]["snapshots"]
 
@@ -365,10 +369,10 @@ def test_the_weights_directory_is_described(model, tmp_path, monkeypatch):
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(bytes(1 << 20))
     assert f"; other runs have 1 MiB in {tmp_path}/w: delete" in check_weights_directory(config)[1]
-    monkeypatch.setattr(doctor_storage, "mount_of", lambda path: doctor_storage.Mount(path.parent, "nfs4"))
+    monkeypatch.setattr(doctor, "mount_of", lambda path: doctor.Mount(path.parent, "nfs4"))
     result, detail = check_weights_directory(config)
     assert (result, "is on nfs4: locks need a local file system" in detail) == ("fail", True)
-    monkeypatch.setattr(doctor_storage, "mount_of", lambda path: doctor_storage.Mount(path.parent, "xfs"))
+    monkeypatch.setattr(doctor, "mount_of", lambda path: doctor.Mount(path.parent, "xfs"))
     assert "kept ones are copied, not linked" in check_weights_directory(config)[1]
 
 
@@ -400,7 +404,7 @@ def test_a_buffer_for_other_nodes_needs_weights_for_them(tmp_path, address, serv
 
 @pytest.mark.parametrize(("kept", "result"), [("auto", "ok"), ("memory", "warn")])
 def test_a_network_file_system_shares_snapshots_unless_they_stay_in_memory(tmp_path, monkeypatch, kept, result):
-    monkeypatch.setattr(doctor_storage, "mount_of", lambda path: doctor_storage.Mount(path, "nfs4"))
+    monkeypatch.setattr(doctor, "mount_of", lambda path: doctor.Mount(path, "nfs4"))
     train = {"snapshots_in": kept}
     config = config_of(run={"dir": tmp_path}, buffer={"address": "tcp://*:5757"}, train=train)
     assert check_other_nodes(config)[0] == result
@@ -412,9 +416,9 @@ def test_what_was_not_looked_at_is_unchecked(tmp_path, hub_offline):
         run={"dir": tmp_path}, model={"path": "org/model"}, task={"name": "gsm8k", "train": "openai/gsm8k"},
         search={"gpus": "cpu"}, train={"gpu": "cpu"}, buffer={"address": f"ipc://{tmp_path}/b"},
     )  # fmt: skip
-    findings = {row["check"]: row for row in examine(config, UNKNOWN)}
+    findings = {row["check"]: row for row in examine(Plan(config))}
     assert [findings[name]["result"] for name in ("model", "task", "weights directory")] == ["warn"] + ["unchecked"] * 2
-    elsewhere = {row["check"]: row["result"] for row in examine(config, UNKNOWN, assumed_gpus("8x80"))}
+    elsewhere = {row["check"]: row["result"] for row in examine(Plan(config, assumed_gpus("8x80")))}
     assert (elsewhere["model"], elsewhere["task"]) == ("unchecked", "unchecked")
     assert findings["task"]["detail"] == "openai/gsm8k: data of the hub, downloaded at the start"
 
@@ -432,6 +436,6 @@ def test_a_file_of_weights_whose_header_cannot_be_read_is_named(example_model, t
     shutil.copytree(example_model, tmp_path / "model")
     header = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
     (tmp_path / "model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    found = {one["check"]: one for one in examine(config_of(model={"path": str(tmp_path / "model")}), UNKNOWN)}
+    found = {one["check"]: one for one in examine(Plan(config_of(model={"path": str(tmp_path / "model")})))}
     assert found["model"]["result"] == "fail"
     assert "model.safetensors is not a safetensors file: RecursionError" in found["model"]["detail"]

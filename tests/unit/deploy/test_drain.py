@@ -3,7 +3,7 @@
 import pytest
 
 from tba.common.config import Config
-from tba.deploy.drain import drain_seconds, trainer_drain_seconds
+from tba.deploy.child import drain_seconds, trainer_drain_seconds
 from tba.tests.helpers.trainer import save_tiny_model, tiny_model
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tba.common.config.layers import resolve
 from tba.common.errors import UsageError
-from tba.deploy.init_command import _devices, _text
+from tba.deploy.new_configuration import _devices, _text
 
 
 @pytest.mark.slow

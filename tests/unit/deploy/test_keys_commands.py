@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from tba.common.config import Config
 from tba.common.errors import ConfigError, TbaError, UsageError
 from tba.common.wire.keys import AUTHORIZED, BUFFER, OWN, AuthorizedKeys, buffer_key, own_pair
-from tba.deploy.doctor_keys import check_keys
+from tba.deploy.doctor import check_keys
 from tba.deploy.keys_commands import app
 from tba.tests.helpers.checks import wait_until
 

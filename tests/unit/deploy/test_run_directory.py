@@ -1,21 +1,19 @@
 """A directory belongs to one `tba run`. Two locks in one process exclude each other like those of two processes."""
 
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tba.buffer.server.start import serve
-from tba.buffer.store.recorded_work import refuse_other_work
 from tba.buffer.store.store import Store
-from tba.buffer.tools.run_results import read_results
+from tba.buffer.tools.stats import read_results
+from tba.cli.checks import Plan, check_start
 from tba.common.config import Config
 from tba.common.errors import ConfigError, RunTaken, UsageError
 from tba.deploy import run_directory
-from tba.deploy.launcher import check_start, evaluate_in_child
-from tba.deploy.run_directory import await_previous, last_launch, mark_ending, sole_launcher
-from tba.deploy.run_list import ReadResults
+from tba.deploy.launcher import evaluate_in_child
+from tba.deploy.run_directory import await_previous, last_launch, mark_ending, refuse_start, sole_launcher
 
 
 @pytest.fixture
@@ -80,9 +78,11 @@ def test_a_run_that_is_stopped_before_its_evaluation_is_marked_as_ending(config)
         assert "ending" in lock_file.read_text()
 
 
-def refusal(config: Config, read: ReadResults = read_results, *, resume: bool) -> str:
+def refusal(config: Config, *, resume: bool, **changes: Any) -> str:
+    """Return why a run does not start, after `changes` of what its database says of the run."""
+    results = [result | changes for result in read_results(config.database)]
     with pytest.raises((UsageError, ConfigError)) as refused:
-        check_start(config, read, refuse_other_work, resume=resume)
+        refuse_start(config, results, resume=resume)
     return str(refused.value)
 
 
@@ -115,33 +115,27 @@ def test_a_start_under_another_name_is_refused_and_writes_nothing(own, resume):
     with pytest.raises(ConfigError, match='belongs to run own, and run.name is doubling: set run.name = "own"'):
         serve(renamed, lambda: True)
     assert [row["run"] for row in read_results(own.database)] == ["own"]
-    check_start(own, read_results, refuse_other_work, resume=True)
+    check_start(Plan(own, resume=True))
 
 
 def test_a_run_is_not_continued_to_fewer_steps_than_it_has_made(own):
-    def read(database: Path) -> list[dict[str, Any]]:
-        return [result | {"steps": 31} for result in read_results(database)]
-
-    sentence = refusal(own, read, resume=True)
+    sentence = refusal(own, resume=True, steps=31)
     assert "holds run own, which has made 31 steps, and train.steps is 30: set a larger one" in sentence
 
 
 def test_a_finished_run_is_only_extended(own):
-    def read(database: Path) -> list[dict[str, Any]]:
-        return [result | {"steps": 30, "finished": True} for result in read_results(database)]
-
+    finished = {"steps": 30, "finished": True}
     for resume in (True, False):
-        assert "run own, which is finished (30 of 30 steps): extend it with --resume" in refusal(
-            own, read, resume=resume
-        )
+        sentence = refusal(own, resume=resume, **finished)
+        assert "run own, which is finished (30 of 30 steps): extend it with --resume" in sentence
     longer = own.model_copy(update={"train": own.train.model_copy(update={"steps": 31})})
-    check_start(longer, read, refuse_other_work, resume=True)
-    assert "finished (30 of 30 steps)" in refusal(longer, read, resume=False)
+    refuse_start(longer, [result | finished for result in read_results(own.database)], resume=True)
+    assert "finished (30 of 30 steps)" in refusal(longer, resume=False, **finished)
 
 
 def test_a_run_that_is_not_finished_is_resumed(own):
     assert "already holds a run: add --resume" in refusal(own, resume=False)
-    check_start(own, read_results, refuse_other_work, resume=True)
+    check_start(Plan(own, resume=True))
 
 
 def test_a_run_on_the_cpu_does_not_ask_a_broken_driver(own, tmp_path, monkeypatch):
@@ -151,7 +145,7 @@ def test_a_run_on_the_cpu_does_not_ask_a_broken_driver(own, tmp_path, monkeypatc
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    check_start(own, read_results, refuse_other_work, resume=True)
+    check_start(Plan(own, resume=True))
     on_gpus = own.model_copy(update={"train": own.train.model_copy(update={"gpu": "0"})})
     with pytest.raises(UsageError, match="nvidia-smi"):
-        check_start(on_gpus, read_results, refuse_other_work, resume=True)
+        check_start(Plan(on_gpus, resume=True))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tba.buffer.tools.run_results import read_results
+from tba.buffer.tools.stats import read_results
 from tba.common.config import Config
 from tba.common.errors import StorageError
 from tba.common.evaluations import read_evaluations, record_evaluations

@@ -41,10 +41,6 @@ def test_vllm_gets_no_seeds():
     assert {s.seed for group in explore(engine="vllm") for s in group} == {None}
 
 
-def test_a_single_value_applies_to_every_response():
-    assert temperatures(explore(temperature=0.7)) == [{0.7}] * 60
-
-
 def test_a_list_is_drawn_from_with_equal_probability():
     drawn = [s.temperature for group in explore(temperature=[0.7, 1.0, 1.3]) for s in group]
     counts = np.array([drawn.count(value) for value in (0.7, 1.0, 1.3)])

@@ -74,12 +74,6 @@ def part_of(tmp_path, ref):
     return part
 
 
-def test_full_snapshots_and_deltas_are_fetched_over_the_socket(trainer, assembler):
-    for version, publish in enumerate([trainer.full, trainer.delta, trainer.delta]):
-        found, _ = assembler.assemble(publish())
-        assert found.weight_files[0].read_bytes() == trainer.truth[version]
-
-
 def test_a_snapshot_is_read_from_its_path_if_that_exists_and_fetched_otherwise(trainer, server, tmp_path):
     auto = SnapshotAssembler(tmp_path / "node", "auto", SystemClock())
     auto.assemble(trainer.full())

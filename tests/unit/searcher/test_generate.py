@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from tba.cli.models import _with_installed_engine
 from tba.common.config.layers import resolve
 from tba.common.errors import UsageError
 from tba.common.run_snapshots import check_export, find_source
-from tba.searcher.commands import _with_installed_engine
 from tba.searcher.generate import Generator
 
 

@@ -206,6 +206,11 @@ def test_a_mixture_with_a_coroutine_scores_concurrently(file):
     file.write_text(FILE.replace("def score", "async def score"))
     task = load_task(mixture(file, None, None))
     assert scores_concurrently(task)
+    (prompt, *_) = (one for one in task.prompts() if name_of(task, one) == "letters")
+    assert score(task, prompt, prompt.answer, True) == (
+        Reward(0.0, {"letters.reward": 0.0, "letters.letters": 1.0}),
+        None,
+    )
 
 
 def test_coroutines_that_are_scored_in_this_process_share_an_event_loop():
@@ -248,7 +253,7 @@ def test_two_tasks_of_a_mixture_have_different_labels():
 
 
 def test_the_prompt_of_a_mixture_keeps_its_messages(file):
-    from tba.searcher.tasks.mixture import make_mixture
+    from tba.searcher.tasks.mixture import MixtureTask
 
     class Chat:
         name = "chat"
@@ -262,7 +267,7 @@ def test_the_prompt_of_a_mixture_keeps_its_messages(file):
         def score(self, prompt, response, finished):
             return Reward(float(prompt.key == "a" and prompt.messages[0][1] == "hello"), {})
 
-    task = make_mixture([(None, Chat(), None)])
+    task = MixtureTask([(None, Chat(), None)])
     (prompt,) = task.prompts()
     assert prompt.messages == (("user", "hello"),)
     assert task.score(prompt, "", True) == Reward(1.0, {"chat.reward": 1.0})

@@ -15,7 +15,7 @@ from tba.searcher.scoring.scoring import Group
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.engines import cpu_engine
 from tba.trainer.batch.batch import Row
-from tba.trainer.model.scorer import Scorer, halve, load_model, sequence_logprobs
+from tba.trainer.model.scorer import Scorer, load_model, sequence_logprobs, to_bfloat16
 from tba.trainer.publishing.canary import make_canary, skeleton
 
 
@@ -59,8 +59,8 @@ def test_matrices_in_bfloat16_change_nothing_under_autocast_for_weights_that_bfl
     for model in (exact, trainers, searchers):
         for parameter in model.requires_grad_(False).parameters():
             parameter.data = parameter.data.bfloat16().float()
-    halve(trainers)
-    reference_model.halve(searchers)
+    to_bfloat16(trainers)
+    reference_model.to_bfloat16(searchers)
     dtypes = {name: tensor.dtype for name, tensor in searchers.state_dict().items()}
     assert dtypes == {name: tensor.dtype for name, tensor in trainers.state_dict().items()}
     assert set(dtypes.values()) == {torch.float32, torch.bfloat16}

@@ -23,7 +23,7 @@ from tba.searcher.tasks.task import Prompt, Reward, check_rendering, fingerprint
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
 from tba.trainer.batch.batch import Row
-from tba.trainer.batch.sft_data import Encoder, read_rows
+from tba.trainer.sft import Encoder, read_rows
 
 QUESTION = "What is 2 + 3?"
 

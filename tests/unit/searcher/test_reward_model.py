@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from transformers.models.llama import LlamaForSequenceClassification
 
+from tba.cli.checks import Plan, examine
 from tba.common.config import Config, GoldModelSection, RewardModelSection
 from tba.common.errors import ConfigError
-from tba.deploy.doctor import Checks, examine
 from tba.searcher.scoring.classifier import RewardModel, check_files
 from tba.tests.helpers.classifiers import EXAMPLE_MODEL, make_classifier, without_head
 from tba.tests.runner import slow
@@ -148,8 +148,7 @@ def test_files_that_are_no_reward_model_are_refused_with_a_reason(tmp_path):
 def diagnosis(path: object, template: str) -> tuple[str, str]:
     """(result, detail) of `tba doctor`."""
     config = Config.model_validate({"reward_model": {"path": str(path), "template": template}})
-    checks = Checks(lambda _: "", check_files, lambda *_: "not asked", lambda _: None)
-    (finding,) = [row for row in examine(config, checks) if row["check"] == "reward model"]
+    (finding,) = examine(Plan(config), ["reward model"])
     return finding["result"], finding["detail"]
 
 

@@ -20,7 +20,7 @@ from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.tasks.task import Prompt
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
-from tba.trainer.batch.sft_data import Encoder, read_rows
+from tba.trainer.sft import Encoder, read_rows
 
 TEXTS = ["What is 2 + 3? The answer is 5.", "  two spaces, and\n\na line"]
 BEGIN, END = "<s>", "</s>"

@@ -124,17 +124,6 @@ def test_the_samples_of_a_prompt_share_a_row_of_the_pass_over_the_prompts(tmp_pa
         np.testing.assert_allclose(found[request.id].logprobs, expected_logprobs(model, request, response), atol=2e-4)
 
 
-def test_greedy_decoding_takes_the_most_likely_token_in_a_batch_with_rows_that_sample(tmp_path):
-    model = save_model("llama", tmp_path)
-    asked = [*requests(8, temperature=0.0), *requests(16)[8:]]
-    found = answer(engine_of(tmp_path, 6), asked)
-    for request in asked[:8]:
-        ids = torch.tensor([[*request.prompt_ids.tolist(), *found[request.id].response_ids.tolist()]])
-        with torch.no_grad():
-            best = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].argmax(-1)
-        assert best.tolist() == found[request.id].response_ids.tolist()
-
-
 @pytest.mark.slow
 def test_a_response_depends_on_its_seed_and_not_on_the_other_rows(tmp_path):
     save_model("llama", tmp_path)

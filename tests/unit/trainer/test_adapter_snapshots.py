@@ -21,7 +21,7 @@ from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, flip_a_byte
 from tba.tests.runner import slow
-from tba.trainer.publishing.adapter_writer import _check_names
+from tba.trainer.publishing.snapshot_writer import check_names
 
 pytestmark = pytest.mark.slow
 
@@ -289,10 +289,10 @@ def test_a_manifest_with_a_base_and_no_adapter_or_a_delta_is_refused(lab):
 def test_a_layer_that_the_files_store_in_another_form_is_refused_with_what_to_do():
     weights = {"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(2, 3), "c.weight": torch.zeros(2, 3)}
     saved = {"a.weight": weights["a.weight"], "renamed": weights["b.weight"], "c.weight": weights["c.weight"].T}
-    _check_names(["a.weight"], weights, saved)
+    check_names(["a.weight"], weights, saved)
     for name in ("b", "c"):
         with pytest.raises(ConfigError, match=rf'{name}\.weight.*lora\.publish = "merged"'):
-            _check_names([f"{name}.weight"], weights, saved)
+            check_names([f"{name}.weight"], weights, saved)
 
 
 def test_a_missing_or_malformed_adapter_is_corrupt(tmp_path):

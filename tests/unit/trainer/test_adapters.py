@@ -9,10 +9,19 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, OlmoeC
 
 from tba.common.config import Config, LoraSection, TrainSection
 from tba.common.errors import CheckpointError, ConfigError
+from tba.tests.helpers import trainer
 from tba.tests.helpers.checks import not_none
-from tba.tests.helpers.trainer import VOCABULARY, objective, random_batch, save_tiny_model, tiny_model
-from tba.trainer.checkpoints import checkpoint
-from tba.trainer.distributed.ranks import ALONE
+from tba.tests.helpers.trainer import (
+    VOCABULARY,
+    in_float64,
+    learner_of,
+    objective,
+    random_batch,
+    save_tiny_model,
+    tiny_model,
+)
+from tba.trainer import checkpoint
+from tba.trainer.distributed import ALONE
 from tba.trainer.model.adapters import MERGED, add_adapters, gathered, without_adapters
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.scorer import Scorer, structure_of, weights_of
@@ -22,20 +31,11 @@ from tba.trainer.step.learner import Learner
 
 pytestmark = pytest.mark.slow
 
-KEYS = {"learning_rate": 0.05, "warmup_steps": 0, "steps": 10}
+KEYS = {"learning_rate": 0.05, "steps": 10}
 
 
-def make_learner(*, double: bool = False, tie: bool = False, **keys) -> Learner:
-    policy = tiny_model(tie=tie, layers=2)
-    add_adapters(policy, LoraSection(rank=2, alpha=3.0))
-    return Learner(
-        policy.double() if double else policy,
-        None,
-        TrainSection.model_validate(KEYS | keys),
-        objective(),
-        autocast=False,
-        adapter={"rank": 2},
-    )
+def make_learner(*, tie: bool = False, **settings) -> Learner:
+    return trainer.make_learner(model={"tie": tie, "layers": 2}, lora=LoraSection(rank=2, alpha=3.0), **KEYS | settings)
 
 
 def run_steps(learner: Learner, count: int) -> list[dict[str, float]]:
@@ -44,18 +44,18 @@ def run_steps(learner: Learner, count: int) -> list[dict[str, float]]:
 
 def logprobs(model) -> torch.Tensor:
     with torch.no_grad():
-        return Scorer(model, autocast=False).score(random_batch(7).rows).logprob_R
+        return Scorer(model).score(random_batch(7).rows).logprob_R
 
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_merged_weights_give_the_log_probabilities_of_base_and_adapters(tie):
     learner = make_learner(double=True, tie=tie)
     run_steps(learner, 3)
-    plain = tiny_model(tie=tie, layers=2, seed=9).double()
+    plain = in_float64(tiny_model(tie=tie, layers=2, seed=9))
     assert weights_of(plain).keys() == dict(gathered(learner.policy, MERGED)).keys()
     plain.load_state_dict(dict(gathered(learner.policy, MERGED)), strict=False)
     assert torch.allclose(logprobs(plain), logprobs(learner.policy), atol=1e-12, rtol=0)
-    assert not torch.allclose(logprobs(learner.policy), logprobs(tiny_model(tie=tie, layers=2).double()), atol=1e-3)
+    assert not torch.allclose(logprobs(learner.policy), logprobs(in_float64(tiny_model(tie=tie, layers=2))), atol=1e-3)
 
 
 def test_the_reference_is_the_base_bit_for_bit_before_and_after_training():
@@ -68,7 +68,7 @@ def test_the_reference_is_the_base_bit_for_bit_before_and_after_training():
         assert torch.equal(logprobs(learner.policy), base)
     batch = random_batch(5)
     found = learner.step(batch).reference
-    other = Learner(tiny_model(seed=1), tiny_model(layers=2), TrainSection(), objective(), autocast=False)
+    other = learner_of(tiny_model(seed=1), tiny_model(layers=2), TrainSection(), objective())
     assert found == other.step(batch).reference
 
 
@@ -143,7 +143,11 @@ def test_a_snapshot_and_its_canary_are_of_the_merged_model():
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"), [(["nothing"], "does not fit"), (["lm_head"], "lm_head, which cannot have")]
+    ("targets", "message"),
+    [
+        (["nothing"], "does not fit"),
+        (["lm_head"], 'lm_head, which cannot have.*q_proj.*or set lora.targets = "all"'),
+    ],
 )
 def test_targets_that_cannot_have_adapters_are_refused(tmp_path, targets, message):
     with pytest.raises(ConfigError, match=message):
@@ -169,8 +173,3 @@ def test_a_model_without_plain_linear_layers_is_refused_with_the_remedy():
     model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, **TOKENS))
     with pytest.raises(ConfigError, match=r"no plain linear ones; set lora.rank = 0"):
         add_adapters(model, LoraSection(rank=2))
-
-
-def test_a_refused_target_is_answered_with_those_that_work(tmp_path):
-    with pytest.raises(ConfigError, match=r'here .*q_proj.*; or set lora.targets = "all"'):
-        built(save_tiny_model(tmp_path / "model"), targets=["lm_head"])

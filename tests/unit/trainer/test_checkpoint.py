@@ -1,24 +1,24 @@
 """Checkpoints: a resumed learner equals one that never stopped, bit for bit; damage is detected."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tba.common.config import TrainSection
 from tba.common.errors import CheckpointError
+from tba.tests.helpers import trainer
 from tba.tests.helpers.checks import not_none
-from tba.tests.helpers.trainer import objective, random_batch, tiny_model
+from tba.tests.helpers.trainer import random_batch
 from tba.tests.helpers.weights import flip_a_byte
-from tba.trainer.checkpoints import checkpoint
+from tba.trainer import checkpoint
 from tba.trainer.step.learner import Learner
 
-KEYS = {"steps": 6, "learning_rate": 0.01, "warmup_steps": 1, "decay_steps": 3, "beta_anneal_steps": 4}
+KEYS: dict[str, Any] = {"steps": 6, "schedule": "wsd", "warmup_steps": 1, "decay_steps": 3, "beta_anneal_steps": 4}
 
 
-def make_learner(*, tie: bool = True, name: str = "tb", **settings) -> Learner:
-    config = TrainSection.model_validate(KEYS)
-    return Learner(tiny_model(tie=tie, **settings), tiny_model(tie=tie), config, objective(name), autocast=False)
+def make_learner(*, name: str = "tb", **model) -> Learner:
+    return trainer.make_learner(name=name, model={"tie": True} | model, **KEYS)
 
 
 def run_steps(learner: Learner, count: int) -> list[dict[str, float]]:

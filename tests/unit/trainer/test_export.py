@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tba.common import run_snapshots
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
 from tba.common.run_snapshots import find_source, held_source, weights_directory
@@ -17,7 +18,7 @@ from tba.searcher.engines.transformers_engine import _read
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.announcer import write_snapshot
 from tba.tests.helpers.weights import flip_a_byte
-from tba.trainer.checkpoints import checkpoint
+from tba.trainer import checkpoint
 from tba.trainer.export import complete_directory, export_model
 from tba.trainer.model.scorer import load_model, weights_of
 

@@ -10,9 +10,8 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.trainer import BufferThread
-from tba.trainer.buffer_link import heartbeat
-from tba.trainer.buffer_link.connection import network
-from tba.trainer.buffer_link.heartbeat import HeartbeatThread
+from tba.trainer import buffer_link
+from tba.trainer.buffer_link import HeartbeatThread, network
 
 TOO_MANY_FILES = OSError(errno.EMFILE, "Too many open files")
 UNFORESEEN = [TOO_MANY_FILES, TOO_MANY_FILES, MemoryError()]
@@ -47,7 +46,7 @@ class FailingDial:
 
 
 def test_an_unexpected_error_does_not_end_the_heartbeat_and_is_logged_once_per_kind(buffer, monkeypatch, caplog):
-    monkeypatch.setattr(heartbeat, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(buffer_link, "_PAUSE_SECONDS", 0.01)
     dial = FailingDial(buffer.address, UNFORESEEN)
     heartbeats = HeartbeatThread(dial)
     heartbeats.show("training", "a long step")

@@ -9,7 +9,7 @@ from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import random_batch
 from tba.tests.runner import slow
-from tba.trainer.checkpoints import checkpoint
+from tba.trainer import checkpoint
 from tba.trainer.model.adapters import MERGED, gathered
 from tba.trainer.step.learner import Learner
 

@@ -28,12 +28,13 @@ from tba.tests.conftest import ROOT
 from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.trainer import FakeSearcher, run_with_buffer
 from tba.tests.helpers.weights import verify
+from tba.trainer import checkpoint
 from tba.trainer.batch.batch import TrainBatch
-from tba.trainer.checkpoints import checkpoint
+from tba.trainer.distributed import Ranks
 from tba.trainer.loop import Trainer, train
 from tba.trainer.metrics.stopwatch import PHASES
 from tba.trainer.model.host_buffers import HostCopy
-from tba.trainer.publishing.memory_writer import MemoryWriter
+from tba.trainer.publishing.snapshot_writer import SnapshotWriter
 from tba.trainer.step.learner import Learner, StepResult
 
 STEPS = 6
@@ -108,7 +109,7 @@ def finish(run: Run) -> Run:
 
 def test_a_run_makes_all_steps_and_is_declared_finished(make_run, monkeypatch):
     # No second one in time: the status of the finished run is the trainer's last word.
-    monkeypatch.setattr("tba.trainer.buffer_link.heartbeat._PAUSE_SECONDS", 60.0)
+    monkeypatch.setattr("tba.trainer.buffer_link._PAUSE_SECONDS", 60.0)
     run = finish(make_run())
     assert [line["step"] for line in run.metrics()] == list(range(STEPS))
     searcher = FakeSearcher(run.buffer.address, prompts=4)
@@ -156,7 +157,7 @@ def test_the_heartbeat_reports_that_publishing_waits_and_why(make_run, monkeypat
         wait_until(lambda: reported() == [("publishing", "no space")])
         return 0
 
-    not_none(trainer._publisher).trouble = "no space"
+    not_none(trainer._publisher).reason = "no space"
     monkeypatch.setattr(trainer._publisher, "publish", wait_for_the_report)
     trainer.publish()
     trainer.close()
@@ -166,17 +167,17 @@ def test_the_heartbeat_reports_that_publishing_waits_and_why(make_run, monkeypat
 @pytest.mark.slow
 def test_the_last_checkpoint_is_saved_while_the_last_weights_wait_for_memory(make_run, monkeypatch):
     run, attempts, has_room = make_run(), itertools.count(1), threading.Event()
-    copy, shortage = MemoryWriter.copy, "2 GiB are free"
+    copy, no_room = SnapshotWriter.copy, "2 GiB are free"
 
-    def copy_if_there_is_room(writer: MemoryWriter, before: Callable[[], None]) -> HostCopy | None:
-        return copy(writer, before) if next(attempts) < 4 or has_room.is_set() else None
+    def copy_if_there_is_room(writer: SnapshotWriter, ranks: Ranks) -> HostCopy | None:
+        return copy(writer, ranks) if next(attempts) < 4 or has_room.is_set() else None
 
-    monkeypatch.setattr(MemoryWriter, "copy", copy_if_there_is_room)
-    monkeypatch.setattr(MemoryWriter, "no_room", shortage)
+    monkeypatch.setattr(SnapshotWriter, "copy", copy_if_there_is_room)
+    monkeypatch.setattr(SnapshotWriter, "no_room", no_room)
     trainer = threading.Thread(target=finish, args=(run,))
     trainer.start()
     monitor = BufferClient(run.buffer.address, role="monitor", name="m")
-    reason = f"the weights of step {STEPS} wait for memory: {shortage}"
+    reason = f"the weights of step {STEPS} wait for memory: {no_room}"
     wait_until(lambda: reason in [client.reason for client in clients(monitor)])
     assert not_none(checkpoint.newest(run.config.checkpoints)).step == STEPS
     has_room.set()

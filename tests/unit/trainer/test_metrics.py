@@ -8,7 +8,7 @@ import pytest
 
 from tba.common.config import Config
 from tba.trainer.metrics.metrics_log import AppendFile, MetricsLog
-from tba.trainer.metrics.sinks.trackers import open_sinks
+from tba.trainer.metrics.sinks import open_sinks
 
 
 def config(directory, **metrics) -> Config:

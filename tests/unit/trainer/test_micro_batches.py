@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.tests.helpers.trainer import make_batch, make_row, random_batch
+from tba.trainer.batch.batch import pack_batch, unpack_batch
 from tba.trainer.batch.micro_batches import MicroBatch, forward_passes, micro_batches, partition
-from tba.trainer.step.broadcast import pack_batch, unpack_batch
 
 
 @dataclasses.dataclass

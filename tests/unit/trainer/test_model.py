@@ -1,5 +1,7 @@
 """Loading a model: what is accepted, and the errors for what is not."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,16 +25,9 @@ from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing, load
 CPU = torch.device("cpu")
 
 
-def test_a_directory_without_weights_is_a_configuration_error(tmp_path):
-    save_tiny_model(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"cannot be loaded: .*model\.safetensors"):
-        load_model(tmp_path, CPU)
-
-
-def test_a_damaged_weight_file_is_a_configuration_error(tmp_path):
-    save_tiny_model(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"torn")
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"torn")], ids=["missing", "damaged"])
+def test_a_missing_or_damaged_weight_file_is_a_configuration_error(tmp_path, damage):
+    damage(save_tiny_model(tmp_path) / "model.safetensors")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_model(tmp_path, CPU)
 

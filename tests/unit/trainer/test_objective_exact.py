@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tba.common.config import TrainSection
-from tba.tests.helpers.trainer import make_batch, make_row, objective, tiny_model
+from tba.tests.helpers.trainer import learner_of, make_batch, make_row, objective, tiny_model
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
 from tba.trainer.step.learner import Learner
@@ -27,7 +27,7 @@ ROWS = [make_row(i, prompt, y) for i, (prompt, y) in enumerate(itertools.product
 @torch.no_grad()
 def distribution(model) -> np.ndarray:
     """Return the probability of every response: [prompt, response]."""
-    logprobs = sequence_logprobs(Scorer(model, autocast=False).score(ROWS).logprob_R, ROWS)
+    logprobs = sequence_logprobs(Scorer(model).score(ROWS).logprob_R, ROWS)
     return logprobs.exp().view(len(PROMPTS), len(RESPONSES)).numpy()
 
 
@@ -38,7 +38,7 @@ def make_task(steps: int, learning_rate: float) -> tuple[Learner, np.ndarray, np
         beta=BETA, beta_final=BETA, beta_anneal_steps=0, max_grad_norm=10.0,
     )  # fmt: skip
     settings: dict[str, Any] = {"vocabulary": VOCABULARY, "hidden": 32, "seed": 5}
-    learner = Learner(tiny_model(**settings), tiny_model(**settings), config, objective(), autocast=False)
+    learner = learner_of(tiny_model(**settings), tiny_model(**settings), config, objective())
     reward = 2 * np.random.default_rng(11).random((len(PROMPTS), len(RESPONSES)))
     optimum = distribution(learner.policy) * np.exp(reward / BETA)
     return learner, reward, optimum / optimum.sum(axis=1, keepdims=True)

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from tba.common.config import TrainSection
-from tba.tests.helpers.trainer import LONGEST_RESPONSE, make_batch, make_row, objective, tiny_model
+from tba.tests.helpers.trainer import LONGEST_RESPONSE, learner_of, make_batch, make_row, objective, tiny_model
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.objectives import advantages
-from tba.trainer.step.learner import Learner
 
 # Imported by the tests that run: `make quick`, which leaves them out, would import both for seconds.
 pytestmark = [
@@ -57,7 +56,7 @@ def ours(name: str, batch: TrainBatch, **keys) -> tuple[float, torch.Tensor]:
     """Return loss and gradient of a step in micro-batches of one group, before clipping."""
     policy = tiny_model(**SETTINGS)
     config = TrainSection.model_validate(KEYS | {"micro_batch_tokens": 16, "max_grad_norm": 1e9})
-    learner = Learner(policy, tiny_model(vocabulary=8, seed=9), config, objective(name, **keys), autocast=False)
+    learner = learner_of(policy, tiny_model(vocabulary=8, seed=9), config, objective(name, **keys))
     kept: list[torch.Tensor] = []
     learner.optimizer.register_step_pre_hook(lambda *_: kept.append(flat_gradient(policy)))
     return learner.step(batch).metrics["loss"], kept[0]

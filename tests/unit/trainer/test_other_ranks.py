@@ -1,14 +1,17 @@
 """How a rank other than 0 handles a step that fails."""
 
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from tba.common.errors import MemoryShort, TbaError
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import random_batch
-from tba.trainer.distributed.ranks import Ranks
-from tba.trainer.other_ranks import END, STEP, run_other_rank
-from tba.trainer.step.broadcast import pack_batch
+from tba.trainer.batch.batch import pack_batch
+from tba.trainer.distributed import Ranks
+from tba.trainer.loop import END, STEP, run_other_rank
 
 
 class ScriptedRanks(Ranks):
@@ -22,9 +25,9 @@ class ScriptedRanks(Ranks):
         return self._script.pop(0)
 
 
-def run_with(monkeypatch: pytest.MonkeyPatch, error: Exception, *, states_fill: bool = False) -> None:
+def run_with(monkeypatch: pytest.MonkeyPatch, error: Exception, *, report: Any = None) -> None:
     """Run a rank whose step raises an error."""
-    learner = make_learner(micro_batch_tokens=30, states_fill=states_fill)
+    learner = make_learner(micro_batch_tokens=30, report=report)
 
     def fail(_):
         raise error
@@ -41,7 +44,7 @@ def test_a_rank_that_runs_out_of_memory_ends_with_advice(monkeypatch):
 
 def test_where_states_fill_the_memory_smaller_micro_batches_are_not_the_advice(monkeypatch):
     with pytest.raises(MemoryShort, match='fill the memory.*more GPUs.*train.offload = "optimizer".*lora.rank'):
-        run_with(monkeypatch, torch.OutOfMemoryError("CUDA out of memory."), states_fill=True)
+        run_with(monkeypatch, torch.OutOfMemoryError("CUDA out of memory."), report=Mock(states_fill=True))
 
 
 def test_an_error_that_all_ranks_raise_is_left_to_rank_0(monkeypatch):

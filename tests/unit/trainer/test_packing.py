@@ -4,31 +4,14 @@ import logging
 import sys
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-)
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from tba.common.config import Config, LoraSection
 from tba.common.errors import ConfigError
@@ -36,7 +19,7 @@ from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, tiny_model
 from tba.tests.runner import slow
-from tba.trainer.distributed.ranks import ALONE
+from tba.trainer.distributed import ALONE
 from tba.trainer.model.packed_attention import Sequences, _kernel, attend, has_kernel, torch_has_kernel
 from tba.trainer.model.packing import _head_sizes, obstacle, pack, packs
 from tba.trainer.model.scorer import Scorer, weights_of
@@ -50,53 +33,47 @@ NEEDS_KERNEL = pytest.mark.skipif(
 SMALL = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def tiny_gpt2():
-    """Positions are learned: a sequence in the middle of a row must start at position 0."""
+GROUPED = {"num_key_value_heads": 1, "intermediate_size": 32, "initializer_range": 0.3}
+EIGHT = {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
+
+
+def tiny(kind: str, **settings: Any) -> Any:
+    """Return a small random model of a class of transformers."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 16, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=1, eos_token_id=2)).eval().double()
+    config = getattr(transformers, f"{kind}Config")(**SMALL | settings)
+    return getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
 
 
-def tiny_mistral(window: int):
-    torch.manual_seed(0)
-    shape = SMALL | {"num_key_value_heads": 1, "intermediate_size": 32, "sliding_window": window}
-    return MistralForCausalLM(MistralConfig(**shape, max_position_embeddings=64, initializer_range=0.3)).eval().double()
+# Positions are learned: a sequence in the middle of a row must start at position 0.
+tiny_gpt2 = partial(tiny, "GPT2", n_positions=64, bos_token_id=1, eos_token_id=2)
+# Every other layer is a convolution, which crosses the boundary.
+tiny_lfm2 = partial(tiny, "Lfm2", **GROUPED, layer_types=["conv", "full_attention"])
+# Heads have size 24 for queries and keys, 16 for values.
+tiny_deepseek = partial(
+    tiny, "DeepseekV3", intermediate_size=32, initializer_range=0.3, kv_lora_rank=8, q_lora_rank=8,
+    first_k_dense_replace=2, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+)  # fmt: skip
+# Each attention head has a sink.
+tiny_gpt_oss = partial(tiny, "GptOss", **EIGHT, num_local_experts=2, num_experts_per_tok=1)
 
 
-def tiny_lfm2():
-    """Every other layer is a convolution, which crosses the boundary."""
-    shape = SMALL | {"num_key_value_heads": 1, "intermediate_size": 32, "layer_types": ["conv", "full_attention"]}
-    return Lfm2ForCausalLM(Lfm2Config(**shape, initializer_range=0.3)).eval()
+def tiny_mistral(window: int) -> Any:
+    return tiny("Mistral", **GROUPED, sliding_window=window, max_position_embeddings=64)
 
 
-def tiny_deepseek():
-    """Heads have size 24 for queries and keys, 16 for values."""
-    torch.manual_seed(0)
-    shape = SMALL | {"intermediate_size": 32, "kv_lora_rank": 8, "q_lora_rank": 8, "first_k_dense_replace": 2}
-    heads = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **heads, initializer_range=0.3)).eval().double()
+def tiny_gemma2(cap: float | None) -> Any:
+    return tiny("Gemma2", **EIGHT, attn_logit_softcapping=cap)
 
 
-def tiny_gpt_oss():
-    """Each attention head has a sink."""
-    shape = SMALL | {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "num_local_experts": 2}
-    return GptOssForCausalLM(GptOssConfig(**shape, num_experts_per_tok=1)).eval()
-
-
-def tiny_gemma2(cap: float | None):
-    shape = SMALL | {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16}
-    return Gemma2ForCausalLM(Gemma2Config(**shape, attn_logit_softcapping=cap)).eval()
-
-
-def tiny_llama_with(**rope):
-    shape = SMALL | {"intermediate_size": 32, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(**shape, rope_parameters={"rope_theta": 1e4} | rope)).eval()
+def tiny_llama_with(**rope: Any) -> Any:
+    rope = {"rope_theta": 1e4} | rope
+    return tiny("Llama", intermediate_size=32, max_position_embeddings=64, rope_parameters=rope)
 
 
 def logprobs_both_ways(model, rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Return padded, then packed log-probabilities; the padded ones use the model's original attention."""
     with torch.no_grad():
-        padded, packed = (Scorer(model, autocast=False, packed=way).score(rows).logprob_R for way in (False, True))
+        padded, packed = (Scorer(model, packed=way).score(rows).logprob_R for way in (False, True))
     return padded, packed
 
 
@@ -130,39 +107,32 @@ def test_responses_of_one_token_or_none_add_nothing_to_their_prompt():
     assert torch.allclose(packed, padded, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "make_model",
-    [
-        lambda: tiny_model(layers=2).double(),
-        tiny_gpt2,
-        lambda: tiny_mistral(window=4),
-        lambda: tiny_mistral(window=100),
-        tiny_deepseek,
-    ],
-    ids=[
-        "llama, grouped heads",
-        "gpt2, learned positions",
-        "mistral, short window",
-        "mistral, long window",
-        "deepseek, heads of two sizes",
-    ],
-)
+MODELS = {
+    "llama, grouped heads": lambda: tiny_model(layers=2),
+    "gpt2, learned positions": tiny_gpt2,
+    "mistral, short window": lambda: tiny_mistral(window=4),
+    "mistral, long window": lambda: tiny_mistral(window=100),
+    "deepseek, heads of two sizes": tiny_deepseek,
+}
+
+
+@pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS)
 def test_log_probabilities_equal_those_of_padded_rows(make_model):
-    padded, packed = logprobs_both_ways(make_model(), random_batch(3, prompts=5).rows)
+    padded, packed = logprobs_both_ways(make_model().double(), random_batch(3, prompts=5).rows)
     assert torch.allclose(packed, padded, atol=1e-12, rtol=0)
 
 
 def test_a_short_window_changes_the_result():
     rows = random_batch(3, prompts=5).rows
-    short, long = (logprobs_both_ways(tiny_mistral(window), rows)[1] for window in (4, 100))
+    short, long = (logprobs_both_ways(tiny_mistral(window).double(), rows)[1] for window in (4, 100))
     assert float((short - long).abs().max()) > 1e-3
 
 
 def test_a_packing_model_still_accepts_padded_rows():
-    model, rows = tiny_mistral(window=4), random_batch(3).rows
+    model, rows = tiny_mistral(window=4).double(), random_batch(3).rows
     expected, _ = logprobs_both_ways(model, rows)
     assert model.config._attn_implementation == "tba_packed"
-    assert torch.allclose(Scorer(model, autocast=False).score(rows).logprob_R, expected, atol=1e-12, rtol=0)
+    assert torch.allclose(Scorer(model).score(rows).logprob_R, expected, atol=1e-12, rtol=0)
 
 
 def steps(count: int = 2, **keys):
@@ -247,9 +217,9 @@ def test_the_padded_way_computes_a_prompt_for_each_row():
 
 
 def test_packing_does_not_change_the_canary_of_a_model():
-    model, sequences = tiny_mistral(window=4), [[1, 2, 3, 4, 5, 6, 7]]
+    model, sequences = tiny_mistral(window=4).double(), [[1, 2, 3, 4, 5, 6, 7]]
     expected = make_canary(skeleton(model), weights_of(model), sequences)
-    Scorer(model, autocast=False, packed=True)
+    Scorer(model, packed=True)
     found = make_canary(skeleton(model), weights_of(model), sequences)
     assert np.allclose(found.logprobs, expected.logprobs, atol=1e-6, rtol=0)
 
@@ -274,14 +244,11 @@ def test_a_model_is_rejected_for_an_unsupported_attention_argument(model, argume
 
 
 def test_a_window_that_is_only_in_the_mask_is_detected():
-    shape = SMALL | {"num_key_value_heads": 1, "intermediate_size": 16, "moe_intermediate_size": 16, "num_experts": 2}
+    experts = {"moe_intermediate_size": 16, "num_experts": 2, "shared_expert_intermediate_size": 16}
     window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
-    torch.manual_seed(0)
-    mixture = Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(**shape, **window, shared_expert_intermediate_size=16, num_experts_per_tok=1)
-    )
-    assert "has its sliding window of 64 in a mask" in obstacle(mixture.eval())
-    assert obstacle(tiny_mistral(window=64).float()) == ""
+    mixture = tiny("Qwen2Moe", **EIGHT, **experts, **window, num_experts_per_tok=1)
+    assert "has its sliding window of 64 in a mask" in obstacle(mixture)
+    assert obstacle(tiny_mistral(window=64)) == ""
 
 
 def test_gemma_2_without_a_cap_can_be_packed():

@@ -12,21 +12,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from tba.cli.checks import Plan
+from tba.cli.checks import examine as all_checks
 from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError
 from tba.common.system.devices import Gpu, assumed_gpus
-from tba.deploy.doctor import _memory
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, save_tiny_model
 from tba.trainer.batch.micro_batches import GPU_PASS_TOKENS, forward_passes, micro_batches
-from tba.trainer.checkpoints.checkpoint import tensors_of
+from tba.trainer.checkpoint import tensors_of
 from tba.trainer.metrics.flops import ModelFlops
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.scorer import Scorer
 from tba.trainer.preflight import before_start
 from tba.trainer.preflight.before_start import check_memory, trainer_memory
-from tba.trainer.preflight.check import Report, examine, require, usable
+from tba.trainer.preflight.check import Report, examine, require
 from tba.trainer.preflight.memory import (
     Setup,
     activation_bytes,
@@ -40,44 +41,21 @@ from tba.trainer.step.host_optimizer import HostAdamW
 
 H100 = 85_000_000_000
 GIB = 1 << 30
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads")  # fmt: skip
+
+
+def sized(kind: Any, *sizes: int, **more: int) -> Any:
+    """Return the configuration of a model with these _SIZES."""
+    return kind(**dict(zip(_SIZES, sizes, strict=True)), **more)
+
+
+EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 CONFIGS: dict[str, Any] = {
-    "Qwen2.5-7B": Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    ),
-    "Qwen3-8B": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-    ),
-    "Qwen3-30B-A3B": Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-    ),
-    "rho-1b": LlamaConfig(
-        vocab_size=32000,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-    ),
+    "Qwen2.5-7B": sized(Qwen2Config, 152064, 3584, 18944, 28, 28, 4),
+    "Qwen3-8B": sized(Qwen3Config, 151936, 4096, 12288, 36, 32, 8, head_dim=128),
+    "Qwen3-30B-A3B": sized(Qwen3MoeConfig, 151936, 2048, 6144, 48, 32, 4, head_dim=128, **EXPERTS),
+    "rho-1b": sized(LlamaConfig, 32000, 2048, 5632, 22, 32, 4),
 }
 # By hand. A layer: q, k, v and o (with the biases of Qwen2's q, k, v; the norms of Qwen3's heads), the MLP or router
 # and 128 experts, two norms. The root: embeddings, head, last norm.
@@ -99,16 +77,8 @@ PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "rho-1b": 1_100_048_384,
 }
-FULL = Setup(
-    ranks=1,
-    half=True,
-    reference="frozen",
-    lora_rank=0,
-    offload=False,
-    gathered=False,
-    checkpointing=True,
-    tokens=16384,
-)
+FULL = Setup(1, half=True, reference="frozen", lora_rank=0, offload=False, gathered=False, checkpointing=True,
+             tokens=16384)  # fmt: skip
 
 
 @cache
@@ -124,12 +94,25 @@ def shape(name: str) -> ModelShape:
     return shape_of(meta(name))
 
 
+def memory_found(config: Config, node: Any = None) -> tuple[str, str]:
+    """(result, detail) of `tba doctor`, for the GPUs of this machine or of another node."""
+    (row,) = all_checks(Plan(config, node), ["trainer memory"])
+    return row["result"], row["detail"]
+
+
 def report(
-    name: str, ranks: int = 1, *, total: int | None = H100, lora: int = 0, host: int = 2048 * GIB, **train: Any
+    name: str,
+    ranks: int = 1,
+    *,
+    total: int | None = H100,
+    lora: int = 0,
+    host: int = 2048 * GIB,
+    supervised: bool = False,
+    **train: Any,
 ) -> Report:
     sections = {"model": {"path": "m"}, "task": {"train": "t"}, "train": train, "lora": {"rank": lora}}
     config = Config.model_validate(sections)
-    return examine(config, shape(name), ranks=ranks, gpu_total=total, host_total=host)
+    return examine(config, shape(name), ranks=ranks, gpu_total=total, host_total=host, supervised=supervised)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -143,12 +126,8 @@ def test_parameters_of_layers_and_root_are_those_counted_by_hand(name):
 def test_states_by_hand(name):
     n = PARAMETERS[name]
     # float32 weights and gradients, two moments, a reference in bfloat16.
-    assert state_bytes(shape(name), FULL) == {
-        "weights": 4 * n,
-        "gradients": 4 * n,
-        "optimizer": 8 * n,
-        "reference": 2 * n,
-    }
+    states = {"weights": 4 * n, "gradients": 4 * n, "optimizer": 8 * n, "reference": 2 * n}
+    assert state_bytes(shape(name), FULL) == states
     assert sum(state_bytes(shape(name), replace(FULL, ranks=4)).values()) == pytest.approx(18 * n / 4, abs=4)
     # bfloat16 weights and reference; masters, gradients and moments are on the host.
     offloaded = state_bytes(shape(name), replace(FULL, offload=True))
@@ -282,15 +261,8 @@ def saved_bytes(model: Any, tokens: int) -> int:
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-8B", "rho-1b"])
 def test_activations_of_a_layer_are_what_autograd_saves(name):
-    settings = CONFIGS[name].to_dict() | {
-        "vocab_size": 64,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "head_dim": 32,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "layer_types": None,
-    }
+    small = dict(zip(_SIZES, (64, 256, 704, 0, 8, 2), strict=True)) | {"head_dim": 32, "layer_types": None}
+    settings = CONFIGS[name].to_dict() | small
     tokens, totals = 97, []
     for layers in (1, 3):
         config = type(CONFIGS[name])(**settings | {"num_hidden_layers": layers})
@@ -329,8 +301,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from tba.trainer.distributed.ranks import Ranks
-from tba.trainer.distributed.sharding import shard
+from tba.trainer.distributed import Ranks, shard
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.scorer import Scorer
 from tba.trainer.preflight.shape import shape_of
@@ -378,13 +349,10 @@ def test_what_fits_instead_is_computed_and_itself_fits():
     assert report("Qwen2.5-7B", lora=16, gradient_checkpointing=True).fits
 
 
-def test_what_would_not_fit_the_host_is_not_advised():
+def test_advice_leaves_out_what_would_not_fit_the_host_and_is_given_where_the_host_is_too_small():
     # With offload, 7 B need 228 GB of the host; on three GPUs 91 GB, for a checkpoint.
     found = report("Qwen2.5-7B", host=160 * GIB)
     assert [text.split(" with ")[0] for text in found.instead] == ["3 GPUs", "lora.rank = 16"]
-
-
-def test_a_host_that_is_too_small_has_advice_too():
     found = report("Qwen2.5-7B", host=160 * GIB, offload="optimizer", gradient_checkpointing=True)
     assert found.fits_device
     assert "on the host" in found.sentence()
@@ -410,13 +378,13 @@ def test_a_node_that_is_not_this_one_is_estimated_from_its_number_and_size_of_gp
     assert abs((node[0].total_mib << 20) - H100) < 0.01 * H100
     for gpu, result in (("7", "fail"), ("4-7", "ok")):
         train = {"gpu": gpu, "gradient_checkpointing": True}
-        found, detail = _memory(trainer_memory, node, Config.model_validate(sections | {"train": train}))
+        found, detail = memory_found(Config.model_validate(sections | {"train": train}), node)
         assert found == result
         assert "GB on the host (loading" in detail or result == "fail"
     with pytest.raises(UsageError, match="--assume 8xH100: write the number of GPUs and the GB of each, such as 8x80"):
         assumed_gpus("8xH100")
     outside = Config.model_validate(sections | {"train": {"gpu": "8"}})
-    assert _memory(trainer_memory, node, outside)[0] == "fail"
+    assert memory_found(outside, node)[0] == "fail"
 
 
 def test_a_trainer_has_what_the_engines_on_its_gpu_leave(tmp_path):
@@ -460,14 +428,8 @@ def test_an_engine_of_transformers_on_the_trainers_gpu_is_counted_by_hand(tmp_pa
     assert counted(search | {"max_in_flight": "auto"}) > engine + 15 * cache
 
 
-def test_supervised_training_is_not_told_to_train_adapters():
-    config = Config.model_validate({"model": {"path": "m"}, "task": {"train": "t"}})
-    found = examine(config, shape("Qwen2.5-7B"), ranks=1, gpu_total=H100, host_total=2048 * GIB, supervised=True)
-    assert found.instead
-    assert not any("lora" in text for text in found.instead)
-
-
-def test_gradient_checkpointing_alone_is_advised_where_it_is_enough():
+def test_advice_is_the_least_change_and_for_supervised_training_no_adapters():
+    assert not any("lora" in text for text in report("Qwen2.5-7B", supervised=True).instead)
     found = report("rho-1b", total=48 * GIB)
     assert found.instead[0].startswith("train.gradient_checkpointing = true (")
     assert not found.states_fill
@@ -518,11 +480,11 @@ def test_tba_run_and_doctor_look_at_the_memory_that_nvidia_smi_tells(tmp_path, m
     check_memory(config("cpu"))
     with pytest.raises(ConfigError, match="needs .* on each of 2 GPUs"):
         check_memory(config("0,1"))
-    result, detail = _memory(trainer_memory, None, config("1"))
+    result, detail = memory_found(config("1"))
     assert result == "ok"
     assert detail.startswith("fits: the trainer needs")
-    assert _memory(trainer_memory, None, config("0"))[0] == "fail"
-    assert _memory(trainer_memory, None, config("cpu"))[0] == "ok"
+    assert memory_found(config("0"))[0] == "fail"
+    assert memory_found(config("cpu"))[0] == "ok"
 
 
 def test_one_reason_is_given_for_memory_that_cannot_be_estimated(tmp_path, monkeypatch):
@@ -530,16 +492,12 @@ def test_one_reason_is_given_for_memory_that_cannot_be_estimated(tmp_path, monke
 
     def why(path: object) -> tuple[str, str]:
         sections = {"model": {"path": str(path)}, "task": {"train": "t"}, "train": {"gpu": "0"}}
-        return _memory(trainer_memory, gpu, Config.model_validate(sections))
+        return memory_found(Config.model_validate(sections), gpu)
 
     assert why("org/model") == ("unchecked", "the model's config.json is not on this machine")
     assert why(model) == ("unchecked", "nvidia-smi does not tell the memory of GPU 0")
     monkeypatch.setattr(before_start, "find_spec", lambda _: None)
     assert why(model) == ("unchecked", "torch is not installed here")
-
-
-def test_memory_of_a_gpu_that_tensors_can_use():
-    assert usable(100 * GIB) == 97 * GIB - 2 * GIB
 
 
 def test_flops_of_a_mixture_count_the_experts_that_compute_a_token():

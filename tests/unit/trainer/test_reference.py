@@ -5,22 +5,20 @@ from typing import Any
 import pytest
 import torch
 
-from tba.common.config import Config, ReferenceSection, TrainSection
+from tba.common.config import Config, ReferenceSection
 from tba.common.errors import EXIT_CONFIG, CheckpointMismatch
 from tba.tests.helpers.checks import not_none
-from tba.tests.helpers.trainer import make_batch, make_row, objective, random_batch, tiny_model
+from tba.tests.helpers.trainer import make_batch, make_learner, make_row, random_batch, tiny_model
 from tba.tests.runner import slow
-from tba.trainer.checkpoints import checkpoint
+from tba.trainer import checkpoint
 from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import Scorer, weights_of
 from tba.trainer.step.build import lineage_of
 from tba.trainer.step.learner import Learner
 
 
-def learner(**reference: Any) -> Learner:
-    config = TrainSection.model_validate({"learning_rate": 0.01, "warmup_steps": 0})
-    section = ReferenceSection.model_validate(reference)
-    return Learner(tiny_model(), tiny_model(), config, objective("tb"), autocast=False, reference_config=section)
+def learner(**section: Any) -> Learner:
+    return make_learner(reference=ReferenceSection.model_validate(section))
 
 
 def copied(model: Any) -> dict[str, torch.Tensor]:
@@ -33,7 +31,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def reference(kind: Any, **keys: Any) -> tuple[Reference, Any]:
     model = tiny_model(seed=1)
-    return Reference(Scorer(model, autocast=False), ReferenceSection(kind=kind, **keys)), model
+    return Reference(Scorer(model), ReferenceSection(kind=kind, **keys)), model
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from msgspec.structs import asdict
 
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.puts import read_log_ratios
-from tba.tests.helpers.trainer import LONGEST_RESPONSE, make_batch, objective, random_batch
+from tba.tests.helpers.trainer import LONGEST_RESPONSE, make_batch, make_learner, objective, random_batch
 from tba.tests.unit.trainer.test_objectives import BETA, NAMES, case, group_advantages, raised
-from tba.tests.unit.trainer.test_step import make_learner, naive_logprob, sampled_at
+from tba.tests.unit.trainer.test_step import naive_logprob, sampled_at
 from tba.trainer.batch.batch import TrainBatch
-from tba.trainer.objectives.likelihood import negative_log_likelihood
+from tba.trainer.objectives.policy_gradient import negative_log_likelihood
 from tba.trainer.objectives.responses import Responses
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -179,7 +179,7 @@ def test_numbers_of_rows_do_not_depend_on_micro_batches_and_chunks(name):
 
 def test_means_of_the_numbers_are_the_metrics_of_the_step():
     learner = make_learner(double=True)
-    batch = sampled_at(0.7, random_batch(5), make_learner(double=True, seed=7).policy)
+    batch = sampled_at(0.7, random_batch(5), make_learner(double=True, model={"seed": 7}).policy)
     result = learner.step(batch)
     metrics = result.metrics
     columns = asdict(result.rows)
@@ -206,9 +206,9 @@ def test_log_ratios_beyond_the_range_of_half_precision_are_its_limits():
 
 def test_rows_whose_log_ratios_do_not_fit_a_report_are_left_out_and_the_log_says_so_once(monkeypatch, caplog):
     caplog.set_level("INFO", "tba")
-    learner, batch = make_learner(), sampled_at(1.0, random_batch(5), make_learner(seed=7).policy)
+    learner, batch = make_learner(), sampled_at(1.0, random_batch(5), make_learner(model={"seed": 7}).policy)
     sizes = [2 * len(row.response_ids) for row in batch.rows]
-    monkeypatch.setattr("tba.trainer.step.row_numbers.MAX_LOG_RATIO_BYTES", sum(sizes[:3]))
+    monkeypatch.setattr("tba.trainer.step.step_metrics.MAX_LOG_RATIO_BYTES", sum(sizes[:3]))
     monkeypatch.setattr("tba.trainer.step.learner.MAX_LOG_RATIO_BYTES", sum(sizes[:3]))
     for _ in range(2):
         rows = learner.step(batch).rows

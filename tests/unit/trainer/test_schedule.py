@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tba.common.config import TrainSection
-from tba.trainer.step.schedule import beta_at, learning_rate_schedule
+from tba.trainer.step.learner import beta_at, learning_rate_schedule
 
 
 def rates(at: list[int], **keys) -> list[float]:

@@ -18,8 +18,7 @@ from tba.common.weights.model_files import eos_ids
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.trainer import tiny_model
 from tba.tests.runner import slow
-from tba.trainer.batch.sft_data import Encoder, read_rows
-from tba.trainer.sft import Job, Plan, sft
+from tba.trainer.sft import Encoder, Job, Plan, read_rows, sft
 from tba.trainer.step.learner import Learner
 
 CHAT = "{% for m in messages %}{{ m.content }}={% endfor %}{% if not add_generation_prompt %}<eos>{% endif %}"

@@ -14,7 +14,7 @@ from tba.common.rendering import PromptRenderer
 from tba.searcher.tasks.task import Prompt, check_rendering
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
 from tba.trainer.batch.batch import Row
-from tba.trainer.batch.sft_data import Encoder, read_rows
+from tba.trainer.sft import Encoder, read_rows
 
 # The package has the chat templates of many families of models.
 TRL = find_spec("trl")

@@ -14,10 +14,17 @@ from tba.common.errors import MissingExtra
 from tba.common.weights.pretrained import load_tokenizer
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.trainer import make_batch, make_row
-from tba.trainer.metrics import answers as answers_module
-from tba.trainer.metrics.answers import COLUMNS, Answer, AnswerTexts, choose_answers
-from tba.trainer.metrics.sinks.background import BackgroundSink
-from tba.trainer.metrics.sinks.trackers import TrackioSink, WandbSink, open_sinks
+from tba.trainer.metrics import sinks
+from tba.trainer.metrics.sinks import (
+    COLUMNS,
+    Answer,
+    AnswerTexts,
+    BackgroundSink,
+    TrackioSink,
+    WandbSink,
+    choose_answers,
+    open_sinks,
+)
 
 
 class Failing:
@@ -94,7 +101,7 @@ def test_answers_are_spread_over_the_batch(example_model, count, slots):
 def test_an_answer_is_a_row_with_its_texts_and_a_long_one_is_cut(example_model, monkeypatch):
     texts, answers = answers_of(example_model, 4)
     assert texts.rows(answers)[3] == [3, "5+5=", "1", 0.25, 0]
-    monkeypatch.setattr(answers_module, "_MAX_CHARACTERS", 2)
+    monkeypatch.setattr(sinks, "_MAX_CHARACTERS", 2)
     assert texts.rows(answers)[2][:3] == [2, "5+...", "10"]
 
 

@@ -11,10 +11,9 @@ import torch
 from pydantic import ValidationError
 
 from tba.common.config import Config, ObjectiveSection, TrainSection
-from tba.tests.helpers.trainer import LONGEST_RESPONSE, objective, random_batch, tiny_model
+from tba.tests.helpers.trainer import LONGEST_RESPONSE, learner_of, objective, random_batch, tiny_model
 from tba.trainer.objectives.advantages import imitation, taper
 from tba.trainer.objectives.responses import Responses, Totals
-from tba.trainer.step.learner import Learner
 
 pytestmark = pytest.mark.slow
 
@@ -220,7 +219,7 @@ def test_equal_rewards_of_the_others_count_from_0_if_they_are_positive():
 def test_a_reward_below_the_floor_is_logged_once(caplog, keys, times):
     batch = random_batch(1)
     batch = replace(batch, reward_BK=batch.reward_BK - 0.9)
-    learner = Learner(tiny_model(), tiny_model(seed=1), TrainSection(), objective(**keys), autocast=False)
+    learner = learner_of(tiny_model(), tiny_model(seed=1), TrainSection(), objective(**keys))
     for _ in range(2):
         learner.step(batch)
     assert caplog.text.count("below objective.reward_floor") == times

@@ -15,12 +15,11 @@ from transformers import AutoTokenizer
 from tba.common.config import ObjectiveSection, TrainSection
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.task import Prompt
-from tba.tests.helpers.trainer import make_batch, make_row
+from tba.tests.helpers.trainer import learner_of, make_batch, make_row
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.metrics.health import Health
 from tba.trainer.model.scorer import Scorer, load_model, sequence_logprobs
 from tba.trainer.objectives.from_config import make_objective
-from tba.trainer.step.learner import Learner
 
 STEPS, PROMPTS, SAMPLES, LONGEST, BETA = 32, 8, 8, 5, 0.1
 CPU = torch.device("cpu")
@@ -37,11 +36,11 @@ class Run:
             steps=128, learning_rate=1e-4, schedule="constant", warmup_steps=5, beta=BETA, beta_final=BETA
         )
         objective = make_objective(self.objective, longest_response=LONGEST)
-        self.learner = Learner(self._policy, load_model(model, CPU), train, objective, autocast=False)
+        self.learner = learner_of(self._policy, load_model(model, CPU), train, objective)
         self._choice = np.random.default_rng(1)
         self._generator = torch.Generator().manual_seed(1)
         self._problems = ArithmeticTask().prompts()
-        self._scorer = Scorer(self._policy, autocast=False)
+        self._scorer = Scorer(self._policy)
         held_out = ArithmeticTask().held_out()[::4]
         self._exam = [
             make_row(n, self._tokenizer.encode(problem.text), self._answer(problem))

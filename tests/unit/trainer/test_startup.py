@@ -6,8 +6,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tba.common.config import Config
 from tba.common.errors import ConfigError
-from tba.trainer.distributed.ranks import join
-from tba.trainer.startup import prepare
+from tba.trainer.distributed import join
+from tba.trainer.step.build import prepare
 
 
 @pytest.mark.parametrize("name", ["set_gradient_divide_factor", "set_force_sum_reduction_for_comms"])

@@ -3,31 +3,29 @@
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tba.common.config import TrainSection
 from tba.common.errors import TbaError
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock
-from tba.tests.helpers.trainer import VOCABULARY, make_batch, make_row, objective, random_batch, tiny_model
+from tba.tests.helpers.trainer import (
+    VOCABULARY,
+    in_float64,
+    make_batch,
+    make_learner,
+    make_row,
+    random_batch,
+    tiny_model,
+)
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
-from tba.trainer.step.learner import Learner
+from tba.trainer.step.learner import Learner, Measured
 from tba.trainer.step.step_metrics import stale_metrics
-
-FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
-
-
-def make_learner(*, double: bool = False, seed: int = 0, name: str = "tb", **keys) -> Learner:
-    """Return a learner whose reference is another random model, so that the KL is not zero."""
-    policy, reference = tiny_model(seed=seed), tiny_model(seed=seed + 1)
-    if double:
-        policy, reference = policy.double(), reference.double()
-    return Learner(policy, reference, TrainSection.model_validate(FLAT | keys), objective(name), autocast=False)
 
 
 def naive_logprob(model, row) -> torch.Tensor:
@@ -43,18 +41,18 @@ def parameters(learner: Learner) -> torch.Tensor:
 
 
 def test_log_probabilities_equal_those_of_an_unpadded_forward_pass():
-    model = tiny_model().double()
+    model = in_float64(tiny_model())
     rows = random_batch(3).rows
-    found = sequence_logprobs(Scorer(model, autocast=False).score(rows).logprob_R, rows)
+    found = sequence_logprobs(Scorer(model).score(rows).logprob_R, rows)
     expected = torch.stack([naive_logprob(model, row) for row in rows])
     assert torch.allclose(found, expected, atol=1e-12, rtol=0)
 
 
 def test_masked_tokens_do_not_count_and_an_empty_response_has_log_probability_zero():
-    model = tiny_model().double()
+    model = in_float64(tiny_model())
     masked = make_row(1, [1, 2], [3, 4, 5], loss_mask=np.array([1, 0, 1], np.uint8))
     rows = [masked, make_row(2, [1, 2], [])]
-    found = sequence_logprobs(Scorer(model, autocast=False).score(rows).logprob_R, rows)
+    found = sequence_logprobs(Scorer(model).score(rows).logprob_R, rows)
     assert found[0].item() == pytest.approx(naive_logprob(model, masked).item(), abs=1e-12)
     assert found[1].item() == 0
 
@@ -62,7 +60,7 @@ def test_masked_tokens_do_not_count_and_an_empty_response_has_log_probability_ze
 def test_the_gradient_of_a_step_is_equation_7_on_the_model():
     learner, batch = make_learner(double=True, max_grad_norm=1e9), random_batch(1)
     policy = torch.stack([naive_logprob(learner.policy, row) for row in batch.rows]).view(3, 4)
-    reference = torch.stack([naive_logprob(tiny_model(seed=1).double(), row) for row in batch.rows]).view(3, 4)
+    reference = torch.stack([naive_logprob(in_float64(tiny_model(seed=1)), row) for row in batch.rows]).view(3, 4)
     kl = (policy - reference).detach()
     reward = batch.reward_BK
     advantage = reward - reward.mean(1, keepdim=True) - 0.3 * (kl - kl.mean(1, keepdim=True))
@@ -147,15 +145,6 @@ def gradients_of_step(learner: Learner, batch) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("tokens", [1, 30, 60, 100])
-def test_gradients_do_not_depend_on_the_size_of_micro_batches(tokens):
-    batch = random_batch(2, prompts=5)
-    whole, parts = (make_learner(double=True, micro_batch_tokens=size) for size in (100_000, tokens))
-    expected, found = gradients_of_step(whole, batch), gradients_of_step(parts, batch)
-    assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
-    assert max(float(g.abs().max()) for g in expected) > 1e-3
-
-
 def test_gradients_do_not_depend_on_the_split_into_passes(monkeypatch):
     batch = random_batch(2, prompts=5)
     expected = gradients_of_step(make_learner(double=True), batch)
@@ -238,27 +227,29 @@ def test_log_ratios_are_of_responses_above_and_below_the_mean_reward_without_dem
     assert not any(name.startswith("log_ratio") for name in make_learner().step(demonstrations).metrics)
 
 
-def test_the_mass_of_a_prompt_counts_each_sampled_response_once_and_no_masked_token():
-    sampled, ratio = ([[0.4, 0.4, 0.2], [0.5, 0.1, 0.3]], [[0.25, 0.25, 1.0], [0.6, 0.1, 2.0]])
+# Names of responses, their probabilities as they were sampled [B][K], pi / mu, and the masses of both policies.
+MASSES: list[tuple[str, Any, Any, float, float]] = [
+    ("aababc", [[0.4, 0.4, 0.2], [0.5, 0.1, 0.3]], [[0.25, 0.25, 1.0], [0.6, 0.1, 2.0]], 1.5 / 2, 1.21 / 2),
+    # A response that two policies sampled has the mean of theirs, in any order.
+    ("aab", [[0.4, 0.1, 0.2]], [[1.0] * 3], 0.45, 0.45),
+    ("baa", [[0.2, 0.4, 0.1]], [[1.0] * 3], 0.45, 0.45),
+    ("aba", [[0.1, 0.2, 0.4]], [[1.0] * 3], 0.45, 0.45),
+    # A prompt has at most 1.
+    ("ab", [[0.9, 0.9]], [[0.1, 1.0]], 1.0, 0.99),
+]
+
+
+@pytest.mark.parametrize(("names", "sampled", "ratio", "sampled_mass", "policy_mass"), MASSES)
+def test_the_mass_of_a_prompt_counts_each_response_once_and_no_masked_token(
+    names, sampled, ratio, sampled_mass, policy_mass
+):
     mask = np.array([1, 0], np.uint8)
     rows = [
         make_row(n, [1], [ord(name), 0], sampling_logprobs=np.array([np.log(p), -7.0], np.float32), loss_mask=mask)
-        for n, (name, p) in enumerate(zip("aababc", np.ravel(sampled), strict=True))
+        for n, (name, p) in enumerate(zip(names, np.ravel(sampled), strict=True))
     ]
-    found = stale_metrics(make_batch(rows, np.zeros((2, 3))), torch.tensor(ratio).log())
-    expected = {"sampled_mass": (0.6 + 0.9) / 2, "policy_mass": (0.1 + 0.2 + 0.3 + 0.01 + 0.6) / 2}
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_the_mass_of_a_response_that_two_policies_sampled_is_their_mean_in_any_order(order):
-    sampled = [0.4, 0.1, 0.2]
-    rows = [
-        make_row(n, [1], [7 if n < 2 else 8], sampling_logprobs=np.array([np.log(sampled[n])], np.float32))
-        for n in order
-    ]
-    found = stale_metrics(make_batch(rows, np.zeros((1, 3))), torch.zeros(1, 3))
-    assert (found["sampled_mass"], found["policy_mass"]) == pytest.approx((0.25 + 0.2, 0.25 + 0.2))
+    found = stale_metrics(make_batch(rows, np.zeros_like(sampled)), torch.tensor(ratio).log())
+    assert (found["sampled_mass"], found["policy_mass"]) == pytest.approx((sampled_mass, policy_mass))
 
 
 NOTHING_COUNTS = np.zeros(2, np.uint8)
@@ -298,15 +289,6 @@ def test_equal_rewards_are_neither_above_nor_below_their_mean(reward, samples):
     assert math.isnan(found["log_ratio_negative"])
 
 
-def test_the_mass_of_a_prompt_sampled_by_several_policies_is_at_most_1():
-    rows = [
-        make_row(n, [1], [n], sampling_logprobs=np.array([np.log(0.9)], np.float32), loss_mask=np.ones(1, np.uint8))
-        for n in range(2)
-    ]
-    found = stale_metrics(make_batch(rows, np.zeros((1, 2))), torch.tensor([[0.09 / 0.9, 1.0]]).log())
-    assert (found["sampled_mass"], found["policy_mass"]) == pytest.approx((1.0, 0.99))
-
-
 def test_the_cosine_is_that_of_the_gradient_and_the_mean_of_the_earlier_ones():
     learner = make_learner(double=True, max_grad_norm=1e9, adam_betas=[0.5, 0.9])
     first, second, third = (
@@ -325,8 +307,7 @@ def test_the_truncated_share_counts_responses_without_an_end_token():
     rows = [make_row(1, [1], [3, 2]), make_row(2, [1], [2, 3]), make_row(3, [1], []), make_row(4, [1], [5])]
     batch = make_batch(rows, [[0.0, 1.0, 0.0, 1.0]])
     assert "truncated_share" not in make_learner().step(batch).metrics
-    train, ends = TrainSection.model_validate(FLAT), frozenset({2, 5})
-    learner = Learner(tiny_model(), tiny_model(seed=1), train, objective("tb"), autocast=False, end_ids=ends)
+    learner = make_learner(measured=Measured(end_ids=frozenset({2, 5})))
     assert learner.step(batch).metrics["truncated_share"] == 0.5
 
 
@@ -376,14 +357,15 @@ def test_a_reference_value_of_nan_skips_the_step_and_is_not_stored():
 
 
 def test_the_time_of_a_step_is_attributed_to_its_phases():
-    learner, clock = make_learner(), ManualClock()
-    learner.watch = Stopwatch(clock)
+    clock = ManualClock()
+    watch = Stopwatch(clock)
+    learner = make_learner(watch=watch)
     for model, seconds in ((learner.reference.scorer.model, 1), (learner.policy, 10)):
         model.base_model.register_forward_hook(lambda *_, seconds=seconds: clock.advance(seconds))
     learner.optimizer.register_step_pre_hook(lambda *_: clock.advance(100))
     learner.policy.lm_head.weight.register_hook(lambda _: clock.advance(1000))
     learner.step(random_batch(1))
-    taken = {name: value for name, value in learner.watch.take().items() if value}
+    taken = {name: value for name, value in watch.take().items() if value}
     passes = taken["seconds_forward"] / 10
     assert taken == {
         "seconds_reference": taken["seconds_reference"],
@@ -396,8 +378,7 @@ def test_the_time_of_a_step_is_attributed_to_its_phases():
 
 def test_the_entropy_is_the_mean_over_counted_tokens_and_changes_no_gradient():
     batch = random_batch(1)
-    learners = [make_learner(double=True), make_learner(double=True)]
-    learners[1]._entropy = True
+    learners = [make_learner(double=True, measured=Measured(entropy)) for entropy in (False, True)]
     expected = torch.cat([_entropies(learners[0].policy, row) for row in batch.rows]).mean().item()
     results = [learner.step(batch) for learner in learners]
     assert results[1].metrics.pop("entropy") == pytest.approx(expected, abs=1e-10)
@@ -442,12 +423,16 @@ def test_beta_is_annealed_over_the_steps():
     assert [learner.step(random_batch(seed)).metrics["beta"] for seed in range(3)] == [1.0, 0.75, 0.5]
 
 
-@pytest.mark.parametrize("name", ["tb_learned_z", "tba_prime", "grpo", "ppo_clip", "cispo", "online_dpo", "oapl"])
-def test_the_gradient_of_every_objective_does_not_depend_on_micro_batches(name):
-    learners = [
-        make_learner(double=True, name=name, micro_batch_tokens=size, max_grad_norm=1e9) for size in (1, 10_000)
-    ]
-    one, whole = (gradients_of_step(learner, random_batch(3)) for learner in learners)
+OBJECTIVES = ["tb_learned_z", "tba_prime", "grpo", "ppo_clip", "cispo", "online_dpo", "oapl"]
+
+
+@pytest.mark.parametrize(("name", "tokens"), [*((name, 1) for name in OBJECTIVES), *(("tb", n) for n in (1, 30, 100))])
+def test_gradients_do_not_depend_on_the_size_of_micro_batches(name, tokens):
+    batch = random_batch(2, prompts=5)
+    one, whole = (
+        gradients_of_step(make_learner(double=True, name=name, micro_batch_tokens=size, max_grad_norm=1e9), batch)
+        for size in (tokens, 100_000)
+    )
     assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-9) for a, b in zip(one, whole, strict=True))
     assert max(float(gradient.abs().max()) for gradient in whole) > 1e-4
 
@@ -459,7 +444,7 @@ def test_a_learned_log_z_converges_to_the_vargrad_estimate_of_a_fixed_policy():
     learner.optimizer.param_groups[1]["lr"] = 0.1
     metrics = [learner.step(batch).metrics for _ in range(500)]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    prompt_NH = Scorer(learner.policy, autocast=False).score(batch.rows, pooled=True).prompt_NH
+    prompt_NH = Scorer(learner.policy).score(batch.rows, pooled=True).prompt_NH
     assert not_none(learner.log_z)(not_none(prompt_NH)[::4]).mean().item() == pytest.approx(
         metrics[-1]["log_z"], rel=0.02
     )

@@ -14,8 +14,8 @@ from tba.common.wire import messages
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.messages import GetStatus
 from tba.tests.helpers.trainer import BufferThread, save_tiny_model
-from tba.trainer.buffer_link import connection
-from tba.trainer.buffer_link.connection import hello
+from tba.trainer import buffer_link
+from tba.trainer.buffer_link import hello
 from tba.trainer.loop import Trainer
 
 HELLO = messages.Hello(host="node7", pid=1)
@@ -113,7 +113,7 @@ def test_a_trainer_that_waits_for_another_one_logs_it_once(harness, monkeypatch)
         def call(self, message, expect, *, stop):
             return buffer.ask(message, role="trainer", sender="t.2").message, []
 
-    monkeypatch.setattr(connection.log, "info", lambda event, **_: logged.append(event))
+    monkeypatch.setattr(buffer_link.log, "info", lambda event, **_: logged.append(event))
     direct: Any = Direct()
     hello(direct, lambda: False, buffer.clock)
     assert logged == ["waiting, in case the earlier trainer has died"]
@@ -169,7 +169,7 @@ def test_the_publisher_of_a_replaced_trainer_is_refused_and_its_versions_are_fre
         cut_off.sample()
     successor.publish()
     assert successor._publisher.flush(60)
-    assert successor._heartbeat.weights_version == 1
+    assert successor._heartbeat.shown.weights_version == 1
 
 
 def test_the_warning_of_a_training_reaches_the_status_whatever_the_trainer_does(make_trainer, harness):

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tba.trainer.model import transfers
-from tba.trainer.model.host_buffers import HostBuffers
-from tba.trainer.model.transfers import host_tensor
+from tba.trainer.model import host_buffers
+from tba.trainer.model.host_buffers import HostBuffers, host_tensor
 
 MAPS = Path("/proc/self/maps")
 # Elements of a tensor that is far from a power of two.
@@ -47,8 +46,8 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     found = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(transfers, "_clear_last_error", lambda: None)
-    transfers._warn.cache_clear()
+    monkeypatch.setattr(host_buffers, "_clear_last_error", lambda: None)
+    host_buffers._warn.cache_clear()
     return found
 
 

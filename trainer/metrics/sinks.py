@@ -1,22 +1,159 @@
-"""The sinks TensorBoard, Weights & Biases and Trackio, and which sinks the configuration names."""
+"""Sinks: where the metrics of a step go in addition to metrics.jsonl: TensorBoard and trackers.
+
+Each is in a thread of its own: it can neither stop training nor slow it down.
+"""
 
 import json
+import queue
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
 from tba.common.config import Config
+from tba.common.log import get_logger
+from tba.common.system.background import Background
 from tba.common.system.durable import write_text
 from tba.common.terminal import need
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.pretrained import load_tokenizer
-from tba.trainer.metrics.answers import COLUMNS, Answer, AnswerTexts
-from tba.trainer.metrics.sinks.background import BackgroundSink
+from tba.common.wire.trajectory import Int32
+from tba.trainer.batch.batch import TrainBatch
+
+log = get_logger(__name__)
+
+COLUMNS = ["trajectory", "prompt", "response", "reward", "staleness"]
+# An endless answer must not fill a tracker.
+_MAX_CHARACTERS = 10_000
+# Records queued for a slow sink; newer ones are dropped.
+_MAX_QUEUED = 1000
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A trajectory that was trained on. `staleness` is in optimiser steps."""
+
+    trajectory: int
+    prompt_ids: Int32
+    response_ids: Int32
+    reward: float
+    staleness: int
+
+
+def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
+    """Return `count` answers spread evenly over the batch, or all of a smaller batch.
+
+    Their arrays are copies: those of the batch are views of whole messages.
+    """
+    rewards, staleness = batch.reward_BK.flatten().tolist(), batch.staleness_BK.flatten().tolist()
+    count = min(count, len(batch.rows))
+    answers = []
+    for slot in (number * len(batch.rows) // count for number in range(count)):
+        row = batch.rows[slot]
+        ids = row.prompt_ids.copy(), row.response_ids.copy()
+        answers.append(Answer(row.id, *ids, reward=rewards[slot], staleness=int(staleness[slot])))
+    return answers
+
+
+class AnswerTexts:
+    """Decodes answers to the rows of a table. `tokenizer` is that of the model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def rows(self, answers: Sequence[Answer]) -> list[list[Any]]:
+        """Return one row of `COLUMNS` for each answer. Long texts are cut."""
+        return [
+            [one.trajectory, self._text(one.prompt_ids), self._text(one.response_ids), one.reward, one.staleness]
+            for one in answers
+        ]
+
+    def _text(self, ids: Int32) -> str:
+        text: str = self._tokenizer.decode(ids.tolist())
+        return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
+
+
+_Record = tuple[int, float, dict[str, float], Sequence[Answer]]
+
+
+class Sink(Protocol):
+    """Receives the metrics of one step after another, and some of its answers. May raise anything."""
+
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BackgroundSink:
+    """Runs a sink in a thread. Its first failure is logged, all are counted in `lost`.
+
+    A sink that cannot be opened receives nothing. One that failed on a record receives the next one. Records that do
+    not fit into the queue are lost.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        self.name = name
+        self.lost = 0
+        # Until opening it has failed.
+        self._opened = True
+        self._open = open_sink
+        self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_QUEUED)
+        self._thread = Background(f"metrics-{name}", self._work)
+        self._thread.start()
+
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer] = ()) -> None:
+        """Queue the metrics of a step, without waiting."""
+        if self._opened:
+            self._put((step, time, numbers, answers))
+        else:
+            self.lost += 1
+
+    def close(self) -> None:
+        """Let the sink process its queue, within ten seconds."""
+        if self._opened and self._put(None):
+            self._thread.join(_CLOSE_SECONDS)
+        if self.lost or self._thread.running:
+            log.warning("a metrics sink lost steps or did not end in time", sink=self.name, lost=self.lost)
+
+    def _put(self, record: _Record | None) -> bool:
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._failed("its queue is full")
+            return False
+        return True
+
+    def _work(self) -> None:
+        try:
+            sink = self._open()
+        # A sink's library may raise anything. It is logged and counted.
+        except Exception as error:  # noqa: BLE001
+            self._opened = False
+            self._failed(f"it cannot be opened: {error}")
+            self.lost += self._queue.qsize()
+            return
+        while (record := self._queue.get()) is not None:
+            self._attempt(sink.record, *record)
+        self._attempt(sink.close)
+
+    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except Exception as error:  # noqa: BLE001
+            self._failed(f"{type(error).__name__}: {error}")
+
+    def _failed(self, reason: str) -> None:
+        if not self.lost:
+            log.warning(
+                "a metrics sink failed; training continues, metrics.jsonl has all", sink=self.name, reason=reason
+            )
+        self.lost += 1
 
 
 class TensorBoardSink:

@@ -12,11 +12,12 @@ aside. Files hold full tensors, so any number of ranks can resume from them. Lea
 step and need no state; the optimiser's settings come from the configuration, also after a resume.
 """
 
-import errno
+import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from tba.common.errors import CheckpointError, CheckpointMismatch
+from tba.common import run_files
+from tba.common.config import Config
+from tba.common.errors import CheckpointError, CheckpointMismatch, UsageError
 from tba.common.log import get_logger
-from tba.common.system.durable import publish_directory, sha256_of, temporary_directory, write_json
-from tba.trainer.distributed.sharding import full_tensor, local_part, shard_like
+from tba.common.system.background import Background
+from tba.common.system.durable import new_directory, require_space, sha256_of, write_json
+from tba.trainer.distributed import ALONE, SAVE, Ranks, full_tensor, local_part, shard_like
+from tba.trainer.metrics.metrics_log import MetricsLog
+from tba.trainer.model.host_buffers import HostBuffers, HostCopy
 from tba.trainer.model.scorer import weights_of
 from tba.trainer.step.host_optimizer import HostAdamW
 from tba.trainer.step.learner import Learner
@@ -91,7 +98,7 @@ def tensors_of(learner: Learner) -> Iterator[tuple[str, Tensor]]:
     Only random states are copies; an update writes to the other tensors. Every rank must iterate over all of them.
     """
     masters = learner.masters()
-    for name, tensor in _trained(learner).items():
+    for name, tensor in _trained(learner.policy, learner.adapter).items():
         yield f"{MODEL}/{name}", full_tensor(masters.get(name, tensor), tensor)
     for index, values in learner.optimizer.state_dict()["state"].items():
         for name, value in values.items():
@@ -108,12 +115,9 @@ def tensors_of(learner: Learner) -> Iterator[tuple[str, Tensor]]:
         yield f"{_REFERENCE}/{name}", full_tensor(tensor)
 
 
-def _trained(learner: Learner) -> dict[str, Tensor]:
+def _trained(policy: PreTrainedModel, adapter: dict[str, Any] | None) -> dict[str, Tensor]:
     """The weights that are trained: all of them, or the adapters."""
-    weights = weights_of(learner.policy)
-    if learner.adapter is None:
-        return weights
-    return {name: tensor for name, tensor in weights.items() if ".lora_" in name}
+    return {name: one for name, one in weights_of(policy).items() if adapter is None or ".lora_" in name}
 
 
 def write(
@@ -124,30 +128,17 @@ def write(
     Raises CheckpointError if a write fails or less than `min_free` bytes would stay free; then no file is left.
     """
     final = directory / f"step_{manifest['step']:08d}"
-    temporary: Path | None = None
     try:
-        temporary = temporary_directory(final)
-        _check_space(directory, tensors, min_free)
-        files = _write_tensors(temporary, tensors)
-        write_json(temporary / _MANIFEST, manifest | {"files": files})
-        publish_directory(temporary, final)
+        with new_directory(final) as temporary:
+            # A full disk would refuse the metrics of the next steps.
+            require_space(directory, sum(tensor.nbytes for tensor in tensors.values()), min_free)
+            files = _write_tensors(temporary, tensors)
+            write_json(temporary / _MANIFEST, manifest | {"files": files})
     except (OSError, SafetensorError) as error:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
     for old in list_checkpoints(directory)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
-
-
-def _check_space(directory: Path, tensors: dict[str, Tensor], min_free: int) -> None:
-    """Raise OSError if the checkpoint would fill the disk: the metrics of the next steps could not be written."""
-    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(directory).free
-    if min_free and free - needed < min_free:
-        raise OSError(
-            errno.ENOSPC,
-            f"{free >> 20} MiB are free, and {needed >> 20} MiB of it must leave train.min_free_mib = {min_free >> 20}",
-        )
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -184,6 +175,20 @@ def newest(directory: Path) -> Checkpoint | None:
     return None
 
 
+def find(directory: Path, *, resume: bool, otherwise: str) -> Checkpoint | None:
+    """Return the newest checkpoint, None if there is none.
+
+    Raises UsageError if there is one and `resume` is false; `otherwise` is what the user can do instead of resuming.
+    """
+    if not resume:
+        if existing := list_checkpoints(directory):
+            raise UsageError(
+                f"{existing[-1]} is of an earlier start: pass --resume to continue from it, or {otherwise}"
+            )
+        return None
+    return newest(directory)
+
+
 def restore(checkpoint: Checkpoint, learner: Learner) -> None:
     """Load a checkpoint into a new learner of the same model. Raises CheckpointMismatch."""
     if checkpoint.adapter != learner.adapter:
@@ -196,18 +201,7 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
             f"{checkpoint.path} was trained with the reference {checkpoint.reference}, the configuration says "
             f"{learner.reference.description}: [reference] must stay what it was"
         )
-    expected = _trained(learner)
-    with safe_open(checkpoint.path / MODEL, framework="pt") as weights, torch.no_grad():
-        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
-            raise CheckpointMismatch(f"{checkpoint.path} is of another model than model.path")
-        masters = learner.masters()
-        for name, tensor in expected.items():
-            value = shard_like(tensor, weights.get_tensor(name))
-            if name in masters:
-                masters[name].copy_(local_part(value))
-            else:
-                tensor.copy_(value)
+    load_weights(checkpoint, learner.policy, learner.masters())
     if (moved := checkpoint.path / _REFERENCE).exists():
         learner.reference.restore(load_file(moved))
     tensors = load_file(checkpoint.path / _OPTIMIZER)
@@ -215,11 +209,25 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
     torch.set_rng_state(tensors["rng.cpu"])
     if learner.policy.device.type == "cuda" and "rng.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng.cuda"], learner.policy.device)
-    groups = learner.optimizer.state_dict()["param_groups"]
-    learner.optimizer.load_state_dict({"state": _optimizer_state(tensors, learner), "param_groups": groups})
-    if isinstance(learner.optimizer, HostAdamW):
-        learner.optimizer.push()
-    learner.steps_done = checkpoint.step
+    learner.resume(checkpoint.step, _optimizer_state(tensors, learner))
+
+
+@torch.no_grad()
+def load_weights(checkpoint: Checkpoint, policy: PreTrainedModel, masters: Mapping[str, Tensor]) -> None:
+    """Load the weights of a checkpoint into a policy, or into its float32 `masters`. Raises CheckpointMismatch."""
+    expected = _trained(policy, checkpoint.adapter)
+    with safe_open(checkpoint.path / MODEL, framework="pt") as weights:
+        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
+            raise CheckpointMismatch(
+                f"{checkpoint.path} is of another model than model.path: set it to that of the run"
+            )
+        for name, tensor in expected.items():
+            value = shard_like(tensor, weights.get_tensor(name))
+            if name in masters:
+                masters[name].copy_(local_part(value))
+            else:
+                tensor.copy_(value)
 
 
 def read(path: Path) -> Checkpoint:
@@ -259,3 +267,97 @@ def _restore_log_z(checkpoint: Checkpoint, tensors: dict[str, Tensor], learner: 
         )
     if learner.log_z is not None:
         learner.log_z.load_state_dict(found)
+
+
+class CheckpointWriter:
+    """Saves one learner in another thread, from copies on the host.
+
+        training thread     begin ──► copy to the host ──► the next step
+        checkpoint thread              metrics to disk ──► write ──► fsync ──► rename ──► delete old ones
+
+    At most one is in progress. One that comes due meanwhile is skipped: waiting would slow training down to the pace of
+    the disk, and the next one saves more steps. The last one waits for the one in progress, and must succeed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        copies: HostBuffers,
+        metrics: MetricsLog,
+        *,
+        ranks: Ranks = ALONE,
+        saved_step: int | None = None,
+    ) -> None:
+        # The step of the newest checkpoint on disk.
+        self.saved_step = saved_step
+        self._config, self._copies, self._metrics, self._ranks = config, copies, metrics, ranks
+        self._thread: Background | None = None
+        # The error of the last write, if the disk refused it.
+        self._error: CheckpointError | None = None
+        # Leftovers of a trainer that was killed.
+        for unfinished in config.checkpoints.glob(".step_????????.tmp"):
+            shutil.rmtree(unfinished)
+
+    def begin(self, learner: Learner) -> None:
+        """Save the current learner, every step of which was reported, unless a checkpoint is still being written.
+
+        A disk that refuses the write is a warning, since older checkpoints exist. Raises any other failure of the
+        previous write.
+        """
+        if self._thread is not None and self._thread.running:
+            log.warning("checkpoint skipped", step=learner.steps_done, reason="the one before is still being written")
+            return
+        # A disk that refused the previous checkpoint, which is in the log, may accept this one.
+        with contextlib.suppress(CheckpointError):
+            self.wait()
+        self._start(learner, None)
+
+    def save(self, learner: Learner, unreported: dict[str, Any] | None = None) -> None:
+        """Write the current learner to disk and wait for it. Raises CheckpointError if the disk refuses."""
+        # A failure of the one in progress is in the log; this one is tried all the same.
+        self.close()
+        self._thread = self._error = None
+        if self.saved_step != learner.steps_done:
+            self._start(learner, unreported)
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint in progress. Raises its failure, once."""
+        self.close()
+        (thread, self._thread), (error, self._error) = (self._thread, None), (self._error, None)
+        if thread is not None:
+            thread.check()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for the checkpoint in progress; a failure is only in the log."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self, learner: Learner, unreported: dict[str, Any] | None) -> None:
+        manifest = manifest_of(learner, run=self._config.run.name, unreported=unreported)
+        self._ranks.send(SAVE)
+        copied = self._copies.copy(tensors_of(learner))
+        self._thread = Background("checkpoint", partial(self._write, manifest, copied))
+        self._thread.start()
+
+    def _write(self, manifest: dict[str, Any], copied: HostCopy) -> None:
+        try:
+            self._metrics.sync()
+            train = self._config.train
+            path = write(
+                self._config.checkpoints,
+                manifest,
+                copied.wait(),
+                keep=run_files.KEEP_CHECKPOINTS,
+                min_free=train.min_free_mib << 20,
+            )
+        except (CheckpointError, OSError) as error:
+            log.warning("checkpoint not written", step=manifest["step"], reason=str(error))
+            self._error = CheckpointError(str(error))
+        else:
+            self.saved_step = manifest["step"]
+            log.info("checkpoint saved", path=path)
+        finally:
+            self._copies.release(copied)

@@ -1,16 +1,20 @@
-"""`tba init`: ask for model, data and devices, write a commented `tba.toml`, and check it."""
+"""The configuration that `tba init` writes, from the answers to a few questions."""
 
 import json
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
+from tba.common.config import Config
+from tba.common.config.task import FROM_FILES, TASKS
+from tba.common.data_files import is_data_file
 from tba.common.errors import UsageError, first_problem
-from tba.common.terminal import DEFAULT_FILE, ConfigOptions, not_both, note
+from tba.common.system.devices import list_gpus
+from tba.common.terminal import note
+from tba.common.weights.model_files import is_hub_name
 
 _TEMPLATE = """\
 # Written by `tba init`. `tba config show` prints every key with its value and origin, `tba run --dry-run` what a run
@@ -69,50 +73,35 @@ keep_snapshot_every = 20
 at_end = true
 """
 
-# `tba run --dry-run`. Raises TbaError if the run would not start.
-DryRun = Callable[[ConfigOptions], None]
 
+def write_configuration(
+    file: Path,
+    model: str | None,
+    task: str | None,
+    data: tuple[str | None, str | None],
+    gpus: str | None,
+    name: str | None,
+) -> None:
+    """Write a commented configuration from the answers; what is None is asked for on the terminal.
 
-def init_command(dry_run: DryRun) -> Callable[..., None]:
-    """Return the command. `dry_run` is passed in, because it needs searcher and trainer."""
-
-    def init(
-        file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = DEFAULT_FILE,
-        model: Annotated[str | None, typer.Option(help="A model directory or a hub id.")] = None,
-        task: Annotated[str | None, typer.Option(help="A built-in task, or the file of your own.")] = None,
-        train_data: Annotated[str | None, typer.Option(help="answers, gsm8k, math: a file or a hub id.")] = None,
-        test_data: Annotated[str | None, typer.Option(help="answers, gsm8k, math: the held-out file.")] = None,
-        gpus: Annotated[
-            str | None, typer.Option(metavar="SEARCH:TRAIN", help="GPUs of searchers and trainer, such as 0-6:7.")
-        ] = None,
-        cpu: Annotated[bool, typer.Option("--cpu", help="Everything on the CPU.")] = False,
-        name: Annotated[str | None, typer.Option(help="Name of the run; its directory is runs/NAME.")] = None,
-    ) -> None:
-        """Write a commented tba.toml from a few answers, and check it. Options answer instead of questions."""
-        if file.exists():
-            raise UsageError(f"{file} exists: name another file, as in `tba init other.toml`, or delete it")
-        not_both(cpu, gpus is not None, "--cpu", "--gpus")
-        from tba.common.config.task import TASKS
-        from tba.common.weights.model_files import is_hub_name
-
-        model = model or _ask("Model (a directory or a hub id)", "--model")
-        task = task or _ask(f"Task ({', '.join(TASKS[:-1])}, or your own file.py)", "--task", "arithmetic")
-        data = _data(task, train_data, test_data)
-        devices = ("cpu", "cpu") if cpu else _devices(gpus or _ask("GPUs, as SEARCH:TRAIN, or cpu", "--gpus", _found()))
-        text = _text(model, task, data, devices, name or Path(task.partition(":")[0]).stem)
-        _check(text, task)
-        try:
-            with file.open("x", encoding="utf-8") as target:
-                target.write(text)
-        except OSError as error:
-            raise UsageError(f"{file} cannot be written: {error.strerror}: name another file") from error
-        if is_hub_name(model):
-            note(f"{model} is not a directory here. If you mean one, correct model.path in {file}.")
-        typer.echo(f"wrote {file}. What a run would do:\n")
-        dry_run(ConfigOptions(None if file == DEFAULT_FILE else file, []))
-        typer.echo(f"\nstart it with: tba run {file}")
-
-    return init
+    `data` are the files or hub ids to train and to test on, `gpus` as SEARCH:TRAIN, or cpu. Raises UsageError for a
+    file that exists or cannot be written, and for an answer that no configuration may have.
+    """
+    if file.exists():
+        raise UsageError(f"{file} exists: name another file, as in `tba init other.toml`, or delete it")
+    model = model or _ask("Model (a directory or a hub id)", "--model")
+    task = task or _ask(f"Task ({', '.join(TASKS[:-1])}, or your own file.py)", "--task", "arithmetic")
+    lines = _data(task, *data)
+    devices = _devices(gpus or _ask("GPUs, as SEARCH:TRAIN, or cpu", "--gpus", _found()))
+    text = _text(model, task, lines, devices, name or Path(task.partition(":")[0]).stem)
+    _check(text, task)
+    try:
+        with file.open("x", encoding="utf-8") as target:
+            target.write(text)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}: name another file") from error
+    if is_hub_name(model):
+        note(f"{model} is not a directory here. If you mean one, correct model.path in {file}.")
 
 
 def _ask(question: str, option: str, default: str | None = None) -> str:
@@ -126,9 +115,6 @@ def _ask(question: str, option: str, default: str | None = None) -> str:
 
 def _data(task: str, train: str | None, test: str | None) -> str:
     """Return the lines of [task] that name data."""
-    from tba.common.config.task import FROM_FILES
-    from tba.common.data_files import is_data_file
-
     if task not in FROM_FILES:
         if train or test:
             raise UsageError(
@@ -143,8 +129,6 @@ def _data(task: str, train: str | None, test: str | None) -> str:
 
 def _found() -> str:
     """Return the devices of this machine: the last GPU trains, the others search."""
-    from tba.common.system.devices import list_gpus
-
     count = len(list_gpus())
     if count <= 1:
         return "0:0" if count else "cpu"
@@ -184,10 +168,6 @@ def _text(model: str, task: str, data: str, devices: tuple[str, str], name: str)
 
 def _check(text: str, task: str) -> None:
     """Raise UsageError for an answer that no configuration may have, or a file of a task that does not exist."""
-    from pydantic import ValidationError
-
-    from tba.common.config import Config
-
     try:
         Config.model_validate(tomllib.loads(text))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""No reply leaves before its sync, and a failure on the way ends the server instead of hanging it."""
+"""No reply leaves before its transaction is on the disk, and a failed sync ends the server instead of hanging it."""
 
 import sqlite3
 import threading
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba.buffer.server.syncer import Syncer
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.store import Store
@@ -17,7 +16,7 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import StorageError, SyncFailed
 from tba.common.wire import messages
-from tba.common.wire.channels import Peer, ServerChannel
+from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import wait_until
@@ -32,16 +31,17 @@ class SlowStore(Store):
         super().__init__(new_database(path), durability="power")
         self.released = threading.Event()
         self.released.set()
-        self.broken: BaseException | None = None
+        self.broken: SyncFailed | None = None
         self.full = False
-        self._sync, self.log.sync = self.log.sync, self._slow_sync
+        # The last part of a transaction.
+        self._check, self.database._files.check = self.database._files.check, self._slow_check
         self._flush, self.trajectories.flush = self.trajectories.flush, self._flush_if_not_full
 
-    def _slow_sync(self) -> None:
+    def _slow_check(self) -> None:
         assert self.released.wait(60)
         if self.broken is not None:
             raise self.broken
-        self._sync()
+        self._check()
 
     def _flush_if_not_full(self) -> None:
         if self.full and self.trajectories._new_rows["id"]:
@@ -101,7 +101,7 @@ def serving(tmp_path):
     serving.close()
 
 
-def test_a_committed_put_is_acknowledged_only_after_its_sync(serving, trajectory):
+def test_a_put_is_acknowledged_only_when_it_is_on_the_disk(serving, trajectory):
     serving.store.released.clear()
     put = serving.put([trajectory()])
     wait_until(lambda: serving.committed() == 1)
@@ -109,44 +109,6 @@ def test_a_committed_put_is_acknowledged_only_after_its_sync(serving, trajectory
     serving.store.released.set()
     (reply,) = serving.client.poll(60)
     assert (reply.header.id, reply.message.stored) == (put, 1)
-
-
-def hold_the_finish(serving) -> threading.Event:
-    """Wait until the checkpointer finishes the WAL, once; it ends when the returned event is set."""
-    begun, done, finish = threading.Event(), threading.Event(), serving.store.log.checkpoint_all
-    serving.store.log.checkpoint = lambda: not begun.is_set()
-
-    def slow_finish() -> None:
-        begun.set()
-        assert done.wait(60)
-        finish()
-
-    serving.store.log.checkpoint_all = slow_finish
-    assert begun.wait(60)
-    return done
-
-
-def test_puts_wait_while_the_log_is_finished_and_urgent_requests_do_not(serving, trajectory):
-    done = hold_the_finish(serving)
-    serving.put([trajectory()])
-    trainer = BufferClient(serving.channel.address, role="trainer", name="t")
-    for _ in range(3):
-        assert trainer.call(GetStatus(), Status, deadline_seconds=60)[0].trajectories == 0
-    trainer.close()
-    assert serving.client.poll(0.1) == []
-    done.set()
-    (reply,) = serving.client.poll(60)
-    assert reply.message.stored == 1
-
-
-def test_a_server_stopped_while_the_log_is_finished_ends_afterwards(serving, trajectory):
-    done = hold_the_finish(serving)
-    serving.put([trajectory()])
-    serving.stopped.set()
-    assert not serving.ended(0.1)
-    done.set()
-    assert serving.ended()
-    assert serving.raised is None
 
 
 REQUEST = messages.SampleBatch(step=0, prompts=1, samples=4, reference="none", wait_seconds=0.0)
@@ -163,17 +125,6 @@ def trainer(serving):
 def put_a_group(serving, trajectory) -> None:
     serving.put([trajectory(tokens=np.full(3, n, np.int32)) for n in range(4)])
     assert serving.client.poll(60)
-
-
-def test_a_batch_is_handed_out_only_after_its_record_is_synced(serving, trainer, trajectory):
-    put_a_group(serving, trajectory)
-    serving.store.released.clear()
-    trainer.post(REQUEST)
-    wait_until(lambda: serving.committed("batches") == 1)
-    assert trainer.poll(0.1) == []
-    serving.store.released.set()
-    (batch,) = trainer.poll(60)
-    assert len(batch.message.trajectory_ids) == 4
 
 
 def test_a_batch_whose_record_is_not_synced_is_not_handed_out(serving, trainer, trajectory):
@@ -217,57 +168,25 @@ def test_a_batch_that_fails_to_be_read_is_refused_and_the_server_continues(servi
     assert len(batch.trajectory_ids) == 4
 
 
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), StorageError("the disk is gone")])
-def test_a_failed_sync_ends_the_server_and_nothing_is_acknowledged(serving, trajectory, error):
-    serving.store.broken = error
+def test_a_failed_sync_ends_the_server_and_nothing_is_acknowledged(serving, trajectory):
+    serving.store.broken = SyncFailed("the disk")
     serving.put([trajectory()])
     assert serving.ended()
-    assert serving.raised is error
+    assert serving.raised is serving.store.broken
     assert serving.client.poll(0.1) == []
-
-
-def test_a_failed_sync_of_the_checkpointer_stops_acknowledgements_and_commits(serving, trajectory):
-    serving.store.released.clear()
-    serving.put([trajectory()])
-    wait_until(lambda: serving.committed() == 1)
-    serving.store.log.failure = SyncFailed("the disk")
-    serving.put([trajectory(tokens=[9])], first=1)
-    serving.store.released.set()
-    assert serving.ended()
-    assert serving.raised is serving.store.log.failure
-    assert serving.client.poll(0.1) == []
-    assert serving.committed() == 1
-
-
-def put_more_than_the_writer_may_be_ahead(serving, trajectory) -> list[int]:
-    """Put 40 transactions while the disk blocks. Returns the ids of the requests."""
-    serving.store.released.clear()
-    puts = []
-    for n in range(40):
-        puts.append(serving.put([trajectory(tokens=[n])], first=n))
-        time.sleep(0.005)
-    return puts
+    with pytest.raises(SyncFailed):
+        serving.store.open_run("other", seed=0, config={}, software={})
 
 
 def test_puts_wait_for_a_disk_that_blocks_and_are_all_acknowledged_afterwards(serving, trajectory):
-    puts = put_more_than_the_writer_may_be_ahead(serving, trajectory)
+    serving.store.released.clear()
+    puts = [serving.put([trajectory(tokens=[n])], first=n) for n in range(40)]
     assert serving.client.poll(0.1) == []
     assert serving.committed() < 40
     serving.store.released.set()
     acknowledged: list[int] = []
     wait_until(lambda: acknowledged.extend(r.header.id for r in serving.client.poll(0.1)) or len(acknowledged) == 40)
     assert acknowledged == puts
-
-
-def test_a_sync_that_fails_after_the_stop_is_raised(serving, trajectory):
-    serving.store.broken = OSError(5, "Input/output error")
-    put_more_than_the_writer_may_be_ahead(serving, trajectory)
-    serving.stopped.set()
-    assert not serving.ended(0.1)
-    serving.store.released.set()
-    assert serving.ended()
-    assert isinstance(serving.raised, OSError)
-    assert serving.client.poll(0.1) == []
 
 
 def test_a_server_that_stops_acknowledges_what_is_committed(serving, trajectory):
@@ -280,26 +199,6 @@ def test_a_server_that_stops_acknowledges_what_is_committed(serving, trajectory)
     assert serving.ended()
     (reply,) = serving.client.poll(60)
     assert reply.header.id == put
-
-
-def test_stop_returns_after_the_syncer_failed_with_a_full_queue():
-    release, sent = threading.Event(), list[Any]()
-
-    def fail() -> None:
-        release.wait(60)
-        raise OSError(28, "No space left on device")
-
-    syncer = Syncer(fail, sent.append)
-    syncer.thread.start()
-    adding = threading.Thread(target=lambda: [syncer.add([(Peer(b"p"), [b"r"])]) for _ in range(30)], daemon=True)
-    adding.start()
-    wait_until(syncer._waiting.full)
-    release.set()
-    adding.join(60)
-    assert not adding.is_alive()
-    assert syncer.thread.stop(60)
-    assert isinstance(syncer.thread.failure, OSError)
-    assert sent == []
 
 
 @pytest.fixture

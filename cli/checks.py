@@ -1,0 +1,274 @@
+"""All checks before a run, as one list.
+
+`tba doctor` shows what they find on this machine, `tba run --dry-run` also what the start of the run asks of them, and
+`tba run` makes those of the start, which are quick. All say the same about the same problem.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tba.buffer.store.recorded_work import refuse_other_work
+from tba.buffer.tools.stats import read_results
+from tba.common.config import Config
+from tba.common.config.paths import (
+    asked_gpus,
+    asked_packages,
+    check_data,
+    check_gpus_apart,
+    check_paths,
+    hub_data,
+    unused_models,
+)
+from tba.common.errors import (
+    ConfigError,
+    HttpUnavailable,
+    HubUnavailable,
+    MissingExtra,
+    StorageError,
+    TbaError,
+    UsageError,
+)
+from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
+from tba.common.terminal import need
+from tba.common.weights.model_files import check_hub, check_model, is_hub_name, model_here, weight_files
+from tba.common.weights.tensor_file import read_layout
+from tba.deploy import doctor
+from tba.deploy.doctor import Result
+from tba.deploy.fleet import searcher_groups
+from tba.deploy.run_directory import refuse_start
+from tba.searcher.checks import check_reward_model, check_task_and_prompts
+from tba.trainer.preflight.before_start import model_parameters, trainer_memory
+
+COLUMNS = ("check", "result", "detail")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is checked: a configuration, and where and how it is to run."""
+
+    config: Config
+    assumed: Sequence[Gpu] | None = None
+    """The GPUs of a node that is not this one: then only what does not depend on this machine is checked."""
+    resume: bool = False
+    starts: bool = False
+    """All roles start here: what one of them lacks is a failure, and no warning."""
+    loads: bool = False
+    """A task of code is loaded even if that downloads data."""
+
+    @property
+    def here(self) -> bool:
+        """Whether it is to run on this machine."""
+        return self.assumed is None
+
+    @property
+    def gpus(self) -> Sequence[Gpu]:
+        """The GPUs to run on."""
+        return list_gpus() if self.assumed is None else self.assumed
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check. Both functions raise TbaError for a failure, with a sentence on what to do."""
+
+    name: str
+    run: Callable[[Plan], Result]
+    """Returns ok, warn, fail or unchecked, with a sentence."""
+    start: Callable[[Plan], object] | None = None
+    """What the start of a run asks: quick, and without the hub."""
+    anywhere: bool = False
+    """Whether it says something of a node that is not this one."""
+    of_role: bool = False
+    """Whether only a searcher or a trainer needs it."""
+
+
+def examine(plan: Plan, only: Collection[str] = (), *, raises: bool = False) -> list[dict[str, str]]:
+    """Run all checks, or `only` those of these names, and return {"check", "result", "detail"} of each.
+
+    A check that fails is a result, or with `raises` raises its error. Raises UsageError for a name that no check has.
+    """
+    names = [check.name for check in CHECKS]
+    if unknown := [name for name in only if name not in names]:
+        raise UsageError(f"there is no check {', '.join(unknown)}: the checks are {', '.join(names)}")
+    chosen = [check for check in CHECKS if (check.name in only or not only) and (plan.here or check.anywhere)]
+    found = [(check.name, *(_or_raise(check, plan) if raises else _outcome(check, plan))) for check in chosen]
+    details = [detail for name, result, detail in found if result == "fail" and name != _SETTINGS]
+    # What a check of its own has found is not reported twice.
+    found = [one for one in found if one[:2] != (_SETTINGS, "fail") or not any(one[2] in detail for detail in details)]
+    return [dict(zip(COLUMNS, one, strict=True)) for one in found]
+
+
+def check_start(plan: Plan) -> None:
+    """Raise the first error of what the start of a run asks."""
+    for check in CHECKS:
+        if check.start is not None:
+            check.start(plan)
+
+
+def _or_raise(check: Check, plan: Plan) -> Result:
+    result, detail = check.run(plan)
+    if result == "fail":
+        raise ConfigError(detail)
+    return result, detail
+
+
+def _outcome(check: Check, plan: Plan) -> Result:
+    try:
+        result, detail = check.run(plan)
+        if result != "fail" and plan.starts and check.start not in (None, check.run):
+            check.start(plan)
+    except TbaError as error:
+        # Another node may have it, and not every role needs it.
+        if check.of_role and isinstance(error, MissingExtra | HubUnavailable):
+            lacks = "fail" if plan.starts else "warn"
+            return (lacks if plan.here else "unchecked"), f"{error}; a searcher or a trainer needs it"
+        return "fail", str(error)
+    # The machine of this run has all of its roles.
+    return ("fail" if result == "warn" and check.of_role and plan.starts else result), detail
+
+
+def _settings(plan: Plan) -> Result:
+    notes = check_paths(plan.config, here=plan.here)
+    return "ok", "; ".join(notes) or "settings go together, and the files that they name exist"
+
+
+def _run_directory(plan: Plan) -> Result:
+    return "ok", str(plan.config.run.dir)
+
+
+def _refuse_start(plan: Plan) -> None:
+    database = plan.config.database
+    try:
+        results = read_results(database) if database.exists() else []
+    # The buffer says what is wrong with a file that cannot be read.
+    except StorageError:
+        results = []
+    refuse_start(plan.config, results, resume=plan.resume)
+    refuse_other_work(plan.config)
+
+
+def _need_packages(plan: Plan) -> None:
+    for _, module, extra in asked_packages(plan.config):
+        need(module, extra)
+
+
+def _gpus(plan: Plan) -> Result:
+    config, asked, present = plan.config, asked_gpus(plan.config), plan.gpus
+    need_gpus(asked, present)
+    for key, wanted in asked.items():
+        choose_gpus(wanted, present, key)
+    known = "present" if plan.here else "assumed"
+    return "ok", f"{len(present)} {known}; search.gpus = {config.search.gpus}, train.gpu = {config.train.gpu}"
+
+
+def _gpus_of_start(plan: Plan) -> None:
+    """Raise also for GPUs that are busy, and for one that an engine and the trainer both fill."""
+    config, asked = plan.config, asked_gpus(plan.config)
+    if not asked:
+        return
+    present = plan.gpus
+    need_gpus(asked, present)
+    if "search.gpus" in asked:
+        searcher_groups(config, with_trainer=True, present=present)
+    if "train.gpu" in asked:
+        choose_gpus(config.train.gpu, present, "train.gpu")
+    if len(asked) == 2:
+        check_gpus_apart(config, present)
+
+
+def _engine(plan: Plan) -> Result:
+    return doctor.check_engine(plan.config)
+
+
+def _model(setting: str, path: str) -> Result:
+    """Check a model of this machine, with the headers of its weights, or ask the hub for it."""
+    if not check_model(path, setting=setting):
+        return "ok", check_hub(path, setting=setting)
+    if (directory := model_here(path)) is not None:
+        for file in weight_files(directory):
+            read_layout(file)
+    return "ok", path
+
+
+def _embedder(plan: Plan) -> Result:
+    path = plan.config.eval.embedder
+    if not path or "eval.embedder" in unused_models(plan.config):
+        return "ok", "no evaluation of this run uses one"
+    return _model("eval.embedder", path)
+
+
+def _scoring_model(name: str, plan: Plan) -> Result:
+    section = plan.config.reward_model if name == "reward_model" else plan.config.gold_model.classifier
+    if not section.configured:
+        return "ok", "none is configured"
+    setting = f"{name}.path"
+    if not section.url and is_hub_name(section.path) and model_here(section.path) is None:
+        unused = "unchecked", f"{section.path} is on the hub, and only `tba eval` uses it"
+        return unused if setting in unused_models(plan.config) else _model(setting, section.path)
+    try:
+        return "ok", check_reward_model(section, name)
+    except HttpUnavailable as error:
+        return "unchecked", f"{error}; start the server before the run"
+
+
+def _disk(plan: Plan) -> Result:
+    return doctor.check_disk(plan.config, model_parameters, here=plan.here)
+
+
+def _memory(plan: Plan) -> Result:
+    report = trainer_memory(plan.config, plan.assumed)
+    if isinstance(report, str):
+        return "unchecked", report
+    if report.fits:
+        return "ok", report.sentence()
+    return ("fail" if plan.config.train.check_memory else "warn"), report.sentence()
+
+
+def _task(plan: Plan) -> Result:
+    task = plan.config.task
+    check_data(task)
+    if (remote := hub_data(task)) and not (plan.loads and task.checked_by_loading):
+        _need_hub(plan)
+        return "unchecked", f"{', '.join(remote)}: data of the hub, downloaded at the start"
+    if warning := check_task_and_prompts(plan.config):
+        return "warn", warning
+    return "ok", ", ".join(one.train if one.reads_files else one.name for one in task.sources)
+
+
+def _need_hub(plan: Plan) -> None:
+    if plan.here and hub_data(plan.config.task):
+        need("datasets", "hub")
+
+
+def _of_machine(check: Callable[[Config], Result]) -> Callable[[Plan], Any]:
+    return lambda plan: check(plan.config)
+
+
+_SETTINGS = "settings"
+# In the order of the table, which is also that in which the start of a run checks.
+CHECKS = (
+    Check("python", _of_machine(doctor.check_python)),
+    Check(_SETTINGS, _settings, start=_settings, anywhere=True),
+    Check("gpus", _gpus, start=_gpus_of_start, anywhere=True),
+    Check("run directory", _run_directory, start=_refuse_start),
+    Check("engine", _engine, start=_engine, of_role=True),
+    Check("packages", _of_machine(doctor.check_packages), start=_need_packages),
+    # First of those on the model: it asks the hub for the configuration that the others read.
+    Check("model", lambda plan: _model("model.path", plan.config.model.path), anywhere=True, of_role=True),
+    Check("embedder", _embedder, anywhere=True, of_role=True),
+    Check("cuda", _of_machine(doctor.check_cuda)),
+    Check("compiler", _of_machine(doctor.check_compiler)),
+    Check("caches", _of_machine(doctor.check_caches)),
+    Check("topology", _of_machine(doctor.check_topology)),
+    Check("disk", _disk, anywhere=True),
+    Check("weights directory", _of_machine(doctor.check_weights_directory)),
+    Check("trainer memory", _memory, anywhere=True),
+    Check("buffer address", _of_machine(doctor.check_address)),
+    Check("other nodes", _of_machine(doctor.check_other_nodes)),
+    Check("keys", _of_machine(doctor.check_keys)),
+    Check("modes", _of_machine(doctor.check_modes)),
+    Check("task", _task, start=_need_hub, anywhere=True, of_role=True),
+    Check("reward model", partial(_scoring_model, "reward_model"), anywhere=True, of_role=True),
+    Check("gold model", partial(_scoring_model, "gold_model"), anywhere=True, of_role=True),
+)

@@ -1,0 +1,218 @@
+"""The commands that look at runs and at this machine: `tba plot`, `status`, `runs`, `config show` and `doctor`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tba.common.errors import EXIT_FAILED, BufferUnavailable, UsageError
+from tba.common.terminal import (
+    NO_FILE,
+    Assume,
+    ConfigFile,
+    ConfigOptions,
+    FileArgument,
+    Json,
+    Sets,
+    console,
+    note,
+    print_json,
+    print_table,
+    refusing,
+)
+
+if TYPE_CHECKING:
+    from tba.common.run_status import Facts
+    from tba.common.wire.client import BufferClient
+
+app = typer.Typer()
+_REMOVED = {"check": "`tba doctor` checks the configuration, too, and `tba doctor --only settings` nothing else"}
+config_app = typer.Typer(
+    cls=refusing(_REMOVED), no_args_is_help=True, help="The configuration: show every value with its origin."
+)
+_WATCH_SECONDS = 1.0
+_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Where to look, up to three levels below.")]
+
+
+@app.command()
+def plot(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN", help="Run directories, or their configuration files; by default the configured run."
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    x: Annotated[str, typer.Option("--x", help="The axis: steps, seconds or tokens.")] = "steps",
+    out: Annotated[
+        Path | None, typer.Option(help="The picture; by default run.png in the directory of one run.")
+    ] = None,
+) -> None:
+    """Draw reward, held-out metrics and staleness of one run or several, and reward against KL and diversity."""
+    from tba.deploy.plot import AXES, PICTURE_FILE, draw_curves, read_curve
+
+    options = ConfigOptions.of(None, config, sets)
+    if x not in AXES:
+        raise UsageError(f"--x {x}: choose {', '.join(AXES)}")
+    found = [_run_of(run, options) for run in runs] if runs else [_configured(options)]
+    if out is None and len(found) > 1:
+        raise UsageError("several runs are one picture: name it with --out")
+    curves = [read_curve(directory, name) for directory, name in found]
+    typer.echo(draw_curves(curves, out or found[0][0] / PICTURE_FILE, x=x))
+
+
+def _run_of(argument: Path, options: ConfigOptions) -> tuple[Path, str | None]:
+    """Return the directory of a run and, if its configuration file is named, its name."""
+    return (argument, None) if argument.is_dir() else _configured(ConfigOptions(argument, options.sets))
+
+
+def _configured(options: ConfigOptions) -> tuple[Path, str | None]:
+    run = options.resolve_run().config.run
+    return run.dir, run.name
+
+
+@app.command()
+def status(
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    as_json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Repeat every second until Ctrl-C; JSON lines with --json.")
+    ] = False,
+) -> None:
+    """Show the connected clients, their weights, what each one waits for, and why the run stands still."""
+    settings = ConfigOptions.of(file, config, sets).resolve_run().config
+    from contextlib import closing
+
+    from tba.buffer.tools.stats import read_results
+    from tba.common.run_status import Facts, monitor
+    from tba.common.wire.messages import GetStatus, Status
+    from tba.deploy.display import status_view
+    from tba.deploy.run_list import ended_run
+
+    with closing(monitor(settings, "status")) as client:
+        ended = ended_run(settings, read_results) if watch else None
+        # A run that was stopped may be continued while someone watches.
+        if watch and (ended is None or ended["state"] != "finished"):
+            return _watch(client, as_json=as_json)
+        try:
+            answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
+        except BufferUnavailable:
+            if (ended := ended_run(settings, read_results)) is None:
+                raise
+            return print_json(ended) if as_json else typer.echo(ended["explanation"])
+    if as_json:
+        return print_json(for_machines(Facts(answer, settings.address)))
+    return console().print(status_view(answer, settings.address), soft_wrap=True)
+
+
+def _watch(client: "BufferClient", *, as_json: bool) -> None:
+    """Show the status again and again, also that the buffer does not answer, until the run is finished or Ctrl-C."""
+    import contextlib
+    import time
+
+    from rich.live import Live
+    from rich.text import Text
+
+    from tba.common.run_status import Facts, ask_status
+    from tba.deploy.display import explain, status_view
+
+    terminal = console()
+    finished = False
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=terminal) if not as_json else contextlib.nullcontext() as live,
+    ):
+        while not finished:
+            facts = Facts(ask_status(client), client.address, client.silent_seconds)
+            finished = facts.status is not None and facts.status.finished
+            if live is None:
+                print_json(for_machines(facts))
+            else:
+                live.update(status_view(facts.status, client.address) if facts.status else Text(explain(facts)))
+            time.sleep(_WATCH_SECONDS)
+
+
+def for_machines(facts: "Facts") -> dict[str, object]:
+    """Return the status with the explanation and the stall, None if the run moves."""
+    import msgspec
+
+    from tba.common.run_status import find_stall
+    from tba.deploy.display import explain
+
+    stall = find_stall(facts)
+    return {
+        **(msgspec.to_builtins(facts.status) if facts.status is not None else {}),
+        "explanation": explain(facts),
+        "stall": {"reason": stall.reason, "sentence": stall.sentence} if stall is not None else None,
+    }
+
+
+@app.command()
+def runs(directory: _Directory = Path("runs"), as_json: Json = False) -> None:
+    """List runs with their state (running, finished, stopped, crashed), steps, last reward and last evaluation."""
+    from tba.buffer.tools.stats import read_results
+    from tba.deploy.run_list import list_runs
+
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a directory: name the one that holds your runs, as in `tba runs DIR`")
+    rows = list_runs(directory, read_results)
+    if as_json:
+        return print_json(rows)
+    return print_table(["name", "state", "steps", "reward", "accuracy", "changed", "directory", "why"], rows)
+
+
+@config_app.command("show")
+def config_show(file: FileArgument = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
+    """Show every value with its origin."""
+    resolved = ConfigOptions.of(file, config, sets).resolve()
+    import json
+
+    from tba.common.config.layers import fields, value_of
+
+    values = resolved.config
+    rows = [{"key": key, "value": value_of(values, key), "origin": resolved.origin(key)} for key, _ in fields()]
+    if as_json:
+        return print_json(rows)
+    for row in rows:
+        # As in the file: TOML writes truth values and lists as JSON does.
+        row["value"] = json.dumps(row["value"]) if isinstance(row["value"], bool | tuple) else row["value"]
+    return print_table(["key", "value", "origin"], rows)
+
+
+@app.command()
+def doctor(
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK", help="Make this check alone, such as settings or task; may be repeated."),
+    ] = None,
+    as_json: Json = False,
+    assume: Assume = None,
+) -> None:
+    """Check the configuration and this machine: settings, packages, GPUs and driver, compiler, caches, disk, addresses,
+    model, task, reward model.
+
+    The exit code is 1 if a check fails; with --only it is that of the error, such as 78 for a wrong configuration.
+    """
+    resolved = ConfigOptions.of(file, config, sets).resolve()
+    if not resolved.configured:
+        note(f"{NO_FILE}. These are checks of this machine with the default settings:")
+    from tba.cli.checks import COLUMNS, Plan, examine
+    from tba.common.system.devices import assumed_gpus
+    from tba.common.system.process import die_with_parent
+
+    # `tba run` starts this command as a child to check the task.
+    die_with_parent()
+    plan = Plan(resolved.config, assumed_gpus(assume) if assume else None, loads=bool(only))
+    findings = examine(plan, only or (), raises=bool(only))
+    if as_json:
+        print_json(findings)
+    else:
+        print_table(COLUMNS, findings)
+    if any(finding["result"] == "fail" for finding in findings):
+        raise typer.Exit(EXIT_FAILED)

@@ -1,1 +1,0 @@
-"""The trainer's connection to the buffer: requests, the next batch, heartbeats."""

@@ -1,1 +1,0 @@
-"""Checkpoints of a trainer and the thread that writes them."""

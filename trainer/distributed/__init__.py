@@ -1,1 +1,0 @@
-"""Ranks of a trainer and the sharding of its model with FSDP2."""

@@ -235,19 +235,16 @@ def import_(
     options = ConfigOptions.next_to(file, config, sets, has_database=True)
     resolved = resolve(options, buffer)
     settings = resolved.config
-    from tba.buffer.store.starts import refuse_unnamed_run
     from tba.buffer.tools.import_file import import_file, read_rows
     from tba.common.log import configure
 
     # Checked first, so that a wrong file name creates no database.
     read_rows(file, settings, format_)
-    if "run.name" not in resolved.origins:
-        refuse_unnamed_run(settings.database, settings.run.name)
     configure("", level="WARNING")
     from tba.buffer.tools.import_target import open_target
 
     try:
-        with open_target(settings) as target, row_progress() as on_progress:
+        with open_target(settings, named="run.name" in resolved.origins) as target, row_progress() as on_progress:
             counts = import_file(file, target, settings, format_, on_progress=on_progress)
     except KeyboardInterrupt:
         note("interrupted: imported rows stay, and the same command adds the rest")

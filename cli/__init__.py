@@ -16,12 +16,13 @@ from tba.buffer.commands import app as buffer_app
 from tba.cli import inspection, models, roles, whole_run
 from tba.common.errors import EXIT_FAILED, TbaError, as_missing_extra
 from tba.common.system.process import SAFE_PATH
-from tba.common.terminal import discard_output
+from tba.common.terminal import discard_output, refusing
 from tba.deploy.keys_commands import app as keys_app
 from tba.searcher.task_commands import app as task_app
-from tba.ui.commands import app as ui_app
 
+_REMOVED = {"plot": "`tba report RUN --out run.png` draws one run or several"}
 app = typer.Typer(
+    cls=refusing(_REMOVED),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Asynchronous reinforcement-learning post-training of language models.",
@@ -30,7 +31,6 @@ app.add_typer(roles.app)
 app.add_typer(whole_run.app)
 app.add_typer(models.app)
 app.add_typer(inspection.app)
-app.add_typer(ui_app)
 app.add_typer(buffer_app, name="buffer")
 app.add_typer(inspection.config_app, name="config")
 app.add_typer(task_app, name="task")

@@ -1,4 +1,4 @@
-"""The commands that look at runs and at this machine: `tba plot`, `status`, `runs`, `config show` and `doctor`."""
+"""The commands that look at runs and at this machine: `tba report`, `ui`, `status`, `runs`, `config` and `doctor`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +15,7 @@ from tba.common.terminal import (
     Json,
     Sets,
     console,
+    need,
     note,
     print_json,
     print_table,
@@ -31,40 +32,56 @@ config_app = typer.Typer(
     cls=refusing(_REMOVED), no_args_is_help=True, help="The configuration: show every value with its origin."
 )
 _WATCH_SECONDS = 1.0
+_PICTURES = (".png", ".svg", ".pdf")
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Where to look, up to three levels below.")]
+_Runs = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="RUN", help="Directories of runs, or database files; default: all in runs/."),
+]
 
 
 @app.command()
-def plot(
+def report(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="RUN", help="Run directories, or their configuration files; by default the configured run."
+            metavar="RUN",
+            help="Run directories, databases, or configuration files; by default the configured run.",
         ),
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
-    x: Annotated[str, typer.Option("--x", help="The axis: steps, seconds or tokens.")] = "steps",
     out: Annotated[
-        Path | None, typer.Option(help="The picture; by default run.png in the directory of one run.")
+        Path | None,
+        typer.Option("--out", "-o", help="The file: .html, or .png, .svg, .pdf; default: report.html of the run."),
     ] = None,
+    x: Annotated[str, typer.Option("--x", help="The axis of a picture: steps, seconds or tokens.")] = "steps",
+    name: Annotated[str | None, typer.Option("--run", help="Name of the run, if a file holds several.")] = None,
 ) -> None:
-    """Draw reward, held-out metrics and staleness of one run or several, and reward against KL and diversity."""
-    from tba.deploy.plot import AXES, PICTURE_FILE, draw_curves, read_curve
+    """Write a run as one HTML file (numbers, charts, best and worst responses), or one run or several as a picture.
 
+    The picture has reward, held-out metrics and staleness, and reward against KL and diversity.
+    """
     options = ConfigOptions.of(None, config, sets)
-    if x not in AXES:
-        raise UsageError(f"--x {x}: choose {', '.join(AXES)}")
     found = [_run_of(run, options) for run in runs] if runs else [_configured(options)]
-    if out is None and len(found) > 1:
-        raise UsageError("several runs are one picture: name it with --out")
-    curves = [read_curve(directory, name) for directory, name in found]
-    typer.echo(draw_curves(curves, out or found[0][0] / PICTURE_FILE, x=x))
+    if out is not None and out.suffix in _PICTURES:
+        from tba.deploy.plot import AXES, draw_curves, read_curve
+
+        if x not in AXES:
+            raise UsageError(f"--x {x}: choose {', '.join(AXES)}")
+        return typer.echo(draw_curves([read_curve(path, name or run) for path, run in found], out, x=x))
+    if len(found) > 1:
+        raise UsageError("several runs are one picture: name it with --out, such as --out both.png")
+    need("jinja2", "ui")
+    from tba.ui.report import write_report
+
+    ((path, run),) = found
+    return typer.echo(write_report(path, out, name=name or run))
 
 
 def _run_of(argument: Path, options: ConfigOptions) -> tuple[Path, str | None]:
-    """Return the directory of a run and, if its configuration file is named, its name."""
-    return (argument, None) if argument.is_dir() else _configured(ConfigOptions(argument, options.sets))
+    """Return the directory or the database of a run and, if its configuration file is named, its name."""
+    return _configured(ConfigOptions(argument, options.sets)) if argument.suffix == ".toml" else (argument, None)
 
 
 def _configured(options: ConfigOptions) -> tuple[Path, str | None]:
@@ -162,6 +179,23 @@ def runs(directory: _Directory = Path("runs"), as_json: Json = False) -> None:
     if as_json:
         return print_json(rows)
     return print_table(["name", "state", "steps", "reward", "accuracy", "changed", "directory", "why"], rows)
+
+
+@app.command()
+def ui(
+    runs: _Runs = None,
+    host: Annotated[str, typer.Option(help="Address to listen at. Others than loopback need --token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 5780,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="TBA_UI_TOKEN", help="Secret that every browser must give, of at least 16 characters."),
+    ] = None,
+) -> None:
+    """Show runs in a browser: charts, steps, prompts, trajectories, SQL. Only reads, also while a run goes on."""
+    need("starlette", "ui")
+    from tba.ui.server import serve
+
+    serve(runs or [], host=host, port=port, token=token, report=note)
 
 
 @config_app.command("show")

@@ -53,7 +53,7 @@ def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume
         steps = f"{own['steps']} of {own['planned'] or own['steps']} steps"
         raise UsageError(
             f"{directory} holds run {name}, which is finished ({steps}): extend it with --resume and a larger "
-            "train.steps, or choose another run.dir; `tba eval --all` and `tba plot` evaluate and draw it"
+            "train.steps, or choose another run.dir; `tba eval --all` and `tba report` evaluate and show it"
         )
     if own is not None and resume and config.train.steps < (own["steps"] or 0):
         raise UsageError(

@@ -38,8 +38,7 @@ from tba.common.system.process import (
 )
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
-from tba.deploy.child import NO_RESTART, Child, ending
-from tba.deploy.log_relay import Relay
+from tba.deploy.child import NO_RESTART, Child, Relay, ending
 
 log = get_logger(__name__)
 

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tba.common.errors import EXIT_FAILED, UsageError
-from tba.common.terminal import ConfigFile, ConfigOptions, Json, Sets, print_json, print_table, start_process
+from tba.common.terminal import ConfigFile, ConfigOptions, Json, Sets, print_json, print_table, refusing, start_process
 
 if TYPE_CHECKING:
     from tba.common.config import Config
     from tba.searcher.tasks.task import Prompt, Task
 
-app = typer.Typer(no_args_is_help=True, help="Tasks: write one of your own, check it, and see how it scores.")
+_REMOVED = {"show": "`tba task check` shows prompts with --prompts N, and scores with --response TEXT"}
+app = typer.Typer(
+    cls=refusing(_REMOVED), no_args_is_help=True, help="Tasks: write one of your own, check it, and see how it scores."
+)
 
 _Named = Annotated[
     str | None,
@@ -27,6 +30,7 @@ _Named = Annotated[
     ),
 ]
 _TEXT_CHARACTERS = 500
+_SHOWN_PROMPTS = 3
 
 
 @app.command()
@@ -59,10 +63,30 @@ def new(
 
 
 @app.command()
-def check(config: ConfigFile = None, sets: Sets = None, task: _Named = None, as_json: Json = False) -> None:
-    """Try a task: types, the same prompts and rewards in every process, errors, speed, and a rendered prompt."""
-    options = ConfigOptions.of(None, config, sets)
-    settings, loaded, seconds = _load(options, task)
+def check(
+    task: _Named = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    responses: Annotated[
+        list[str] | None, typer.Option("--response", "-r", help="Show how this response is scored; may be repeated.")
+    ] = None,
+    prompts: Annotated[
+        int | None,
+        typer.Option("--prompts", "-n", min=1, help="Show as many prompts and the scores of their answers."),
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="Show the prompt with this key.")] = None,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Show held-out prompts.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Try a task: types, the same prompts and rewards in every process, errors, speed, and a rendered prompt.
+
+    With --response, --prompts, --key or --held-out it shows prompts and the scores of responses to them instead. These
+    are scored in this process, without limits.
+    """
+    settings, loaded, seconds = _load(ConfigOptions.of(None, config, sets), task)
+    if responses or prompts or key is not None or held_out:
+        rows = _scored(loaded, responses, key, prompts or _SHOWN_PROMPTS, held_out=held_out)
+        return print_json(rows) if as_json else print_table(list(rows[0]), rows)
     from tba.searcher.task_check import check as findings_of
 
     findings = list(findings_of(settings, loaded, seconds))
@@ -72,33 +96,18 @@ def check(config: ConfigFile = None, sets: Sets = None, task: _Named = None, as_
         print_table(["check", "result", "detail"], findings)
     if any(finding["result"] == "fail" for finding in findings):
         raise typer.Exit(EXIT_FAILED)
+    return None
 
 
-@app.command()
-def show(
-    config: ConfigFile = None,
-    sets: Sets = None,
-    task: _Named = None,
-    responses: Annotated[
-        list[str] | None, typer.Option("--response", "-r", help="A response to score; by default the prompt's answer.")
-    ] = None,
-    key: Annotated[str | None, typer.Option(help="Only the prompt with this key.")] = None,
-    count: Annotated[int, typer.Option(min=1, max=1000, help="Number of prompts.")] = 3,
-    held_out: Annotated[bool, typer.Option("--held-out", help="Held-out prompts.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Show prompts, and the scores of responses to them. It scores in this process, without limits."""
-    options = ConfigOptions.of(None, config, sets)
-    _, loaded, _ = _load(options, task)
-    prompts = loaded.held_out() if held_out else loaded.prompts()
+def _scored(
+    task: "Task", responses: list[str] | None, key: str | None, count: int, *, held_out: bool
+) -> list[dict[str, Any]]:
+    """Return a row for each response to each prompt; without responses, for the prompt's answer."""
+    prompts = task.held_out() if held_out else task.prompts()
     chosen = [prompt for prompt in prompts if key is None or prompt.key == key][:count]
     if not chosen:
-        raise UsageError(f"task {loaded.name} has no such prompt: leave out --key, or --held-out")
-    rows = [_row(loaded, prompt, text) for prompt in chosen for text in (responses or [prompt.answer])]
-    if as_json:
-        print_json(rows)
-    else:
-        print_table(["key", "prompt", "response", "reward", "parts"], rows)
+        raise UsageError(f"task {task.name} has no such prompt: leave out --key, or --held-out")
+    return [_row(task, prompt, text) for prompt in chosen for text in (responses or [prompt.answer])]
 
 
 def _load(options: ConfigOptions, named: str | None) -> "tuple[Config, Task, float]":

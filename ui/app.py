@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from tba.buffer.tools.query import limit_memory
 from tba.common.errors import TbaError, UsageError
 from tba.common.terminal import note
-from tba.ui.pages import compare, compare_runs, prompts, run, sql, steps, trajectories, waste
+from tba.ui.pages import compare, prompts, run, sql, steps, trajectories
 from tba.ui.runs import find_runs
 from tba.ui.security import Guard
 from tba.ui.site import FOLDER, LARGEST_NUMBER, Site, make_environment, site_of
@@ -53,9 +53,9 @@ def make_app(paths: Sequence[Path], *, token: str | None = None, report: Callabl
         Route("/r/{run}/trajectories", trajectories.listing),
         Route("/r/{run}/trajectories/{trajectory:row}", trajectories.page),
         Route("/r/{run}/compare", compare.page),
-        Route("/r/{run}/compare.json", compare_runs.charts),
-        Route("/r/{run}/waste", waste.page),
-        Route("/r/{run}/waste.json", waste.charts),
+        Route("/r/{run}/compare.json", compare.charts),
+        Route("/r/{run}/waste", run.waste),
+        Route("/r/{run}/waste.json", run.waste_charts),
         Route("/r/{run}/sql", sql.page),
         Route("/r/{run}/sql.csv", sql.csv_file),
         Mount("/static", StaticFiles(directory=FOLDER / "static")),
@@ -90,7 +90,7 @@ def refused(request: Request, error: Exception) -> Response:
 
 
 def _error(request: Request, status: int, sentence: str) -> Response:
-    # The pages of the run stay in reach.
+    # Keep the navigation of the run.
     run = site_of(request).runs.get(request.path_params.get("run", ""))
     known = {"run": run} if run else {}
     return site_of(request).page("error.html", http_status=status, code=status, sentence=sentence, **known)

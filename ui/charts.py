@@ -1,13 +1,21 @@
-"""The charts of a run: metrics by optimiser step, as the trainer reported them to the buffer."""
+"""The charts of a run: metrics by optimiser step as data for the script of a page, and small pictures as inline SVG.
+
+A chart over steps can be zoomed, and a point of it opened: that takes the script. A report has none, and histograms,
+bars and points of few values need none: they are SVG.
+"""
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from markupsafe import Markup, escape
 
 from tba.buffer.store.storage_errors import stored_object
 from tba.buffer.tools.query import PageRows
 from tba.common.evaluations import read_evaluations
+from tba.ui.formats import number
 from tba.ui.runs import Run
 
 # A chart is at most about a thousand pixels wide.
@@ -29,6 +37,12 @@ _HELD_OUT = "held-out greedy accuracy"
 _EVALUATIONS = """SELECT step, accuracy FROM evaluations WHERE run = ? AND accuracy IS NOT NULL
     AND (prompt_set, settings) = (SELECT prompt_set, settings FROM evaluations WHERE run = ?
     ORDER BY step DESC, held_out_prompts DESC, evaluated_at DESC LIMIT 1) ORDER BY step"""
+WIDTH, HEIGHT = 460, 180
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 24
+_BINS = 20
+_LARGEST = 1e300
+# Few bars are drawn as narrow as this many.
+_LEAST_BINS = 6
 
 
 @dataclass(frozen=True)
@@ -120,3 +134,139 @@ def _thinned(steps: list[int]) -> list[int]:
     stride = -(-len(steps) // _MAX_POINTS) or 1
     thinned = steps[::stride]
     return thinned if not steps or thinned[-1] == steps[-1] else [*thinned, steps[-1]]
+
+
+class _Scale:
+    """Maps values of both axes to pixels."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self.x0, self.x1 = _span(xs)
+        self.y0, self.y1 = _span(ys)
+
+    def x(self, value: float) -> float:
+        return round(_LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        return round(HEIGHT - _BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def line_chart(chart: Chart) -> Markup:
+    """Draw a chart of a run."""
+    values = [value for series in chart.series for value in series.values if value is not None]
+    scale = _Scale(chart.steps, values)
+    parts = []
+    for position, series in enumerate(chart.series):
+        pairs = zip(chart.steps, series.values, strict=True)
+        points = [(scale.x(step), scale.y(value)) for step, value in pairs if value is not None]
+        path = " ".join(f"{x},{y}" for x, y in points)
+        parts.append(f'<polyline class="line s{position}" points="{path}"/>')
+        # A line of one point has no length.
+        if series.dots or len(points) == 1:
+            parts += [f'<circle class="dot s{position}" cx="{x}" cy="{y}" r="3"/>' for x, y in points]
+    names = (chart.steps[0], chart.steps[-1])
+    return _figure(f"{chart.title} over optimiser steps", [*parts, *_axes(scale, names)])
+
+
+def points_chart(points: Sequence[tuple[float, float, str]], mean: Sequence[tuple[float, float]], title: str) -> Markup:
+    """Draw points (x, y, address) that lead to pages, and a line of their means."""
+    low, high = _span([x for x, _, _ in points])
+    # Points at the ends do not cover the names of the vertical axis.
+    margin = (high - low) * 0.04
+    scale = _Scale([low - margin, high + margin], [y for _, y, _ in points])
+    path = " ".join(f"{scale.x(x)},{scale.y(y)}" for x, y in mean)
+    parts = [f'<polyline class="line s0" points="{path}"/>']
+    for x, y, address in points:
+        circle = f'<circle class="dot s1" cx="{scale.x(x)}" cy="{scale.y(y)}" r="3.5"/>'
+        parts.append(f'<a href="{escape(address)}">{circle}</a>')
+    versions = [x for x, _, _ in points]
+    return _figure(title, [*parts, *_axes(scale, (min(versions), max(versions)))])
+
+
+def histogram(values: Sequence[float], title: str) -> Markup:
+    """Draw a histogram: one bar per value if they are few integers, else twenty bars."""
+    # So that a range is finite.
+    values = [min(max(value, -_LARGEST), _LARGEST) for value in values]
+    low, high = min(values), max(values)
+    if all(float(value).is_integer() for value in values) and high - low < 2 * _BINS:
+        width, bins, names = 1.0, int(high - low) + 1, (low, high)
+        low -= 0.5
+        counts = Counter(int(value - low) for value in values)
+    else:
+        width, bins, names = (high - low) / _BINS or 1.0, _BINS, (low, high)
+        counts = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
+    margin = max(_LEAST_BINS - bins, 0) / 2 * width
+    scale = _Scale([low - margin, low + bins * width + margin], [0, max(counts.values())])
+    parts = []
+    for position, count in sorted(counts.items()):
+        left, right = scale.x(low + position * width), scale.x(low + (position + 1) * width)
+        top, base = scale.y(count), scale.y(0)
+        name = f"{number(round(low + (position + 0.5) * width, 6))}: {count:,}"
+        parts.append(
+            f'<rect class="bar" x="{left + 0.5}" y="{top}" width="{max(right - left - 1, 1):.1f}" '
+            f'height="{max(base - top, 0):.1f}"><title>{name}</title></rect>'
+        )
+    return _figure(title, [*parts, *_axes(scale, names)])
+
+
+def paired_bars(pairs: Sequence[tuple[str, float, float]], title: str) -> Markup:
+    """Draw two bars for each (name, percentage, percentage), on an axis from 0 to the largest one."""
+    scale = _Scale([0, len(pairs)], [0, max(max(first, second) for _, first, second in pairs) or 1.0])
+    width = (scale.x(1) - scale.x(0)) * 0.4
+    parts = []
+    for place, (name, *values) in enumerate(pairs):
+        for series, value in enumerate(values):
+            left, top = scale.x(place + 0.1) + series * width, scale.y(value)
+            parts.append(
+                f'<rect class="bar s{series}" x="{left:.1f}" y="{top}" width="{width - 1:.1f}" '
+                f'height="{scale.y(0) - top:.1f}"><title>{escape(name)}: {value:.1f} %</title></rect>'
+            )
+        middle = scale.x(place + 0.5)
+        parts.append(f'<text class="tick" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(name)}</text>')
+    return _figure(title, [*parts, *_axes(scale, ())])
+
+
+def sparkline(values: Sequence[float]) -> Markup:
+    """Draw a line of fractions from 0 to 1, as small as a word."""
+    if not values:
+        return Markup("")
+    step = 76 / max(len(values) - 1, 1)
+    points = [(round(2 + position * step, 1), round(18 - 16 * value, 1)) for position, value in enumerate(values)]
+    path = " ".join(f"{x},{y}" for x, y in points)
+    x, y = points[-1]
+    return Markup(  # noqa: S704
+        '<svg class="spark" viewBox="0 0 80 20" width="80" height="20" aria-hidden="true">'
+        f'<polyline class="line s0" points="{path}"/><circle class="dot s0" cx="{x}" cy="{y}" r="2"/></svg>'
+    )
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if not math.isfinite(high - low):
+        return -_LARGEST, _LARGEST
+    half = max(0.5, abs(low) / 1000)
+    return (low, high) if high > low else (low - half, low + half)
+
+
+def _axes(scale: _Scale, names: Sequence[float]) -> list[str]:
+    """Return the lines of the axes with the ends of the vertical one; `names` are values to write at the other."""
+    base, left = HEIGHT - _BOTTOM, _LEFT
+    lines = [f'<line class="axis" x1="{left}" x2="{WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>']
+    for value, y in ((scale.y0, base), (scale.y1, _TOP + 8)):
+        lines.append(f'<text class="tick" x="{left - 5}" y="{y}" text-anchor="end">{_short(value)}</text>')
+    for value in dict.fromkeys(names):
+        x = min(max(scale.x(value), left + 8), WIDTH - _RIGHT - 12)
+        lines.append(f'<text class="tick" x="{x}" y="{HEIGHT - 8}" text-anchor="middle">{_short(value)}</text>')
+    return lines
+
+
+def _short(value: float) -> str:
+    """Format the value at a tick: three digits, or all of an integer."""
+    return number(value if float(value).is_integer() else float(f"{value:.3g}"))
+
+
+def _figure(title: str, parts: Sequence[str]) -> Markup:
+    """Return the picture. Its parts are numbers and escaped addresses, no text of a run."""
+    return Markup(  # noqa: S704
+        f'<svg class="figure" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(parts)}</svg>"
+    )

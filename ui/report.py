@@ -10,11 +10,10 @@ from tba.common.clock import SystemClock
 from tba.common.errors import UsageError
 from tba.common.system.durable import write_text
 from tba.common.terminal import note
-from tba.ui.charts import Metrics
+from tba.ui.charts import Metrics, line_chart
 from tba.ui.pages.run import describe, settings
 from tba.ui.runs import Run, find_runs
 from tba.ui.site import FOLDER, make_environment
-from tba.ui.svg import line_chart
 
 _FILE = "report.html"
 _NEWEST = 2000

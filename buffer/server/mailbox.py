@@ -71,7 +71,7 @@ class Mailbox:
         self._changed = threading.Condition()
         self._urgent: deque[Arrival] = deque()
         self._batches: deque[Arrival] = deque()
-        # Of each connection, by whether they are urgent.
+        # The number of requests of each connection, by whether they are urgent.
         self._of_peer: Counter[tuple[Peer, bool]] = Counter()
         # Connections and numbers of the requests that are not urgent.
         self._other_ids: set[tuple[Peer, int]] = set()
@@ -155,7 +155,7 @@ class Mailbox:
         return group
 
 
-# Of one connection. A client has at most one of each kind.
+# Parked requests of one connection. A client has at most one of each kind.
 _LIMIT_PER_PEER = 4
 
 

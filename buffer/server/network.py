@@ -28,13 +28,13 @@ _POLL_SECONDS = 0.1
 _READ_LIMIT = 64
 # Memory of a decoded request, and of each row of a put, in addition to its frames: measured, rounded up.
 _OBJECT_BYTES = 2048
-# Of an element of a list or a map: an integer, or a short text and its place.
+# Bytes of an element of a list or a map: an integer, or a short text and its place.
 _ELEMENT_BYTES = 96
 # The columns of a put whose values may be of any length: a text may be four times as long in memory as on the wire.
 _TEXTS = ("text", "error", "reward_parts", "metadata")
 # Rejections that may wait for the writer; further messages wait in the senders.
 _REJECTION_LIMIT = 1024
-# A larger reply, such as a batch, many leases or the status of many clients, is one of few on their way to a peer.
+# Of larger replies, such as a batch, many leases or the status of many clients, few are in flight to one peer.
 _LARGE_BYTES = 8 << 10
 # While the next large reply waits for the one before, which leaves the process within milliseconds if the peer reads.
 _AHEAD_POLL_SECONDS = 0.005

@@ -49,7 +49,7 @@ _Outcome = ReplyBody | Refused | None
 class BufferServer:
     """Connects a channel with a service. `run` is the writer thread; `queue_bytes` limits unanswered requests.
 
-    `stalls` follows whether the run stands still, if it is given; `endpoint` shows the run to Prometheus.
+    `stalls` follows the stall of the run, if it is given; `endpoint` shows the run to Prometheus.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class BufferServer:
         thread.check()
 
     def _look_for_stalls(self) -> None:
-        """Find out once a second whether the run stands still, and show it to systemd."""
+        """Find the stall of the run once a second, and show it to systemd."""
         now = self._clock.monotonic()
         if self._stalls is None or now < self._look_for_stalls_at:
             return
@@ -99,7 +99,7 @@ class BufferServer:
             status = self._service.status()
         except SyncFailed:
             raise
-        # The disk does not tell its free space. A later request that needs it is refused.
+        # The free space is unknown. A later request that needs it is refused.
         except StorageError as error:
             log.warning("no status of the run", reason=str(error))
             return
@@ -118,7 +118,7 @@ class BufferServer:
             # The network may read again.
             self._channel.wake()
         arrived, replies = self._admit(arrived)
-        # Otherwise the queue may hold a heartbeat of a sender that only seems silent.
+        # Leases expire only when the queue is empty: it may hold a heartbeat of their holder.
         if self._mailbox.empty and self._clock.monotonic() >= self._expire_at:
             self._expire_at = self._clock.monotonic() + _POLL_SECONDS
             self._service.expire_leases()
@@ -192,7 +192,7 @@ class BufferServer:
             raise
         except StorageError as error:
             log.error("commit failed", reason=str(error), requests=len(group))
-            self._service.counters.storage_trouble = f"{error}; check that disk and the permissions of the directory"
+            self._service.counters.storage_error = f"{error}; check that disk and the permissions of the directory"
             self._rebuild()
             return self._answer_without_space(group, error)
         except Exception:

@@ -14,7 +14,7 @@ _REPLACED_SECONDS = 3.0
 _RETURN_SECONDS = 5.0
 # How long a count of the living clients is used.
 _CENSUS_SECONDS = 0.1
-# With keys the processes of a node have one owner, otherwise each has its own: one with more names makes them up.
+# With keys the processes of a node have one owner, otherwise each has its own: more names than that are an attack.
 _NAMES_PER_OWNER = 128
 GONE = "gone"
 

@@ -64,7 +64,7 @@ class Ingest:
         ids = state.store.trajectories.new_ids(len(rows))
         payload: Sequence[Sequence[memoryview]] = put.payload
         references = put.reference_logprob or []
-        # Otherwise all rows are new, and the columns are used as they are.
+        # If all rows are new, the columns are used as they are.
         if len(rows) < len(put):
             columns = {name: [column[row] for row in rows] for name, column in columns.items()}
             payload = [[views[row] for row in rows] for views in payload]

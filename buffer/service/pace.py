@@ -136,7 +136,7 @@ class Counters:
     """Counts of committed puts and of rejections, and the duration of commits.
 
     `rejected` counts messages that got an error reply, by code; `duplicates` counts rows that came again.
-    The writer sets `queued_bytes`, `stalled_seconds`, and `storage_trouble`: why the last transaction failed, until one
+    The writer sets `queued_bytes`, `stalled_seconds`, and `storage_error`: why the last transaction failed, until one
     succeeds.
     """
 
@@ -144,7 +144,7 @@ class Counters:
         self.rejected: Counter[str] = Counter()
         self.queued_bytes = 0
         self.stalled_seconds = 0.0
-        self.storage_trouble = ""
+        self.storage_error = ""
         self.duplicates = 0
         self._clock = clock
         self._started = clock.monotonic()
@@ -155,7 +155,7 @@ class Counters:
     def note_commit(self, seconds: float) -> None:
         """Count a transaction of this duration, including the work of its handlers."""
         self._commit_seconds.append(seconds)
-        self.storage_trouble = ""
+        self.storage_error = ""
 
     def note_put(self, *, stored: int, duplicates: int) -> None:
         """Count a committed put, in rows."""

@@ -158,7 +158,7 @@ class RunState:
         return self._sender_ids[sender]
 
     def _forget_senders(self) -> None:
-        """Forget what the database knows of senders that are no clients any more: any number of them may come."""
+        """Drop cached ids of senders that left, so that the cache stays bounded."""
         self._sender_ids = {sender: id_ for sender, id_ in self._sender_ids.items() if sender in self.clients}
         self.next_sequences = {name: stop for name, stop in self.next_sequences.items() if name in self.clients}
 

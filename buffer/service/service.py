@@ -156,7 +156,7 @@ class BufferService:
         return {entry.id for prompt in index.prompts() for entry in index.entries(prompt)}
 
     def status(self) -> Status:
-        """Return counts, clients, and why the run stands still, as `tba status` shows them."""
+        """Return counts, clients and the stall, as `tba status` shows them."""
         state, counters, pace = self.state, self.counters, self.state.pace
         size = state.store.database.size_bytes()
         free, total = state.store.database.disk_space()
@@ -188,7 +188,7 @@ class BufferService:
             last_step_seconds=pace.step_seconds,
             usual_step_seconds=pace.usual_step_seconds,
             last_put_seconds=pace.row_seconds,
-            refuses_puts=counters.storage_trouble or state.shortage_of_space(),
+            refuses_puts=counters.storage_error or state.shortage_of_space(),
             disk_bytes=total,
             free_bytes=free,
             rows_since_step=pace.rows_since_step,

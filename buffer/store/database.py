@@ -180,7 +180,7 @@ class DatabaseFile:
         That doubles the bytes written, for nothing: a transaction is committed whole or rolled back whole.
         """
         rows, width, start = len(columns[0]), len(columns), 0
-        # Otherwise rows would receive values of other rows.
+        # Rows would receive values of other rows.
         if any(len(column) != rows for column in columns):
             raise ValueError(f"columns of {table} are not equally long")
         for size in _INSERT_SIZES:

@@ -107,30 +107,18 @@ def _run_names(connection: sqlite3.Connection) -> list[str]:
     return [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
 
 
-def refuse_unnamed_run(database: Path, name: str) -> None:
-    """Raise UsageError if the default run name is not among a file's runs: a new run must be named explicitly."""
-    if not database.exists():
-        return
-    with open_reader(database) as connection:
-        names = _run_names(connection)
-    if names and name not in names:
-        raise UsageError(
-            f"{database} holds {', '.join(names)} and no run {name}: name the run with --set run.name=NAME"
-        )
-
-
-def refuse_other_runs(config: Config, source: str = "", *, may_share: bool = False) -> None:
+def refuse_other_runs(config: Config, source: str = "", *, alone: bool | None = None) -> None:
     """Raise ConfigError if a database is not that of the configured run, or of an offline run from a `source`.
 
-    A directory has the checkpoints and metrics of one run. A database elsewhere may hold several, as does one that
-    `may_share`. An offline run is alone in its database: its batches refer to ids of another file, which added
-    trajectories would reuse.
+    `alone`: the database holds no other run. By default that is so in run.dir, which has the checkpoints and metrics of
+    one run, and not elsewhere. An offline run is alone in any case: its batches refer to ids of another file, which
+    added trajectories would reuse.
     """
     path, asked = config.database, RunIdentity(config.run.name, source)
     if not path.exists():
         return
     with open_reader(path) as connection:
         found = [RunIdentity(name, source or "") for name, source in connection.execute(_RUNS)]
-    is_own = path.parent == config.run.dir and not may_share
-    if is_own or source or any(run.source for run in found):
+    alone = path.parent == config.run.dir if alone is None else alone
+    if alone or source or any(run.source for run in found):
         refuse_other_run(path, found, asked)

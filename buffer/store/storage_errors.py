@@ -45,7 +45,11 @@ def storage_errors(path: Path) -> Iterator[None]:
         unknown = sqlite3.SQLITE_MISUSE if misused else sqlite3.SQLITE_CORRUPT
         code = getattr(error, "sqlite_errorcode", unknown)
         if code == sqlite3.SQLITE_IOERR_FSYNC:
-            raise _sync_failed(path, str(error)) from error
+            raise SyncFailed(
+                f"the disk of {path} failed to write data ({error}): nothing more is acknowledged. Check the disk, "
+                f"keep {path.name}-wal next to {path.name}, end every program that has it open, and start again: "
+                "that file has all that was acknowledged, and the start writes it to the disk again"
+            ) from error
         if code & 0xFF not in _STORAGE_CODES:
             raise
         raise StorageError(f"{path}: {error}") from error
@@ -70,11 +74,3 @@ def stored_config(text: str | None) -> dict[str, Any]:
     if wrong := [name for name in Config.model_fields if not isinstance(sections.get(name, {}), dict)]:
         raise StorageError(f"the configuration that the database holds has no section {wrong[0]}, but a value")
     return sections
-
-
-def _sync_failed(database: Path, reason: str) -> SyncFailed:
-    return SyncFailed(
-        f"the disk of {database} failed to write data ({reason}): nothing more is acknowledged. Check the disk, keep "
-        f"{database.name}-wal next to {database.name}, end every program that has it open, and start again: that file "
-        "has all that was acknowledged, and the start writes it to the disk again"
-    )

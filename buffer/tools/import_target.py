@@ -45,12 +45,12 @@ class ImportTarget(ABC):
 
 
 @contextlib.contextmanager
-def open_target(config: Config) -> Iterator[ImportTarget]:
-    """Open the configured run for an import.
+def open_target(config: Config, *, named: bool = True) -> Iterator[ImportTarget]:
+    """Open the configured run for an import. It must be `named` if the database holds other runs.
 
     Raises ConfigError, also for the record of an offline run, StorageError, or BufferFault if a server does not reply.
     """
-    refuse_other_runs(config, may_share=True)
+    refuse_other_runs(config, alone=not named)
     try:
         store = Store(config.database, durability=config.buffer.durability)
     except LockTaken:

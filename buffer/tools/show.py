@@ -77,7 +77,7 @@ def arrays_of_blobs(blobs: tuple[bytes, ...]) -> dict[str, Any]:
 
 
 def _tokens(blobs: tuple[bytes, ...] | None, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
-    # Compacted.
+    # Its tokens were dropped.
     if blobs is None:
         return {"prompt_text": None, "response_text": None, **dict.fromkeys(kind.name for kind in ARRAY_KINDS)}
     lists = {name: array.tolist() for name, array in arrays_of_blobs(blobs).items()}

@@ -51,24 +51,11 @@ def follow(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         keys = buffer_client_keys(config.security.keys, config.address)
         client = BufferClient(config.address, role="evaluator", name=name, keys=keys)
         ending.callback(client.close)
-        fetching = Fetching()
+        fetching = Progress()
         opened = open_evaluator(config, subject, device=device, name=name, stop=stop, progress=fetching)
         with stop.exits_immediately():
             evaluator, assembler = ending.enter_context(opened)
         Follower(config, evaluator, assembler, fetching, client, SystemClock()).run(stop)
-
-
-class Fetching(Progress):
-    """Calls `go_on` while the server of a snapshot is silent; False ends the wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go_on: Callable[[], bool] = lambda: True
-
-    def check(self, what: str) -> None:
-        """Raise SnapshotOutdated if `what` is not waited for any more."""
-        self.outdated = not self.go_on()
-        super().check(what)
 
 
 class Follower:
@@ -79,7 +66,7 @@ class Follower:
         config: Config,
         evaluator: Evaluator,
         assembler: SnapshotAssembler,
-        fetching: Fetching,
+        fetching: Progress,
         client: BufferClient,
         clock: Clock,
     ) -> None:

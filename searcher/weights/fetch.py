@@ -7,7 +7,7 @@ computed while receiving.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,7 +45,8 @@ _RETRY_SECONDS = 10.0
 class Progress:
     """What the preparing thread waits for, and whether it should stop waiting.
 
-    The preparing thread calls `report` and `check`; another thread sets `outdated` and reads `waits_for`.
+    The preparing thread calls `report` and `check`; another thread sets `outdated` and reads `waits_for`. With one
+    thread, `go_on` is called while it waits, and False ends the wait.
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,7 @@ class Progress:
         self.outdated = False
         # A sentence for people, empty while nothing is waited for.
         self.waits_for = ""
+        self.go_on: Callable[[], bool] = lambda: True
 
     def report(self, waits_for: str) -> None:
         """Publish what is waited for; an empty string when the wait is over."""
@@ -60,7 +62,7 @@ class Progress:
 
     def check(self, what: str) -> None:
         """Raise SnapshotOutdated if `what` is not needed any more. Called while waiting, not while progressing."""
-        if self.outdated:
+        if self.outdated or not self.go_on():
             raise SnapshotOutdated(f"{what} is no longer wanted")
 
 

@@ -87,7 +87,12 @@ def run_all(processes: Sequence[BaseProcess], seconds: float) -> None:
 def make_learner(ranks: Ranks = ALONE, **settings: Any) -> Learner:
     """Return a learner of two layers, in float64 unless it is told otherwise."""
     model = {"layers": 2} | settings.pop("model", {})
-    keys = {"double": True, "trained_adapters": True, "measured": Measured(entropy=True), "packing": "auto"}
+    keys: dict[str, Any] = {
+        "double": True,
+        "trained_adapters": True,
+        "measured": Measured(entropy=True),
+        "packing": "auto",
+    }
     return trainer.make_learner(ranks, model=model, **keys | settings)
 
 

@@ -22,8 +22,8 @@ from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import ServerKeys
 from tba.common.wire.trajectory import Trajectory
+from tba.tests.helpers.buffer import new_database
 from tba.tests.helpers.checks import not_none, wait_until
-from tba.tests.helpers.new_databases import new_database
 from tba.tests.helpers.puts import make_trajectory, put_message
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.distributed import ALONE, Ranks

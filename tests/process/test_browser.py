@@ -289,6 +289,7 @@ def two_runs(browser: Watched) -> None:
     page = browser.page
     browser.open("/")
     page.click("tr:has-text('done') >> text=compare")
+    page.check("input[value=live]")
     page.locator("form:has(input[value=runs]) button").click()
     page.wait_for_url("**b=live**")
     page.wait_for_selector(".u-over")

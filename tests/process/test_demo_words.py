@@ -82,7 +82,8 @@ def test_the_demo_of_word_problems_runs_from_an_untrained_model(prepared, tba, t
     assert sft.exit_code == 0, sft.message
     losses = [json.loads(line)["loss"] for line in (start / "model/sft_metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
-    small = ("train.steps=3", "train.prompts_per_step=4", "train.keep_snapshot_every=3", "task.held_out_limit=16")
+    small = ("train.steps=3", "train.prompts_per_step=4", "train.keep_snapshot_every=3", "task.held_out_limit=16",
+             "search.cpu_searchers=1")  # fmt: skip
     settings = (
         f"run.dir={directory}", f"model.path={start / 'model'}", f"buffer.address=tcp://127.0.0.1:{free_port()}",
         *size(small, ()),

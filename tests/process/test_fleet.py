@@ -199,7 +199,7 @@ def test_a_configuration_error_of_one_searcher_ends_the_fleet_with_its_message(f
 def test_lines_of_many_children_are_never_torn(tmp_path):
     program = """
 import subprocess, sys
-from tba.deploy.log_relay import Relay
+from tba.deploy.child import Relay
 program = "import sys\\nfor n in range(2000): sys.stdout.write(sys.argv[1] * 50); sys.stdout.write('.\\\\n')"
 children = [subprocess.Popen([sys.executable, "-c", program, x], stdout=subprocess.PIPE) for x in "abcd"]
 relays = [Relay(child.stdout, f"gpu{n}", n) for n, child in enumerate(children)]

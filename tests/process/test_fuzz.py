@@ -27,7 +27,7 @@ from tba.common.wire.codec import (
 )
 from tba.common.wire.fields import Role
 from tba.common.wire.messages import GetStatus
-from tba.tests.conftest import ServiceHarness
+from tba.tests.helpers.buffer import ServiceHarness
 from tba.tests.helpers.examples import FILE_MESSAGES, REPLIES
 from tba.tests.helpers.mutations import Mutator
 from tba.tests.helpers.puts import make_trajectory, numbers_of, put_message, reference

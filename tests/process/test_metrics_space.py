@@ -8,7 +8,6 @@ import pytest
 
 from tba.common.errors import CheckpointError, TbaError
 from tba.tests.process.test_storage_faults import small_disk  # noqa: F401
-from tba.trainer.metrics import metrics_log
 from tba.trainer.metrics.metrics_log import MetricsLog
 
 # No divisor of a page, so that the disk is full in the middle of a line.
@@ -32,7 +31,7 @@ def fill(disk) -> None:
 def record_until_lines_wait(log, first: int, waiting: int) -> int:
     """Record steps. Returns the next one."""
     step = first
-    while log._file.waiting < waiting:
+    while log.waiting < waiting:
         log.record(step, 0.0, NUMBERS)
         step += 1
         assert step < first + 1000
@@ -53,7 +52,7 @@ def test_lines_wait_for_space_and_are_then_written_whole_and_in_order(metrics, s
     metrics.record(step, 0.0, NUMBERS)
     assert steps(small_disk) == list(range(step + 1))
     metrics.sync()
-    assert sum("lines wait in memory" in message for message in caplog.messages) == 1
+    assert sum("lines of metrics wait in memory" in message for message in caplog.messages) == 1
 
 
 def test_sync_writes_the_waiting_lines(metrics, small_disk):  # noqa: F811
@@ -64,23 +63,12 @@ def test_sync_writes_the_waiting_lines(metrics, small_disk):  # noqa: F811
     assert steps(small_disk) == list(range(step))
 
 
-def test_beyond_the_limit_the_oldest_waiting_lines_are_dropped_and_counted(metrics, small_disk, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(metrics_log, "_MAX_WAITING", 5)
-    fill(small_disk)
-    for step in range(8):
-        metrics.record(step, 0.0, NUMBERS)
-    assert (metrics._file.waiting, metrics._file.lost) == (5, 3)
-    small_disk.relieve()
-    metrics.record(8, 0.0, NUMBERS)
-    assert steps(small_disk) == [3, 4, 5, 6, 7, 8]
-
-
 def test_lines_that_were_never_written_are_logged_at_the_end(small_disk, caplog):  # noqa: F811
     log = MetricsLog(small_disk.path, first_step=0)
     fill(small_disk)
     log.record(0, 0.0, NUMBERS)
     log.close()
-    assert any("lines were never written" in message for message in caplog.messages)
+    assert any("lines of metrics were never written" in message for message in caplog.messages)
 
 
 def test_starting_on_a_full_disk_is_a_one_line_error(small_disk):  # noqa: F811

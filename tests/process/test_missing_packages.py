@@ -44,7 +44,7 @@ def hidden(modules: tuple[str, ...], *command: str, cwd: Path) -> "subprocess.Co
         ("torch", "train", ["sft", "pairs.jsonl", "--out", "model"], []),
         ("torch", "train", ["generate", "1+1="], []),
         ("tensorboard", "train", ["train"], []),
-        ("matplotlib", "train", ["plot", "."], []),
+        ("matplotlib", "train", ["report", ".", "--out", "run.png"], []),
         ("peft", "lora", ["run"], ["lora.rank=2"]),
         ("peft", "lora", ["train"], ["lora.rank=2"]),
         ("wandb", "wandb", ["run"], ["metrics.wandb=p"]),
@@ -63,7 +63,7 @@ def test_a_missing_extra_is_reported_in_one_sentence(module, extra, command, set
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward_mean": 1}\n')
     sets = [part for one in settings for part in ("--set", one)]
-    configured = [] if command[0] in {"plot", "ui", "report"} else ["--config", make_config(**arithmetic()).file, *sets]
+    configured = [] if command[0] in {"ui", "report"} else ["--config", make_config(**arithmetic()).file, *sets]
     modules = TRAIN if module in {"torch", "transformers"} else (module,)
     done = hidden(modules, "-m", "tba", *command, *configured, cwd=tmp_path)
     assert done.returncode == 78, done.stderr

@@ -78,7 +78,7 @@ def test_a_run_exposes_every_metric_of_the_dashboard_and_the_alerts(make_config,
         swapped = text.count("\ntba_searcher_swap_pause_seconds{") == 2
         return "tba_trainer_loss" in text and "tba_buffer_rejected" in text and swapped
 
-    wait_until(lambda: "tba_buffer_epoch" in scrape(port), 60, "the buffer's endpoint")
+    wait_until(lambda: "tba_buffer_epoch" in scrape(port), what="the buffer's endpoint")
     # A request that is refused: a monitor leases nothing.
     lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
     with contextlib.closing(BufferClient(run.address, role="monitor", name="test")) as client, pytest.raises(Refused):

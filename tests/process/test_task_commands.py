@@ -1,4 +1,4 @@
-"""`tba task new | check | show`, as a person types them."""
+"""`tba task new | check`, as a person types them."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def test_a_new_task_passes_its_check_and_scores(tba_here, checked, tmp_path):
     assert code == 0
     assert {one["result"] for one in findings.values()} == {"ok"}
     assert "'10+10='" in findings["rendering"]["detail"]
-    shown = tba_here("task", "show", file, "--key", "10", "-r", "20", "-r", "21", "--json")
+    shown = tba_here("task", "check", file, "--key", "10", "-r", "20", "-r", "21", "--json")
     assert [(row["reward"], row["parts"]) for row in shown.json] == [
         (1.0, "correct 1, is_number 1"),
         (0.0, "correct 0, is_number 1"),

@@ -105,7 +105,7 @@ def test_an_offline_run_can_be_evaluated_and_plotted(recorded, offline, tba_here
     result = tba_here("eval", "--cpu", "--json", *where)
     assert [row["step"] for row in result.json] == [2], result.message
     assert "is evaluated, in" in result.message, "without a terminal there is a line for each snapshot"
-    assert tba_here("plot", *where).exit_code == 0
+    assert tba_here("report", "--out", run.directory / "run.png", *where).exit_code == 0
     assert (run.directory / "run.png").stat().st_size > 10_000
     status = tba_here("status", *where).output
     assert f"`tba train --offline --buffer {recorded.database} --resume` with more train.steps extends it" in status

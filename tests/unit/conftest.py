@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tba.common.config import Config
-from tba.tests.conftest import Outcome, ServiceHarness
+from tba.tests.conftest import Outcome
+from tba.tests.helpers.buffer import ServiceHarness
 from tba.tests.helpers.puts import log_ratios, make_trajectory, numbers_of
 
 

@@ -10,7 +10,7 @@ from tba.common.config.layers import resolve
 from tba.common.system.devices import list_gpus
 
 # Commands that take the configuration as an argument.
-TOP_LEVEL = ("run", "search", "train", "eval", "plot", "status", "doctor")
+TOP_LEVEL = ("run", "search", "train", "eval", "status", "doctor")
 BUFFER_COMMANDS = ("serve", "stats", "tail", "check")
 NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
 
@@ -132,6 +132,8 @@ def test_a_check_alone_has_the_exit_code_of_its_error(tba_here, example_model):
 
 def test_a_removed_command_names_its_successor(tba_here):
     refused(tba_here("config", "check", "-c", "run.toml"), 2, "check` was removed: `tba doctor` checks")
+    refused(tba_here("plot", "runs/a"), 2, "plot` was removed: `tba report RUN --out run.png` draws")
+    refused(tba_here("task", "show"), 2, "show` was removed: `tba task check` shows prompts")
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +195,13 @@ def test_the_configuration_is_an_argument_or_an_option(tba_here, command):
 
 @pytest.mark.parametrize(
     "command",
-    [["status"], ["eval"], ["generate", "47+38="], ["plot"], *(["buffer", one] for one in ("stats", "tail", "check"))],
+    [
+        ["status"],
+        ["eval"],
+        ["generate", "47+38="],
+        ["report"],
+        *(["buffer", one] for one in ("stats", "tail", "check")),
+    ],
 )
 def test_a_command_on_a_run_asks_for_its_configuration(tba_here, command):
     refused(tba_here(*command), 2, "no ./tba.toml here: pass the configuration of the run with -c FILE")

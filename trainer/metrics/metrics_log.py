@@ -22,14 +22,13 @@ from tba.trainer.metrics.sinks import Answer, BackgroundSink
 
 log = get_logger(__name__)
 
-# Lines of about 2 KB each. A disk that has refused this many steps has refused their checkpoints too.
-_MAX_WAITING = 10_000
-
 
 class MetricsLog:
     """Appends each step to `metrics.jsonl`, which loses nothing, and passes it to sinks, which may lose steps.
 
-    `first_step` is the first step that will be recorded. Raises TbaError if the file cannot be written.
+    A full disk cannot corrupt the file: each line is written whole and in order, or waits in memory, and is tried again
+    with the next step. `first_step` is the first step that will be recorded. `sync` is called by the thread that writes
+    checkpoints. Raises TbaError if the file cannot be written.
     """
 
     def __init__(self, directory: Path, *, first_step: int, sinks: Sequence[BackgroundSink] = ()) -> None:
@@ -38,10 +37,21 @@ class MetricsLog:
             directory.mkdir(parents=True, exist_ok=True)
             kept = [row for row in _rows(path) if row["step"] < first_step]
             write_text(path, "".join(f"{json.dumps(row)}\n" for row in kept))
-            self._file = AppendFile(path)
+            # Unbuffered: after an error it would be unknown how much of a buffer had been written.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise TbaError(f"{path} cannot be written: {error.strerror}; see to it, and start again") from error
         self._sinks = sinks
+        # Guards everything below.
+        self._lock = threading.Lock()
+        # End of the last complete line, in bytes, and whether there is a part of a line after it.
+        self._end, self._torn = self._file.tell(), False
+        self._waiting: deque[bytes] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """The number of lines that are not written yet."""
+        return len(self._waiting)
 
     def record(
         self,
@@ -56,80 +66,38 @@ class MetricsLog:
         `blamed` are the ids of the trajectories that caused the step to be skipped. `answers` go to the sinks alone.
         """
         trajectories = {"skipped_trajectories": list(blamed)} if blamed else {}
-        self._file.append(json.dumps({"step": step, "time": time, **numbers, **trajectories}))
+        line = json.dumps({"step": step, "time": time, **numbers, **trajectories})
+        with self._lock:
+            self._waiting.append(line.encode() + b"\n")
+            try:
+                self._write()
+            except OSError as error:
+                if self.waiting == 1:
+                    log.warning("lines of metrics wait in memory", reason=str(error))
         for sink in self._sinks:
             sink.record(step, time, numbers, answers)
 
     def sync(self) -> None:
         """Fsync the file before a checkpoint, whose steps will not be repeated. Raises CheckpointError."""
         try:
-            self._file.sync()
+            with self._lock:
+                self._write()
+            # Outside the lock: `record` must not wait for the disk.
+            os.fsync(self._file.fileno())
         except OSError as error:
-            waiting = quantity(self._file.waiting, "line of metrics is", "lines of metrics are")
+            waiting = quantity(self.waiting, "line of metrics is", "lines of metrics are")
             raise CheckpointError(f"{waiting} not on disk: {error}") from error
 
     def close(self) -> None:
-        """Close the file and the sinks."""
-        self._file.close()
+        """Try the waiting lines once more, and close the file and the sinks."""
+        with self._lock:
+            try:
+                self._write()
+            except OSError as error:
+                log.warning("lines of metrics were never written", lines=self.waiting, reason=str(error))
+            self._file.close()
         for sink in self._sinks:
             sink.close()
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of the file, without lines that a crash has damaged."""
-    rows = [row for _, row in jsonl.read(path, skip_malformed=True)] if path.exists() else []
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
-
-
-class AppendFile:
-    """An append-only file that a full disk cannot corrupt: each line is written whole and in order, or waits in memory.
-
-    Safe to use from several threads. The first failure of a series is logged; the next `append` or `sync` retries all
-    waiting lines. Beyond a limit the oldest are dropped and counted in `lost`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.lost = 0
-        self._path = path
-        # Unbuffered: after an error it would be unknown how much of a buffer had been written.
-        self._file = path.open("ab", buffering=0)
-        # End of the last complete line, in bytes.
-        self._end = self._file.tell()
-        self._torn = False
-        self._waiting: deque[bytes] = deque()
-        self._refused = False
-        self._lock = threading.Lock()
-
-    @property
-    def waiting(self) -> int:
-        """Number of lines that are not written yet."""
-        return len(self._waiting)
-
-    def append(self, line: str) -> None:
-        """Write a line, given without its newline, to the operating system; keep it in memory if that fails."""
-        with self._lock:
-            self._waiting.append(line.encode() + b"\n")
-            try:
-                self._write()
-            except OSError as error:
-                self._refuse(error)
-
-    def sync(self) -> None:
-        """Write and fsync all lines appended so far. Raises OSError."""
-        with self._lock:
-            self._write()
-        # Outside the lock: `append` must not wait for the disk.
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Retry the waiting lines once and close the file. No `sync` may be in progress."""
-        with self._lock:
-            try:
-                self._write()
-            except OSError as error:
-                self.lost += len(self._waiting)
-                log.warning("lines were never written", path=self._path, lines=self.lost, reason=str(error))
-            self._file.close()
 
     def _write(self) -> None:
         if self._torn:
@@ -142,14 +110,9 @@ class AppendFile:
                 rest = rest[self._file.write(rest) or 0 :]
             self._torn = False
             self._end += len(self._waiting.popleft())
-        if self._refused:
-            log.info("all lines are written that had to wait", path=self._path, lost=self.lost)
-            self._refused = False
 
-    def _refuse(self, error: OSError) -> None:
-        if not self._refused:
-            log.warning("lines wait in memory", path=self._path, reason=str(error))
-        self._refused = True
-        if len(self._waiting) > _MAX_WAITING:
-            self._waiting.popleft()
-            self.lost += 1
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of the file, without lines that a crash has damaged."""
+    rows = [row for _, row in jsonl.read(path, skip_malformed=True)] if path.exists() else []
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]

@@ -6,7 +6,6 @@ Each is in a thread of its own: it can neither stop training nor slow it down.
 import json
 import queue
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,22 +60,16 @@ def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
     return answers
 
 
-class AnswerTexts:
-    """Decodes answers to the rows of a table. `tokenizer` is that of the model."""
+def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:
+    """Return one row of `COLUMNS` for each answer. Long texts are cut."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def text(ids: Int32) -> str:
+        decoded: str = tokenizer.decode(ids.tolist())
+        return decoded if len(decoded) <= _MAX_CHARACTERS else f"{decoded[:_MAX_CHARACTERS]}..."
 
-    def rows(self, answers: Sequence[Answer]) -> list[list[Any]]:
-        """Return one row of `COLUMNS` for each answer. Long texts are cut."""
-        return [
-            [one.trajectory, self._text(one.prompt_ids), self._text(one.response_ids), one.reward, one.staleness]
-            for one in answers
-        ]
-
-    def _text(self, ids: Int32) -> str:
-        text: str = self._tokenizer.decode(ids.tolist())
-        return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
+    return [
+        [one.trajectory, text(one.prompt_ids), text(one.response_ids), one.reward, one.staleness] for one in answers
+    ]
 
 
 _Record = tuple[int, float, dict[str, float], Sequence[Answer]]
@@ -173,18 +166,21 @@ class TensorBoardSink:
         self._events.close()
 
 
-class _ResumedSink(ABC):
+class _TrackerSink:
     """One run of a tracker for one tba run, over all its starts.
 
-    `state` is a file with the tracker's id for this run and the next step to send. A resumed trainer repeats steps, on
-    a CPU with the same metrics; they are not sent again, since none may appear twice. `texts` decodes the answers,
+    A file `NAME.json` has the tracker's id for this run and the next step to send. A resumed trainer repeats steps, on
+    a CPU with the same metrics; they are not sent again, since none may appear twice. `tokenizer` decodes the answers,
     which are sent as a table; without it none are.
     """
 
-    def __init__(self, state: Path, texts: AnswerTexts | None) -> None:
-        self._state = state
-        self._texts = texts
-        saved = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+    # What the tracker calls the time of a step, and options of its `log`.
+    _time, _options = "time", dict[str, Any]()
+
+    def __init__(self, tracker: Any, directory: Path, tokenizer: Any) -> None:
+        self._tracker, self._tokenizer = tracker, tokenizer
+        self._state = directory / f"{tracker.__name__}.json"
+        saved = json.loads(self._state.read_text(encoding="utf-8")) if self._state.exists() else {}
         self._id = str(saved.get("id") or secrets.token_hex(8))
         self._next = int(saved.get("next_step", 0))
         self._run: Any = None
@@ -193,57 +189,49 @@ class _ResumedSink(ABC):
         """Send a step, unless an earlier start did."""
         if step < self._next:
             return
-        rows = self._texts.rows(answers) if self._texts is not None and answers else None
-        self._send(step, time, {**numbers, **({"responses": self._table(rows)} if rows else {})})
+        values: dict[str, Any] = {**numbers, self._time: time}
+        if self._tokenizer is not None and answers:
+            rows = answer_rows(self._tokenizer, answers)
+            values["responses"] = self._tracker.Table(columns=COLUMNS, data=rows)
+        self._run.log(values, step=step, **self._options)
         self._next = step + 1
         write_text(self._state, json.dumps({"id": self._id, "next_step": self._next}))
-
-    @abstractmethod
-    def _send(self, step: int, time: float, values: dict[str, Any]) -> None: ...
-
-    @abstractmethod
-    def _table(self, rows: list[list[Any]]) -> Any:
-        """Return the tracker's table of these rows of `COLUMNS`."""
 
     def close(self) -> None:
         """Wait until the tracker has received everything."""
         self._run.finish()
 
 
-class WandbSink(_ResumedSink):
+class WandbSink(_TrackerSink):
     """Weights & Biases, online or (WANDB_MODE=offline) as files to send later."""
 
+    _options = {"commit": True}  # noqa: RUF012
+
     def __init__(
-        self, project: str, directory: Path, name: str, settings: dict[str, Any], texts: AnswerTexts | None = None
+        self, project: str, directory: Path, name: str, settings: dict[str, Any], tokenizer: Any = None
     ) -> None:
         import wandb
 
-        super().__init__(directory / "wandb.json", texts)
+        super().__init__(wandb, directory, tokenizer)
         self._run = wandb.init(
             project=project, name=name, id=self._id, resume="allow", dir=str(directory), config=settings
         )
 
-    def _send(self, step: int, time: float, values: dict[str, Any]) -> None:
-        self._run.log({**values, "time": time}, step=step, commit=True)
 
-    def _table(self, rows: list[list[Any]]) -> Any:
-        import wandb
-
-        return wandb.Table(columns=COLUMNS, data=rows)
-
-
-class TrackioSink(_ResumedSink):
+class TrackioSink(_TrackerSink):
     """Trackio: a local database of runs, a Hugging Face Space (TRACKIO_SPACE_ID), or a server (TRACKIO_SERVER_URL).
 
-    Trackio identifies runs by name, so the id is a part of it.
+    Trackio identifies runs by name, so the id is a part of it, and reserves the name `time`.
     """
 
+    _time = "wall_time"
+
     def __init__(
-        self, project: str, directory: Path, name: str, settings: dict[str, Any], texts: AnswerTexts | None = None
+        self, project: str, directory: Path, name: str, settings: dict[str, Any], tokenizer: Any = None
     ) -> None:
         import trackio
 
-        super().__init__(directory / "trackio.json", texts)
+        super().__init__(trackio, directory, tokenizer)
         # No metrics of the machine: only those of the steps.
         self._run = trackio.init(
             project=project,
@@ -255,15 +243,6 @@ class TrackioSink(_ResumedSink):
             auto_log_cpu=False,
         )
 
-    def _send(self, step: int, time: float, values: dict[str, Any]) -> None:
-        # Trackio reserves the name `time`.
-        self._run.log({**values, "wall_time": time}, step=step)
-
-    def _table(self, rows: list[list[Any]]) -> Any:
-        import trackio
-
-        return trackio.Table(columns=COLUMNS, data=rows)
-
 
 def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
     """Open the sinks of [metrics] for steps from `first_step` on.
@@ -271,10 +250,10 @@ def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
     Raises MissingExtra, and ConfigError if answers are to be sent and the model has no tokenizer.
     """
     metrics, directory = config.metrics, config.run.dir
-    texts = None
+    tokenizer = None
     if metrics.trace_answers and (metrics.wandb or metrics.trackio):
-        texts = AnswerTexts(load_tokenizer(model_directory(config.model.path)))
-    run = directory, config.run.name, config.model_dump(mode="json"), texts
+        tokenizer = load_tokenizer(model_directory(config.model.path))
+    run = directory, config.run.name, config.model_dump(mode="json"), tokenizer
     sinks = []
     if metrics.tensorboard:
         sinks.append(BackgroundSink("tensorboard", partial(TensorBoardSink, directory / "tensorboard", first_step)))

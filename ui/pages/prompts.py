@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from tba.buffer.tools.query import PageRows
 from tba.common.errors import UsageError
+from tba.ui.charts import points_chart, sparkline
 from tba.ui.runs import Run
 from tba.ui.site import is_number, missing, run_of, site_of
-from tba.ui.svg import points_chart, sparkline
 from tba.ui.trajectory_filter import has_word, words_of
 
 # A prompt of a run whose prompts have many responses each is read up to this number of its newest ones.

@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tba.common.errors import UsageError
+from tba.ui.charts import histogram
 from tba.ui.site import LARGEST_NUMBER, is_number, missing, run_of, site_of
-from tba.ui.svg import histogram
 
 _PAGE_ROWS = 100
 _STEPS = "SELECT * FROM staleness WHERE run = ? AND step < ? ORDER BY step DESC LIMIT ?"

@@ -23,12 +23,16 @@ function number(value) {
   return value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1) : NUMBER.format(value);
 }
 
+// Of style.css. Lines beyond the fourth repeat the colours with dashes.
+const COLOURS = 4;
+const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
+
 // Steps are whole numbers.
 const STEPS_APART = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((power) => [power, 2 * power, 5 * power]);
 
 function options(chart, width, open) {
   const series = chart.series.map((one, n) => ({
-    label: one.label, stroke: colour(`--s${n}`), width: 1.6, value: (plot, value) => number(value), spanGaps: true, points: { show: one.dots || chart.steps.length < 2, size: 6 },
+    label: one.label, stroke: colour(`--s${n % COLOURS}`), dash: DASHES[Math.floor(n / COLOURS) % DASHES.length], width: 1.6, value: (plot, value) => number(value), spanGaps: true, points: { show: one.dots || chart.steps.length < 2, size: 6 },
   }));
   return {
     width, height: HEIGHT, scales: { x: { time: false } }, cursor: { drag: { x: true, y: false } },
@@ -66,7 +70,7 @@ function width(box) {
 }
 
 function draw(place, box, chart) {
-  // Charts of two runs lead to no step.
+  // Charts of several runs lead to no step.
   const open = (step) => { if (place.dataset.steps) location.href = place.dataset.steps + step; };
   const values = chart.series.map((one) => one.values);
   charts.push({ box, plot: new uPlot(options(chart, width(box), open), [chart.steps, ...values], box) });

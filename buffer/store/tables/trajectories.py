@@ -18,7 +18,7 @@ from tba.common.wire.trajectory import ARRAY_KINDS, ROW_FIELDS
 _BLOCK_ROWS = 256
 # Approximate size of a trajectory in the write-ahead log, without its payload.
 _ROW_BYTES = 1024
-# Those of a row in the header of a batch.
+# Bytes of the numbers of a row in the header of a batch.
 _NUMBER_BYTES = 128
 TRAJECTORY_COLUMNS = (
     "id",

@@ -19,8 +19,8 @@ from tba.common.wire import messages
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import GetStatus, Status
+from tba.tests.helpers.buffer import new_database
 from tba.tests.helpers.checks import wait_until
-from tba.tests.helpers.new_databases import new_database
 from tba.tests.helpers.puts import prepare, put_message
 
 

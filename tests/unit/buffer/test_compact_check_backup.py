@@ -1,7 +1,5 @@
 """`tba buffer prune --tokens`, `check` and `backup`."""
 
-import sqlite3
-
 import pytest
 
 from tba.buffer.store.store import Store
@@ -9,25 +7,10 @@ from tba.buffer.tools import check
 from tba.buffer.tools.backup import backup
 from tba.common.config import Config
 from tba.common.errors import Refused, StorageError
+from tba.tests.helpers.buffer import ask, change
 from tba.tests.helpers.puts import log_ratios, numbers_of
 
 TEST_RUN = ["--set", "run.name=test"]
-
-
-def change(path, *statements: str) -> None:
-    connection = sqlite3.connect(path)
-    with connection:
-        for sql in statements:
-            connection.execute(sql)
-    connection.close()
-
-
-def ask(path, sql: str):
-    connection = sqlite3.connect(path)
-    try:
-        return connection.execute(sql).fetchall()
-    finally:
-        connection.close()
 
 
 # ---------------------------------------------------------------- prune --tokens
@@ -100,23 +83,11 @@ def test_a_batch_with_compacted_tokens_is_refused_with_the_reason(capped, tba_bu
     assert buffer.sample(1, prompts=1, samples=2) is not None
 
 
-def test_a_dry_run_changes_nothing(capped, tba_buffer):
-    done = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0, "--dry-run", "--json").json
-    assert (done["trajectories_compacted"], done["token_bytes"] > 100_000) == (8, True)
-    assert len(ask(capped, LEFT)) == 10
-
-
-def test_a_dry_run_says_what_would_be_dropped(capped, tba_buffer):
+def test_a_dry_run_says_what_would_be_dropped_and_changes_nothing(capped, tba_buffer):
     said = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0, "--dry-run").output
     assert said.startswith("would drop the tokens of 8 trajectories of run test, ")
     assert said.endswith(" bytes, and keep those of 2; nothing was changed\n")
-
-
-def test_prune_of_tokens_needs_the_server_stopped(harness, tba_buffer):
-    buffer = harness()
-    refused = tba_buffer("prune", "--tokens", "-b", buffer.store.path, *TEST_RUN)
-    assert refused.exit_code == 78
-    assert "a buffer server has" in refused.message
+    assert len(ask(capped, LEFT)) == 10
 
 
 def record_start(path, **sections) -> None:
@@ -181,19 +152,6 @@ def test_prune_of_tokens_uses_the_local_configuration_otherwise(capped, tba_buff
     (tmp_path / "tba.toml").write_text(f'[buffer]\nprompt_cap = 1\ndatabase = "{capped}"\n')
     done = tba_buffer("prune", "--tokens", "--keep-steps", 0, "--json").json
     assert (done["run"], done["trajectories_kept"]) == ("test", 1)
-
-
-def test_prune_of_tokens_does_not_choose_between_several_runs(capped, tba_buffer):
-    store = Store(capped, durability="process")
-    store.open_run("second", seed=0, config={}, software={})
-    store.close()
-    assert "holds the runs test, second: name one" in tba_buffer("prune", "--tokens", "-b", capped).message
-
-
-def test_prune_of_tokens_of_an_unknown_run_names_the_runs_of_the_file(capped, tba_buffer):
-    refused = tba_buffer("prune", "--tokens", "-b", capped, "--set", "run.name=demo")
-    assert refused.exit_code == 2
-    assert "holds the runs test: name one with --run" in refused.message
 
 
 def test_prune_of_tokens_checks_the_free_disk_space_first(capped, tba_buffer, monkeypatch):

@@ -7,7 +7,7 @@ from tba.buffer.tools.check import check
 from tba.buffer.tools.prune import prune_run, prune_tokens
 from tba.common.config import Config, CurriculumSection
 from tba.common.wire.fields import NO_POLICY
-from tba.tests.conftest import ServiceHarness
+from tba.tests.helpers.buffer import ServiceHarness
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.puts import make_trajectory
 

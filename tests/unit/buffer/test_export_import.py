@@ -1,13 +1,13 @@
 """Export and import of trajectories: nothing is lost, and nothing is added twice."""
 
 import json
-import sqlite3
 import sys
-from contextlib import closing
 
 import pytest
 
 from tba.buffer.store.store import Store
+from tba.tests.helpers.buffer import ask as ask_file
+from tba.tests.helpers.buffer import change
 from tba.tests.runner import slow
 
 FILES = ["rows.jsonl", *slow("rows.parquet")]
@@ -30,14 +30,7 @@ def target(tmp_path, example_model):
 def ask(tmp_path):
     """Runs SQL on the target's database."""
 
-    def run(sql, path=None):
-        connection = sqlite3.connect(path or tmp_path / "other/buffer.sqlite")
-        try:
-            return connection.execute(sql).fetchall()
-        finally:
-            connection.close()
-
-    return run
+    return lambda sql, path=None: ask_file(path or tmp_path / "other/buffer.sqlite", sql)
 
 
 PAYLOADS = "SELECT prompt_ids, response_ids, logprobs, version_runs, loss_mask FROM payloads ORDER BY trajectory"
@@ -112,9 +105,7 @@ def test_a_run_imports_its_own_rows_only_if_it_lost_them(name, tba_buffer, fille
     tba_buffer("backup" if name == "backup.sqlite" else "export", name, "-b", filled)
     arguments = ["import", name, "-b", filled, "--set", "run.name=test"]
     assert tba_buffer(*arguments).output == f"7 rows in {name}: 0 new in run test, 7 already present\n"
-    with closing(sqlite3.connect(filled)) as database, database:
-        database.execute("DELETE FROM payloads WHERE trajectory IN (2, 3)")
-        database.execute("DELETE FROM trajectory_rows WHERE id IN (2, 3)")
+    change(filled, "DELETE FROM payloads WHERE trajectory IN (2, 3)", "DELETE FROM trajectory_rows WHERE id IN (2, 3)")
     assert tba_buffer(*arguments, "--json").json["new"] == 2
     assert tba_buffer(*arguments, "--json").json["new"] == 0
     assert ask("SELECT policy_version, COUNT(*) FROM trajectories GROUP BY 1", filled) == [(0, 7)]
@@ -139,8 +130,8 @@ def test_each_run_of_a_database_has_its_own_imports(tba_buffer, filled, target, 
 def test_an_import_does_not_create_a_second_run_with_the_default_name(tba_buffer, filled):
     tba_buffer("export", "rows.jsonl", "-b", filled)
     refused = tba_buffer("import", "rows.jsonl", "-b", filled)
-    assert refused.exit_code == 2
-    assert "holds test and no run run: name the run with --set run.name=NAME" in refused.message
+    assert refused.exit_code == 78
+    assert 'belongs to run test, and run.name is run: set run.name = "test"' in refused.message
     assert tba_buffer("import", "rows.jsonl", "-b", filled, "--set", "run.name=test", "--json").json["new"] == 0
 
 

@@ -17,7 +17,8 @@ from tba.buffer.tools.check import check
 from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError
 from tba.common.wire import messages
-from tba.tests.conftest import ServiceHarness
+from tba.tests.helpers.buffer import ServiceHarness, change
+from tba.tests.helpers.buffer import ask as ask_file
 from tba.tests.helpers.puts import make_trajectory
 
 PROMPTS, STEPS = 4, 3
@@ -168,8 +169,7 @@ def test_an_offline_run_continues_only_with_the_same_options(offline, other):
 
 def test_an_offline_run_continues_only_with_the_same_recorded_run(offline, source):
     offline().close()
-    with closing(sqlite3.connect(source.store.path)) as database, database:
-        database.execute("UPDATE runs SET uuid = 'another'")
+    change(source.store.path, "UPDATE runs SET uuid = 'another'")
     with pytest.raises(UsageError, match="pass the same options again"):
         offline()
 
@@ -194,8 +194,7 @@ def test_a_recorded_file_may_move(offline, source, tmp_path):
 
 
 def rows(database: Path, table: str) -> list[tuple[Any, ...]]:
-    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection, connection:
-        return connection.execute(f"SELECT * FROM {table}").fetchall()
+    return ask_file(database, f"SELECT * FROM {table}")
 
 
 def test_the_database_of_a_server_is_refused_as_an_offline_record(offline, harness, tmp_path):
@@ -300,8 +299,7 @@ def test_steps_whose_losses_are_not_recorded_are_not_compared(offline):
 
 
 def test_a_recorded_run_of_another_build_is_refused(source):
-    with closing(sqlite3.connect(source.store.path)) as database:
-        database.execute(f"PRAGMA application_id = {int.from_bytes(b'tba') << 8}")
+    change(source.store.path, f"PRAGMA application_id = {int.from_bytes(b'tba') << 8}")
     with pytest.raises(ConfigError, match="was made by another build of tba"):
         read_recorded_run(source.store.path, run=None, as_of=None)
 

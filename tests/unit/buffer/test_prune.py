@@ -9,7 +9,7 @@ from tba.buffer.store.starts import choose_run
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
 from tba.common.errors import UsageError
-from tba.tests.unit.buffer.test_compact_check_backup import ask
+from tba.tests.helpers.buffer import ask
 
 RECENT = {"recency_fraction": 1.0, "recency_window": 0}
 OLD = ("--before-step", 2, "--keep-steps", 2)

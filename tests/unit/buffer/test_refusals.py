@@ -2,13 +2,10 @@
 
 import pytest
 
-from tba.buffer.server.mailbox import Arrival, Mailbox
 from tba.buffer.service import training
 from tba.buffer.service.clients import Clients
 from tba.common.errors import Refused
 from tba.common.wire import fields, messages
-from tba.common.wire.channels import Peer
-from tba.common.wire.codec import RequestHeader
 from tba.common.wire.messages import GetStatus
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.puts import log_ratios, numbers_of, read_log_ratios
@@ -152,63 +149,3 @@ def test_a_crowd_of_working_names_of_one_owner_keeps_no_searcher_out(monkeypatch
     # As many names as one node may have stay.
     assert [name in clients for name, _ in late] == [True] * 22 + [False] * 8
     assert sum(f"crowd{n}.1" in clients for n in range(150)) == 128
-
-
-def arrival(message, peer=b"p", role="monitor", id_=1):
-    header = RequestHeader(v=1, type=message.TYPE, id=id_, run="", role=role, sender="s.1")
-    return Arrival(Peer(peer), header, message, 1, 0.0, 0.0)
-
-
-def test_a_transaction_takes_some_of_each_queue_and_one_batch():
-    mailbox = Mailbox(1 << 20)
-    for n in range(50):
-        mailbox.add(arrival(GetStatus(), peer=bytes([n])))
-    for _ in range(3):
-        mailbox.add(arrival(sample()))
-    mailbox.add(arrival(messages.Goodbye(), role="searcher"))
-    types = [taken.header.type for taken in mailbox.take(0)]
-    assert types == [*["get_status"] * 32, "sample_batch", "goodbye"]
-    assert [taken.header.type for taken in mailbox.take(0)] == [*["get_status"] * 18, "sample_batch"]
-
-
-def test_a_lease_counts_as_many_rows_of_a_transaction_as_it_wants_prompts():
-    mailbox = Mailbox(1 << 20)
-    for n, want in enumerate([200, 100, 4096, 1]):
-        lease = messages.LeasePrompts(want=want, held=[], weights_version=0, wait_seconds=0.0)
-        mailbox.add(arrival(lease, peer=bytes([n]), role="searcher"))
-    assert [len(mailbox.take(0)) for _ in range(3)] == [2, 1, 1]
-
-
-def test_urgent_requests_of_one_connection_beyond_a_limit_are_dropped():
-    mailbox = Mailbox(1 << 20)
-    for _ in range(100):
-        mailbox.add(arrival(GetStatus()))
-    mailbox.add(arrival(GetStatus(), peer=b"other"))
-    assert (mailbox.dropped, mailbox.bytes) == (36, 65)
-    mailbox.take(0)
-    mailbox.add(arrival(GetStatus()))
-    assert mailbox.dropped == 36
-
-
-def test_other_requests_of_one_connection_beyond_a_limit_are_dropped():
-    mailbox = Mailbox(1 << 20)
-    lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
-    for id_ in range(1000):
-        mailbox.add(arrival(lease, role="searcher", id_=id_))
-    mailbox.add(arrival(lease, peer=b"other", role="searcher"))
-    assert (mailbox.dropped, mailbox.bytes) == (872, 129)
-    assert {taken.peer for taken in mailbox.take(0)} == {Peer(b"p"), Peer(b"other")}
-    mailbox.add(arrival(lease, role="searcher"))
-    assert mailbox.dropped == 872
-
-
-def test_the_repetitions_of_a_request_that_waits_are_left_out():
-    mailbox = Mailbox(1 << 20)
-    lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
-    for _ in range(4):
-        for id_ in range(65):
-            mailbox.add(arrival(lease, role="searcher", id_=id_))
-    assert (mailbox.dropped, mailbox.bytes) == (0, 65)
-    assert len(mailbox.take(0)) == 65
-    mailbox.add(arrival(lease, role="searcher", id_=0))
-    assert mailbox.bytes == 1

@@ -44,13 +44,6 @@ def test_all_trajectories_of_a_group_are_of_one_prompt():
             assert len({entry.prompt for entry in group}) == 1
 
 
-def test_the_prompts_of_a_batch_are_different():
-    index = index_of([(prompt, 0, 0.0) for prompt in range(6) for _ in range(2)])
-    for seed in range(20):
-        groups = draw(index, rules(recency_fraction=0.5), seed, groups=6)
-        assert len({group[0].prompt for group in groups}) == 6
-
-
 def test_a_group_repeats_no_trajectory_while_there_are_enough():
     index = index_of([(0, 0, 0.0)] * 5)
     for seed in range(20):
@@ -121,13 +114,6 @@ def test_a_sampler_in_use_draws_the_batches_of_a_new_one_while_prompts_grow_old(
     assert compared > 50
 
 
-def test_trajectories_over_the_staleness_limit_are_never_sampled():
-    index = index_of([(prompt, step, 0.0) for prompt in range(4) for step in range(10)])
-    for seed in range(20):
-        for group in draw(index, rules(recency_fraction=0.0, max_staleness=2), seed, step=9, groups=4):
-            assert all(entry.step >= 7 for entry in group)
-
-
 def test_the_shortage_names_the_number_of_prompts_within_the_staleness_limit():
     shortage = draw(index_of([(0, 0, 0.0), (1, 5, 0.0)]), rules(max_staleness=0), step=5, groups=2)
     assert isinstance(shortage, Shortage)
@@ -143,28 +129,3 @@ def test_softmax_with_inverse_temperature_0_is_uniform():
     index = index_of([(0, 0, 0.0), (0, 0, 100.0)])
     draws = [draw(index, rules(recency_fraction=0.0), seed, samples=1)[0][0].id for seed in range(400)]
     assert np.mean(draws) == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(400))
-
-
-def test_the_same_seed_and_history_give_the_same_batch():
-    index = index_of([(prompt, 0, 0.0) for prompt in range(20) for _ in range(4)])
-    first, second = (draw(index, rules(recency_fraction=0.5), 7, groups=8, samples=3) for _ in range(2))
-    assert first == second
-
-
-def test_the_index_keeps_the_newest_entries_of_a_prompt_up_to_the_cap():
-    index = index_of([(0, step, 0.0) for step in range(5)], cap=3)
-    assert [entry.step for entry in index.entries(0)] == [2, 3, 4]
-    assert len(index) == 3
-
-
-def test_dedup_keeps_the_newest_of_identical_responses():
-    index = SamplingIndex(Limits(prompt_cap=10, dedup=True))
-    for id_, dedup_hash in enumerate([7, 8, 7]):
-        add(index, Entry(id_, 0, id_, 0.0, dedup_hash))
-    assert [entry.id for entry in index.entries(0)] == [1, 2]
-
-
-def test_untrained_prompts_have_recent_data_that_was_not_trained_on():
-    index = index_of([(0, 5, 0.0), (1, 5, 0.0), (2, 1, 0.0)])
-    index.mark_trained([1])
-    assert Sampler(index, rules()).untrained_prompts(min_step=4, need=1).tolist() == [0]

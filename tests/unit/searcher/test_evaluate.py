@@ -18,9 +18,10 @@ from tba.common.wire.messages import WeightsRef
 from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.evaluation.answers import Answer, Question, for_storage
 from tba.searcher.evaluation.evaluator import _prepared, open_evaluator, read_subject
-from tba.searcher.evaluation.follower import Fetching, Follower
+from tba.searcher.evaluation.follower import Follower
 from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.searcher.weights.fetch import Progress
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
 
@@ -171,7 +172,7 @@ def test_only_a_setting_that_changes_a_number_makes_another_evaluation(example_m
 
 def test_an_evaluator_that_waits_for_a_trainer_on_another_machine_can_be_stopped(tmp_path, caplog):
     address = "tcp://127.0.0.1:1"
-    fetching = Fetching()
+    fetching = Progress()
     assembler = SnapshotAssembler(tmp_path / "node", "auto", SystemClock(), fetching)
     with closing(BufferClient(address, role="evaluator", name="eval")) as client:
         follower = Follower(Config(), cast("Any", None), assembler, fetching, client, SystemClock())

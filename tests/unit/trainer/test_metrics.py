@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tba.common.config import Config
-from tba.trainer.metrics.metrics_log import AppendFile, MetricsLog
+from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.metrics.sinks import open_sinks
 
 
@@ -54,16 +54,10 @@ def test_tensorboard_shows_the_repeated_steps_once(tmp_path, monkeypatch):
     assert [(event.step, event.value) for event in events] == [(0, 0), (1, 1), (2, 2), (3, 103), (4, 104), (5, 105)]
 
 
-@pytest.fixture
-def lines_file(tmp_path):
-    file = AppendFile(tmp_path / "lines")
-    yield file
-    file.close()
-
-
-def test_a_line_is_added_while_the_disk_is_waited_for(lines_file, tmp_path, monkeypatch):
-    lines_file.append("before")
-    adding, to_disk = threading.Thread(target=lines_file.append, args=["meanwhile"]), os.fsync
+def test_a_line_is_added_while_the_disk_is_waited_for(tmp_path, monkeypatch):
+    log = MetricsLog(tmp_path, first_step=0)
+    log.record(0, 0.0, {})
+    adding, to_disk = threading.Thread(target=log.record, args=[1, 0.0, {}]), os.fsync
     ended = []
 
     def slow(descriptor: int) -> None:
@@ -73,7 +67,8 @@ def test_a_line_is_added_while_the_disk_is_waited_for(lines_file, tmp_path, monk
         to_disk(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow)
-    lines_file.sync()
+    log.sync()
     adding.join()
+    log.close()
     assert ended == [True]
-    assert (tmp_path / "lines").read_text() == "before\nmeanwhile\n"
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]

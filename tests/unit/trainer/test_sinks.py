@@ -6,6 +6,7 @@ import sqlite3
 import struct
 import time
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,10 @@ from tba.trainer.metrics import sinks
 from tba.trainer.metrics.sinks import (
     COLUMNS,
     Answer,
-    AnswerTexts,
     BackgroundSink,
     TrackioSink,
     WandbSink,
+    answer_rows,
     choose_answers,
     open_sinks,
 )
@@ -82,14 +83,14 @@ def wandb_steps(directory) -> list[int]:
     return steps
 
 
-def answers_of(example_model, count: int) -> tuple[AnswerTexts, list[Answer]]:
-    """Return two prompts with two answers each, of which `count` are chosen, and what decodes them."""
+def answers_of(example_model, count: int) -> tuple[Any, list[Answer]]:
+    """Return the tokenizer, and of two prompts with two answers each the `count` that are chosen."""
     tokenizer = load_tokenizer(example_model)
     rows = [
         make_row(slot, tokenizer.encode(prompt), tokenizer.encode(answer))
         for slot, (prompt, answer) in enumerate([("1+2=", "3"), ("1+2=", "4"), ("5+5=", "10"), ("5+5=", "1")])
     ]
-    return AnswerTexts(tokenizer), choose_answers(make_batch(rows, [[1.0, 0.0], [1.0, 0.25]]), count)
+    return tokenizer, choose_answers(make_batch(rows, [[1.0, 0.0], [1.0, 0.25]]), count)
 
 
 @pytest.mark.parametrize(("count", "slots"), [(0, []), (1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (9, [0, 1, 2, 3])])
@@ -99,10 +100,10 @@ def test_answers_are_spread_over_the_batch(example_model, count, slots):
 
 
 def test_an_answer_is_a_row_with_its_texts_and_a_long_one_is_cut(example_model, monkeypatch):
-    texts, answers = answers_of(example_model, 4)
-    assert texts.rows(answers)[3] == [3, "5+5=", "1", 0.25, 0]
+    tokenizer, answers = answers_of(example_model, 4)
+    assert answer_rows(tokenizer, answers)[3] == [3, "5+5=", "1", 0.25, 0]
     monkeypatch.setattr(sinks, "_MAX_CHARACTERS", 2)
-    assert texts.rows(answers)[2][:3] == [2, "5+...", "10"]
+    assert answer_rows(tokenizer, answers)[2][:3] == [2, "5+...", "10"]
 
 
 @pytest.mark.slow
@@ -110,8 +111,8 @@ def test_weights_and_biases_gets_the_answers_of_each_step_as_a_table(example_mod
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    texts, answers = answers_of(example_model, 2)
-    sink = WandbSink("project", tmp_path, "run", {}, texts)
+    tokenizer, answers = answers_of(example_model, 2)
+    sink = WandbSink("project", tmp_path, "run", {}, tokenizer)
     sink.record(0, 1000.0, {"loss": 1.0}, answers)
     sink.close()
     pattern = "wandb/offline-run-*/files/media/table/responses_0_*.table.json"
@@ -140,8 +141,8 @@ def trackio_rows(directory, project: str) -> list[tuple]:
 
 
 def test_trackio_gets_the_answers_of_each_step_as_a_table(example_model, tmp_path, trackio_directory):
-    texts, answers = answers_of(example_model, 2)
-    sink = TrackioSink("answers", tmp_path, "run", {}, texts)
+    tokenizer, answers = answers_of(example_model, 2)
+    sink = TrackioSink("answers", tmp_path, "run", {}, tokenizer)
     sink.record(0, 1000.0, {"loss": 1.0}, answers)
     sink.close()
     ((_, _, metrics),) = trackio_rows(trackio_directory, "answers")

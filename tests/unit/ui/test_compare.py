@@ -1,4 +1,4 @@
-"""Two runs on one page: curves over each other, results, and the settings that differ."""
+"""Several runs on one page: curves over each other, results, and the settings that differ."""
 
 import html
 import re
@@ -14,37 +14,40 @@ from tba.ui.charts import Chart, Series, overlay
 
 @pytest.fixture
 def browser(filled, tmp_path):
-    """A browser of two runs, `test` and `test~2`, with another reward and another learning rate."""
-    for name in ("a", "b"):
+    """A browser of three runs, `test`, `test~2` with another reward and learning rate, and `test~3`, as the first."""
+    for name in ("a", "b", "c"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "buffer.sqlite").write_bytes(filled.read_bytes())
         with closing(sqlite3.connect(tmp_path / "runs" / name / "buffer.sqlite")) as connection, connection:
-            reward = {"a": 0.25, "b": 0.75}[name]
+            reward = {"b": 0.75}.get(name, 0.25)
             connection.execute("UPDATE batches SET metrics = json_set(metrics, '$.reward_mean', ?)", [reward])
     with closing(sqlite3.connect(tmp_path / "runs/b/buffer.sqlite")) as connection, connection:
         connection.execute("UPDATE starts SET config = json_set(config, '$.train.learning_rate', 0.125)")
     return TestClient(make_app([tmp_path / "runs"]), base_url="http://127.0.0.1")
 
 
-def test_two_runs_have_their_results_side_by_side_and_the_settings_that_differ(browser):
-    page = browser.get("/r/test/compare?kind=runs&b=test~2")
+def test_runs_have_their_results_side_by_side_and_the_settings_that_differ(browser):
+    page = browser.get("/r/test/compare?kind=runs&b=test~2&b=test~3")
     assert page.status_code == 200
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in page.text.split("<tr>")[1:]]
     cells = {row[0]: row[1:] for row in rows if row}
-    assert cells["trajectories"] == ["7", "7"]
+    assert cells["trajectories"] == ["7", "7", "7"]
     assert cells["train.learning_rate"][1] == "0.125"
     assert {name for name in cells if "." in name} == {"train.learning_rate"}
     assert next(values for name, values in cells.items() if name.startswith("Reward, training batch")) == [
         "0.25",
         "0.75",
+        "0.25",
     ]
 
 
-def test_the_curves_of_both_runs_share_a_chart(browser):
-    charts = browser.get("/r/test/compare.json?b=test~2").json()
+def test_the_curves_of_all_runs_share_a_chart(browser):
+    charts = browser.get("/r/test/compare.json?b=test~2&b=test~3").json()
     reward = next(chart for chart in charts if chart["title"] == "Reward")
-    assert [one["label"] for one in reward["series"]] == ["test: training batch", "test~2: training batch"]
-    assert [one["values"] for one in reward["series"]] == [[0.25], [0.75]]
+    assert [one["label"] for one in reward["series"]] == [
+        f"{run}: training batch" for run in ("test", "test~2", "test~3")
+    ]
+    assert [one["values"] for one in reward["series"]] == [[0.25], [0.75], [0.25]]
 
 
 def test_curves_over_different_steps_keep_their_own():

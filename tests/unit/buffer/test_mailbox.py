@@ -1,0 +1,100 @@
+"""The queue between network and writer, and requests that wait for data or for room."""
+
+from tba.buffer.server.mailbox import Arrival, Mailbox, Parked
+from tba.common.wire import messages
+from tba.common.wire.channels import Peer
+from tba.common.wire.codec import RequestHeader
+from tba.common.wire.messages import GetStatus
+
+LEASE = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=1.0)
+BATCH = messages.SampleBatch(step=0, prompts=1, samples=1, reference="none", wait_seconds=1.0)
+
+
+def arrival(message, peer=b"p", role="monitor", id_=1, sender="s.1", deadline=0.0):
+    header = RequestHeader(v=1, type=message.TYPE, id=id_, run="", role=role, sender=sender)
+    return Arrival(Peer(peer), header, message, bytes=1, at=0.0, deadline=deadline)
+
+
+def test_a_transaction_takes_some_of_each_queue_and_one_batch():
+    mailbox = Mailbox(1 << 20)
+    for n in range(50):
+        mailbox.add(arrival(GetStatus(), peer=bytes([n])))
+    for _ in range(3):
+        mailbox.add(arrival(BATCH))
+    mailbox.add(arrival(messages.Goodbye(), role="searcher"))
+    types = [taken.header.type for taken in mailbox.take(0)]
+    assert types == [*["get_status"] * 32, "sample_batch", "goodbye"]
+    assert [taken.header.type for taken in mailbox.take(0)] == [*["get_status"] * 18, "sample_batch"]
+
+
+def test_a_lease_counts_as_many_rows_of_a_transaction_as_it_wants_prompts():
+    mailbox = Mailbox(1 << 20)
+    for n, want in enumerate([200, 100, 4096, 1]):
+        lease = messages.LeasePrompts(want=want, held=[], weights_version=0, wait_seconds=0.0)
+        mailbox.add(arrival(lease, peer=bytes([n]), role="searcher"))
+    assert [len(mailbox.take(0)) for _ in range(3)] == [2, 1, 1]
+
+
+def test_urgent_requests_of_one_connection_beyond_a_limit_are_dropped():
+    mailbox = Mailbox(1 << 20)
+    for _ in range(100):
+        mailbox.add(arrival(GetStatus()))
+    mailbox.add(arrival(GetStatus(), peer=b"other"))
+    assert (mailbox.dropped, mailbox.bytes) == (36, 65)
+    mailbox.take(0)
+    mailbox.add(arrival(GetStatus()))
+    assert mailbox.dropped == 36
+
+
+def test_other_requests_of_one_connection_beyond_a_limit_are_dropped():
+    mailbox = Mailbox(1 << 20)
+    for id_ in range(1000):
+        mailbox.add(arrival(LEASE, role="searcher", id_=id_))
+    mailbox.add(arrival(LEASE, peer=b"other", role="searcher"))
+    assert (mailbox.dropped, mailbox.bytes) == (872, 129)
+    assert {taken.peer for taken in mailbox.take(0)} == {Peer(b"p"), Peer(b"other")}
+    mailbox.add(arrival(LEASE, role="searcher"))
+    assert mailbox.dropped == 872
+
+
+def test_the_repetitions_of_a_request_that_waits_are_left_out():
+    mailbox = Mailbox(1 << 20)
+    for _ in range(4):
+        for id_ in range(65):
+            mailbox.add(arrival(LEASE, role="searcher", id_=id_))
+    assert (mailbox.dropped, mailbox.bytes) == (0, 65)
+    assert len(mailbox.take(0)) == 65
+    mailbox.add(arrival(LEASE, role="searcher", id_=0))
+    assert mailbox.bytes == 1
+
+
+def parked_lease(sender: str, peer: bytes = b"1", deadline: float = 1.0) -> Arrival:
+    return arrival(LEASE, peer=peer, role="searcher", sender=sender, deadline=deadline)
+
+
+def test_a_newer_request_of_a_sender_takes_the_place_of_the_older_one():
+    parked = Parked()
+    old, new = parked_lease("a.1"), parked_lease("a.1", peer=b"2")
+    assert parked.add(old)
+    assert parked.add(new)
+    assert parked.of_type(LEASE.TYPE) == {"a.1": new}
+
+
+def test_one_connection_cannot_park_many_requests():
+    parked = Parked()
+    flood = [parked_lease(f"a{n}.1") for n in range(1000)]
+    assert sum(map(parked.add, flood)) == len(parked.of_type(LEASE.TYPE)) < 10
+    assert parked.add(parked_lease("b.1", peer=b"2")), "other connections are not affected"
+    for item in list(parked.of_type(LEASE.TYPE).values()):
+        parked.remove(item)
+    assert parked.add(flood[-1])
+
+
+def test_overdue_requests_are_taken_once():
+    parked = Parked()
+    early, late = parked_lease("a.1", deadline=1.0), parked_lease("b.1", deadline=2.0)
+    assert parked.add(early)
+    assert parked.add(late)
+    assert parked.take_overdue(1.0) == [early]
+    assert parked.take_overdue(1.0) == []
+    assert parked.of_type(LEASE.TYPE) == {"b.1": late}

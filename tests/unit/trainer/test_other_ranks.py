@@ -10,8 +10,8 @@ from tba.common.errors import MemoryShort, TbaError
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import random_batch
 from tba.trainer.batch.batch import pack_batch
-from tba.trainer.distributed import Ranks
-from tba.trainer.loop import END, STEP, run_other_rank
+from tba.trainer.distributed import END, STEP, Ranks
+from tba.trainer.loop import run_other_rank
 
 
 class ScriptedRanks(Ranks):

@@ -64,7 +64,8 @@ def command_line() -> str:
     text = _USAGE.sub(r"`\1`", _LIST_OF_COMMANDS.sub("", text))
     text = _CONFIG.sub("", text.replace(_FILE, "").replace(_HELP, ""))
     head, rest = _LABELS.sub("\n\n", text).split("\n## ", 1)
-    about = f"Every command takes `--help`. All but {', '.join(without)} take a configuration, as FILE where the usage has it:\n\n{_FILE}{shared[0]}"
+    others = ", ".join(without)
+    about = f"Every command takes `--help`. All but {others} take a configuration:\n\n{_FILE}{shared[0]}"
     return f"{head.rstrip()}\n\n{about}\n## {rest.rstrip()}\n"
 
 

@@ -21,7 +21,8 @@ from typing import Any
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.errors import TbaError
-from tba.tests.conftest import EXAMPLE_MODEL, ServiceHarness
+from tba.tests.conftest import EXAMPLE_MODEL
+from tba.tests.helpers.buffer import ServiceHarness
 
 LIMIT_SECONDS = 100
 DEEP = "[" * 100_000
@@ -236,13 +237,14 @@ def load(kind: str) -> Callable[[Path], object]:
         from tba.trainer.model.scorer import load_model
         from tba.trainer.preflight.shape import meta_model
 
-        return {
+        loaders: dict[str, Callable[[Path], object]] = {
             "trainer": partial(load_model, device=torch.device("cpu")),
             "preflight": meta_model,
             "tokenizer": load_tokenizer,
             "end tokens": eos_ids,
             "digest": weights_digest,
-        }[kind](model)
+        }
+        return loaders[kind](model)
 
     return run
 

@@ -61,7 +61,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def refuse_strange_files(database: Path) -> None:
-    """Raise StorageError if SQLite would wait for a file beside a database, or write to or delete a file elsewhere.
+    """Raise StorageError if SQLite would wait for a file next to a database, or write to or delete a file elsewhere.
 
     SQLite opens a FIFO, follows a link, and deletes the super-journal that a journal names after it has rolled it back,
     which may be any file of the user. tba never leaves any of these.

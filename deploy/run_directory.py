@@ -19,7 +19,7 @@ from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, Tb
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
 from tba.common.run_status import check_address
-from tba.common.system.durable import exclusive_lock
+from tba.common.system.durable import exclusive_lock, open_regular
 from tba.deploy.child import drain_seconds, trainer_drain_seconds
 
 log = get_logger(__name__)
@@ -30,6 +30,8 @@ _COMMAND = "command: "
 # The time a launcher needs in addition to that of its children, which it ends in three groups one after another.
 _MARGIN_SECONDS = 10.0
 _POLL_SECONDS = 0.1
+# Of a lock file: a holder writes a few lines.
+_MOST_BYTES = 1 << 20
 
 
 def holds_run(config: Config) -> bool:
@@ -115,7 +117,8 @@ class Launch:
 def last_launch(directory: Path) -> Launch | None:
     """Return the last `tba run` of a directory, None if its roles were started by hand."""
     try:
-        lines = (directory / run_files.LAUNCH_LOCK).read_text(encoding="utf-8", errors="replace").splitlines()
+        with open_regular(directory / run_files.LAUNCH_LOCK) as file:
+            lines = file.read(_MOST_BYTES).decode("utf-8", "replace").splitlines()
     except OSError:
         return None
 

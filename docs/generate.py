@@ -1,6 +1,7 @@
 """Generate `docs/configuration.md` and `docs/cli.md` from the code; with --check, fail if they are out of date."""
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,12 +23,17 @@ def configuration() -> str:
         "prints every value with its origin. `docs/generate.py` generates this page.",
     ]
     default, section = Config(), ""
+    # By name and meaning, the first section with such a key.
+    sections: dict[tuple[str, str], str] = {}
     for key, field in fields():
         if key.split(".")[0] != section:
             section = key.split(".")[0]
             about = type(getattr(default, section)).__doc__
             lines += ["", f"## [{section}]", "", str(about), "", "| key | default | meaning |", "|---|---|---|"]
-        lines.append(f"| `{key.split('.')[1]}` | `{value_of(default, key)}` | {_cell(field.description)} |")
+        name, meaning = key.split(".")[1], _cell(field.description)
+        first = sections.setdefault((name, meaning), section)
+        meaning = meaning if first == section else f"As in [{first}](#{first})."
+        lines.append(f"| `{name}` | `{value_of(default, key)}` | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
@@ -35,10 +41,27 @@ def _cell(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
+# Options that most commands have. Typer repeats them, and a list of commands with cut sentences, in every section.
+_FILE = "* `FILE <path>`: The same as --config FILE.\n"
+_HELP = "* `--help`: Show this message and exit.\n"
+_CONFIG = re.compile(r"\* `-c, --config <path>`: .*\n\* `--set <list\[str\]>`: .*\n")
+_LIST_OF_COMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")
+_USAGE = re.compile(r"\*\*Usage\*\*:\n\n```console\n\$ (.*)\n```")
+_LABELS = re.compile(r"(?:\n*\*\*(?:Arguments|Options)\*\*:\n+)+")
+
+
 def command_line() -> str:
-    """Return docs/cli.md, as typer renders it."""
+    """Return docs/cli.md, as typer renders it, with the options of most commands explained once."""
     command = [sys.executable, "-m", "typer", "tba.cli", "utils", "docs", "--name", "tba", "--title", "Command line"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.rstrip() + "\n"  # noqa: S603
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    shared = _CONFIG.search(text)
+    if shared is None or _FILE not in text or _HELP not in text:
+        raise SystemExit("typer renders the shared options in another form: adapt docs/generate.py")
+    text = _USAGE.sub(r"`\1`", _LIST_OF_COMMANDS.sub("", text))
+    text = _CONFIG.sub("* `-c`, `--set`: [as above](#command-line).\n", text.replace(_FILE, "").replace(_HELP, ""))
+    head, rest = _LABELS.sub("\n\n", text).split("\n## ", 1)
+    about = f"Every command takes `--help`. Most take a configuration:\n\n{_FILE}{shared[0]}"
+    return f"{head.rstrip()}\n\n{about}\n## {rest.rstrip()}\n"
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ from tba.common.config import Config
 from tba.common.errors import CheckpointError, CheckpointMismatch, UsageError
 from tba.common.log import get_logger
 from tba.common.system.background import Background
-from tba.common.system.durable import new_directory, require_space, sha256_of, write_json
+from tba.common.system.durable import new_directory, open_regular, require_space, sha256_of, write_json
 from tba.trainer.distributed import ALONE, SAVE, Ranks, full_tensor, local_part, shard_like
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy
@@ -233,7 +233,8 @@ def load_weights(checkpoint: Checkpoint, policy: PreTrainedModel, masters: Mappi
 def read(path: Path) -> Checkpoint:
     """Read a checkpoint and verify its files. Raises CheckpointError."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        with open_regular(path / _MANIFEST) as file:
+            manifest = json.load(file)
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {manifest['format']!r}, this release reads {FORMAT}")
         for name, digest in manifest["files"].items():
@@ -242,7 +243,8 @@ def read(path: Path) -> Checkpoint:
         return Checkpoint(
             path, manifest["step"], manifest["run"], manifest["reference"], manifest["unreported"], manifest["adapter"]
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    # Those of a manifest of another form, also of one that nests without end.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.buffer.store import schema
-from tba.buffer.store.storage_errors import storage_errors
+from tba.buffer.store.storage_errors import refuse_strange_files, storage_errors
 from tba.common import run_files
 from tba.common.errors import StorageError, SyncFailed
 from tba.common.log import get_logger
@@ -54,7 +54,11 @@ class DatabaseFile:
 
     def __init__(self, path: Path, *, durability: str) -> None:
         # SQLite resolves links, too: its WAL is next to the file itself.
-        self.path = path = path.resolve()
+        try:
+            self.path = path = path.resolve()
+        # Of a link that leads to itself.
+        except RuntimeError as error:
+            raise StorageError(f"{path}: {error}") from error
         taken = f"a buffer server has {path} open: stop it, or name another database"
         self.failure: SyncFailed | None = None
         self._written = 0
@@ -266,6 +270,8 @@ class _OpenFiles:
                 if name != kept and _file_identity(name) == self._identities[name]:
                     name.rename(kept)
                 elif not os.fstat(file).st_nlink:
+                    # The whole directory may have been deleted.
+                    kept.parent.mkdir(parents=True, exist_ok=True)
                     durable.copy_file(Path(f"/proc/self/fd/{file}"), kept)
                     durable.sync(kept)
                 else:
@@ -287,6 +293,7 @@ def _refuse_unusable(path: Path) -> None:
 
     The connection is read-only: one that may write would checkpoint the WAL into the file and delete it on close.
     """
+    refuse_strange_files(path)
     # Only a writer can roll back a hot rollback journal, such as that of an interrupted "journal_mode = WAL".
     mode = "rw" if path.with_name(path.name + "-journal").exists() else "ro"
     with contextlib.closing(

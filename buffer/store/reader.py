@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.schema import is_new
+from tba.buffer.store.storage_errors import refuse_strange_files
 from tba.common.errors import StorageError, UsageError
 
 _BUSY_MS = 10_000
@@ -23,6 +24,7 @@ def open_reader(path: Path) -> Iterator[sqlite3.Connection]:
         raise UsageError(
             f"{path} does not exist: name another file with --buffer or buffer.database, or start `tba buffer serve`"
         )
+    refuse_strange_files(path)
     try:
         uri = f"{path.absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as connection:

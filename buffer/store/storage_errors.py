@@ -30,6 +30,9 @@ _STORAGE_CODES = frozenset(
     }
 )
 
+# The last bytes of a journal that ends with the name of a super-journal: those with which each journal begins.
+_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
+
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
@@ -55,6 +58,24 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise StorageError(f"{path}: {error}") from error
     except OSError as error:
         raise StorageError(f"{path}: {error}") from error
+
+
+def refuse_strange_files(database: Path) -> None:
+    """Raise StorageError if SQLite would wait for a file next to a database, or write to or delete a file elsewhere.
+
+    SQLite opens a FIFO, follows a link, and deletes the super-journal that a journal names after it has rolled it back,
+    which may be any file of the user. tba never leaves any of these.
+    """
+    for ending in ("-wal", "-shm", "-journal"):
+        path = database.resolve()
+        path = path.with_name(path.name + ending)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise StorageError(f"{path} is no regular file, and SQLite would open it with the database: remove it")
+        if ending == "-journal" and path.exists() and path.read_bytes()[-len(_SUPER_JOURNAL) :] == _SUPER_JOURNAL:
+            raise StorageError(
+                f"{path} names another journal, which SQLite would delete: it is not of tba; remove it, or restore a "
+                "backup"
+            )
 
 
 def stored_object(text: str | None) -> dict[str, Any]:

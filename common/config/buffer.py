@@ -13,8 +13,7 @@ class BufferSection(Section):
 
     address: Annotated[str, Field(pattern=r"^(auto|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = "auto"
     """ZeroMQ endpoint that the buffer binds and all clients connect to: tcp://HOST:PORT, or ipc://PATH for one machine.
-    auto is a socket file in run.dir that only this user can connect to, or one in /dev/shm if run.dir is too long for
-    the path of a socket."""
+    auto is a socket file in run.dir that only this user can connect to (in /dev/shm if the path is too long)."""
     database: Path | None = None
     """SQLite file; by default `buffer.sqlite` in run.dir."""
     durability: Literal["power", "process"] = "power"
@@ -29,25 +28,24 @@ class BufferSection(Section):
     """m: the probability that a group is drawn from recent data. Otherwise it is drawn by priority."""
     recency_window: NonNegative | Literal["auto"] = "auto"
     """Data with at most this staleness, in optimiser steps, is recent. auto: the age of the newest sampleable data plus
-    train.publish_every, so that the window follows the lag of the searchers (the paper, without a lag: 2k - 1). If no
-    data is that recent, the newest comes first, in tiers of age."""
+    train.publish_every (the paper, without a lag: 2k - 1). If no data is that recent, the newest comes first, in tiers
+    of age."""
     prompt_priority: Literal["uniform", "recency", "softmax", "rank"] = "uniform"
     """The priority rule across prompts. uniform: all equal; recency: those with recent data that was never trained on,
-    then those with recent data, then older ones in tiers of age; softmax: by inverse_temperature x score; rank: by
-    1 / the rank of the score. The score of a prompt is the mean reward of its sampleable trajectories."""
+    then those with recent data, then older ones in tiers of age; softmax: by inverse_temperature x score; rank: by 1 /
+    the rank of the score, which is the mean reward of the prompt's sampleable trajectories."""
     trajectory_priority: Literal["uniform", "recency", "softmax", "rank"] = "softmax"
-    """The priority rule within a prompt. uniform: all equal; recency: the recent ones equal, or, without any,
-    those of the newest tier of age; softmax: by inverse_temperature x reward; rank: by 1 / the rank of the reward."""
+    """The priority rule within a prompt. uniform: all equal; recency: the recent ones, else those of the newest tier of
+    age; softmax: by inverse_temperature x reward; rank: by 1 / the rank of the reward."""
     inverse_temperature: NonNegativeFloat = 0.0
     """softmax: the probability is proportional to exp(inverse_temperature x reward); 0 is uniform."""
     flat_group_weight: Fraction = 1.0
-    """Factor on the probability of a prompt whose sampleable rewards are all equal, or that has only one. 1 is no
-    preference; 0 draws such a prompt only if there is no other of the same recency. With
-    `prompt_priority = "rank"`, any value below 1 ranks these prompts behind all others."""
+    """Factor on the probability of a prompt whose sampleable rewards are all equal, or that has only one. 0 draws such
+    a prompt only if there is no other of the same recency. With `prompt_priority = "rank"`, any value below 1 ranks
+    these prompts behind all others."""
     replacement: Literal["if_needed", "never", "always"] = "if_needed"
     """Whether a group may contain a trajectory twice. if_needed: if there are fewer than train.samples_per_prompt to
-    draw from, of the prompt or, by recency, of its newest tier; never: such a prompt is not sampled. A batch never
-    contains a prompt twice."""
+    draw from; never: such a prompt is not sampled. A batch never contains a prompt twice."""
     max_staleness: NonNegative | Literal["unbounded"] = "unbounded"
     """Maximum optimiser steps between the policy that generated and the step that trains; 0 is synchronous."""
     min_fill: NonNegative = 0
@@ -57,8 +55,8 @@ class BufferSection(Section):
     """How often a trajectory is trained on, on average. The trainer waits if it would exceed this, and searchers wait
     if they are ahead by more than `samples_per_insert_slack`."""
     samples_per_insert_slack: Positive | Literal["auto"] = "auto"
-    """How many trajectories searchers may be ahead of `samples_per_insert`; auto is twice the minimum. If few
-    responses are much longer than the others, the trainer may wait for them: set four batches (docs/evidence.md)."""
+    """How many trajectories searchers may be ahead of `samples_per_insert`; auto is twice the minimum. If few responses
+    are much longer than the others, set four batches (docs/evidence.md)."""
     prompt_cap: Positive = 100
     """Maximum number of sampleable trajectories per prompt; the others stay in history."""
     prompt_keep: Literal["newest", "best", "reservoir"] = "newest"
@@ -69,8 +67,8 @@ class BufferSection(Section):
     max_payload_bytes: Positive | Literal["unbounded"] = "unbounded"
     """Maximum bytes of sampleable token ids, log-probabilities and masks; the oldest trajectories leave."""
     dedup: bool = True
-    """Sample only the newest of identical responses to a prompt; all stay in history. A group is then not distributed
-    as the policy is: set it to false where answers are short and repeat (docs/objectives.md)."""
+    """Sample only the newest of identical responses to a prompt; all stay in history. Set it to false where answers are
+    short and repeat (docs/objectives.md)."""
 
 
 class CurriculumSection(Section):

@@ -39,31 +39,30 @@ class SearchSection(Section):
     with half of their `max_tokens`, at most 512 on a GPU and 256 on a CPU; the Transformers engine 256."""
     temperature: Explored = 1.0
     """Sampling temperature: one value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`).
-    0 is greedy. Each trajectory records its temperature, and the trainer compares log-probabilities at the same one."""
+    0 is greedy. Each trajectory records its temperature."""
     top_p: Explored = 1.0
-    """Nucleus sampling from the smallest set of tokens with this total probability. One value, several or a range,
-    drawn independently of the temperature. Below 1 the trainer cannot compute a ratio to the sampler, and objectives
-    that need one are refused."""
+    """Nucleus sampling from the smallest set of tokens with this total probability: one value, several or a range.
+    Objectives that need a ratio to the sampler refuse values below 1."""
     explore: Literal["sample", "group", "searcher"] = "sample"
     """How often temperature and top_p are drawn if they are several or a range: for each response, for each visit of a
-    prompt, or once per searcher. All draws are derived from run.seed."""
+    prompt, or once per searcher."""
     max_tokens: Positive = 512
     """Maximum length of a response, in tokens."""
     stop: tuple[int | str, ...] = ()
-    """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`. A
-    string that is a special token means its id. The response is trained on with what ended it, and scored without."""
+    """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`
+    (docs/prompts.md)."""
     reference_logprobs: bool = False
-    """Compute the reference log-probabilities in the searcher, as in the paper: with a frozen copy of model.path on
-    its device, in a thread parallel to generation. Otherwise the trainer computes those of its batches."""
+    """Compute the reference log-probabilities in the searcher, with a frozen copy of model.path on its device
+    (docs/rewards.md). Otherwise the trainer computes those of its batches."""
     spool_dir: Path | None = None
-    """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir. The spool of
-    a dead searcher is delivered by the next searcher that starts with this directory on the same machine."""
+    """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir
+    (docs/outages.md)."""
     spool_mib: PositiveFloat = 512.0
     """Maximum size of one searcher's spool in MiB. When it is full, the searcher pauses until the buffer is back."""
     canary_tolerance: PositiveFloat | None = None
-    """Maximum absolute difference of the canary's log-probabilities from the trainer's after a hot reload. By default
-    1e-3 if model.dtype is float32, and 0.5 if it is bfloat16, whose rounding alone causes up to about 0.15. The mean
-    may be a quarter of it. Models with routed experts have no maximum; see docs/vllm.md for the calibration."""
+    """Maximum absolute difference of the canary's log-probabilities from the trainer's after a hot reload: by default
+    1e-3 in float32, and 0.5 in bfloat16, whose rounding alone causes up to about 0.15. The mean may be a quarter of it.
+    Models with routed experts have no maximum (docs/vllm.md)."""
     max_model_len: NonNegative = 0
     """vLLM: maximum length of prompt plus response, in tokens; 0 is the model's own limit."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -71,12 +70,11 @@ class SearchSection(Section):
     kv_cache_gib: PositiveFloat | Literal["auto"] = "auto"
     """vLLM: size of the KV cache per GPU in GiB. auto: 1 on a CPU; on a GPU what vLLM measures to be left of
     gpu_memory_utilization, which is wrong if another process allocates or frees memory there meanwhile. With a number
-    vLLM measures nothing, and gpu_memory_utilization does not limit the cache."""
+    vLLM measures nothing."""
     step_seconds: NonNegativeFloat = 300.0
     """A searcher whose engine has not finished a step, or a swap of weights, for this many seconds writes the stacks of
-    its threads to its log and exits with code 75, so that it is restarted; with code 1 if a call into C holds the
-    interpreter's lock. Until its first response is complete it has four times as long, for compilation. 0 is no
-    limit."""
+    its threads to its log and exits, so that it is restarted. Until its first response is complete it has four times as
+    long, for compilation. 0 is no limit."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -86,13 +84,12 @@ class SearchSection(Section):
     """The source of snapshots. path: the trainer's directory, on a shared file system; trainer: its
     `train.serve_snapshots`; auto: the path if it exists on this node, else the trainer."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:\d+)$")] = ""
-    """ZeroMQ endpoint (tcp://HOST:PORT) where this node serves its snapshots, and those it is fetching, to other nodes
-    that set this key. One of the node's searchers listens there. The buffer learns the address, with the name of this
-    machine if HOST is `*`, and has each node ask others before the trainer. Empty: only the trainer is asked."""
+    """ZeroMQ endpoint (tcp://HOST:PORT) where one searcher of this node serves its snapshots to other nodes that set
+    this key; with HOST `*` they use the name of this machine. Each node asks others before the trainer. Empty: only the
+    trainer is asked."""
     weights_dir: Path | None = None
-    """Directory of the weights that the trainer of a node publishes and its searchers serve or prepare: /dev/shm or a
-    local disk, with room for four times the model. By default /dev/shm if it has that and 512 MiB more, else
-    run.dir."""
+    """Directory of the weights of a node's trainer and searchers: /dev/shm or a local disk, with room for four times
+    the model. By default /dev/shm if it has that and 512 MiB more, else run.dir."""
 
     @field_validator("vllm")
     @classmethod

@@ -140,7 +140,7 @@ class _ModelSource(Section):
     """A Hugging Face model directory or hub id of a classifier with one label, which each searcher loads."""
     url: str = ""
     """Instead of `path`: the address of an HTTP server with the model, such as http://node0:8000 of `vllm serve MODEL
-    --runner pooling`, which all searchers share. Empty, like `path`: no model."""
+    --runner pooling`. Empty, like `path`: no model."""
     api_key: SecretStr = SecretStr("")
     """With `url`: sent as a bearer token. It is not stored with the run; TBA_REWARD_MODEL__API_KEY or
     TBA_GOLD_MODEL__API_KEY keeps it out of the file."""
@@ -181,8 +181,8 @@ class ScoringModelSection(_ModelSource):
     """A sequence classifier with one label, here or behind an HTTP server (docs/rewards.md)."""
 
     api: Literal["classify", "pooling", "score"] = "classify"
-    """With `url`: the route that is asked, of those that vLLM has. score sends prompt and response as two texts, for
-    cross-encoders; the others send them as one text or conversation."""
+    """With `url`: the route of vLLM that is asked. score sends prompt and response as two texts, for cross-encoders;
+    the others as one text or conversation."""
     served_model: str = ""
     """With `url`: the name of the model at the server; empty leaves the choice to the server."""
     concurrency: Positive = 64
@@ -192,8 +192,7 @@ class ScoringModelSection(_ModelSource):
     search.gpu_memory_utilization must leave memory for it; `cuda:1` is GPU 1 of nvidia-smi."""
     time_limit_seconds: PositiveFloat = 60.0
     """Time limit of a forward pass, in seconds. After it the rows of its pairs get an error and the process is
-    replaced. Pairs that wait longer than this for a process that does not start also get an error. With `url`: time
-    limit of a response's score, all retries included."""
+    replaced. With `url`: time limit of a response's score, all retries included."""
 
     @model_validator(mode="after")
     def _check_api(self) -> Self:

@@ -27,10 +27,9 @@ class TrainSection(Section):
     processes: Positive = 1
     """Number of processes that train together with FSDP2 if gpu is `cpu`: to try out what GPUs do."""
     sharding: Literal["auto", "all", "optimizer"] = "auto"
-    """What is sharded over several processes. all: weights, gradients and optimiser states; each layer is gathered for
-    each pass, and its gradient is reduced after it. optimizer: during a step each process holds all weights and
-    gradients, gathered and reduced once. auto is optimizer if that fits a GPU by
-    the estimate of check_memory."""
+    """What is sharded over several processes. all: weights, gradients and optimiser states, gathered for each pass.
+    optimizer: each process holds all weights and gradients during a step. auto is optimizer if that fits a GPU by the
+    estimate of check_memory."""
     steps: Positive = 1000
     """Optimiser steps of the whole run."""
     prompts_per_step: Positive = 7
@@ -39,12 +38,12 @@ class TrainSection(Section):
     """K: trajectories per prompt in a batch; at least 2, since log Z is estimated from them."""
     micro_batch_tokens: Positive = 16384
     """Maximum tokens (without padding, a prompt for each of its samples) per micro-batch, whose activations are in
-    memory together; at least one trajectory. A group with more tokens is split, which costs one more forward pass."""
+    memory together. A group with more tokens is split, which costs one more forward pass."""
     packing: Literal["auto", "packed", "padded"] = "auto"
-    """packed: a micro-batch is one row of all its sequences without padding, with attention within each; the samples of
-    a prompt share its tokens. padded: rows of similar length, padded, each with its prompt. auto packs on a CPU, and on
-    a GPU in bfloat16, if the model supports it. packed on a GPU that lacks the kernel for it (before Ampere, torch
-    before 2.12, float32) pads within the attention, and logs a warning."""
+    """packed: a micro-batch is one row without padding, with attention within each sequence; the samples of a prompt
+    share its tokens. padded: rows of similar length, each with its prompt. auto packs on a CPU, and on a GPU in
+    bfloat16, if the model supports it. On a GPU without the kernel (before Ampere, torch before 2.12, float32) packed
+    pads within the attention, with a warning."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
@@ -73,9 +72,9 @@ class TrainSection(Section):
     publish_every: Positive = 2
     """k: steps between two snapshots for the searchers."""
     snapshots_in: Literal["auto", "memory", "disk"] = "auto"
-    """memory: only the first snapshot, the last and those of `keep_snapshot_every` go to run.dir; all are published
-    from `search.weights_dir` on the trainer's machine. disk: all go to run.dir, which other machines may mount. auto:
-    memory if `buffer.address` is on this machine or `serve_snapshots` is set, else disk."""
+    """memory: only the first snapshot, the last and those of `keep_snapshot_every` go to run.dir; the others are in
+    `search.weights_dir` alone. disk: all go to run.dir, which other machines may mount. auto: memory if
+    `buffer.address` is on this machine or `serve_snapshots` is set, else disk."""
     keep_snapshots: Positive = 4
     """Number of newest snapshots to keep on disk, of those that are written there (`snapshots_in`)."""
     keep_snapshot_every: NonNegative = 0
@@ -84,17 +83,17 @@ class TrainSection(Section):
     """Free disk space, in MiB, that a snapshot must leave. If there is less, the newest snapshot waits, older waiting
     ones are dropped, and training continues; 0 never waits."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = ""
-    """ZeroMQ endpoint (tcp://HOST:PORT) where the trainer serves its snapshots to searchers without access to run.dir.
-    Searchers learn it from the announcement, with the name of this machine if HOST is `*`. Empty serves none."""
+    """ZeroMQ endpoint (tcp://HOST:PORT) where the trainer serves its snapshots to searchers without access to run.dir;
+    with HOST `*` they use the name of this machine. Empty serves none."""
     checkpoint_every: Positive = 50
-    """Steps between checkpoints. They are written in the background; one that is due while the previous one is still
-    being written is skipped. Resume repeats the steps after the newest checkpoint, with the same batches."""
+    """Steps between checkpoints. One that is due while the previous one is still being written is skipped. Resume
+    repeats the steps after the newest checkpoint, with the same batches."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time. It needs training mode, in which dropout and
-    noise of routers are turned off; a model that is then still random is refused."""
+    """Recompute activations in the backward pass: less memory, more time. A model that is random in training mode is
+    refused."""
     offload: Literal["none", "optimizer"] = "none"
-    """optimizer: float32 weights, gradients and optimiser states are in the memory of the host, and the GPU has the
-    weights in model.dtype. The optimiser's step is computed on the CPU. Not with adapters."""
+    """optimizer: float32 weights, gradients and optimiser states are in the memory of the host, where the optimiser's
+    step is computed; the GPU has the weights in model.dtype. Not with adapters."""
     check_memory: bool = True
     """Refuse to start if the estimated memory (docs/scaling.md) exceeds that of the GPU or of the host."""
     threads: NonNegative = 0
@@ -127,30 +126,28 @@ class ObjectiveSection(Section):
     """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl. tb_stale is
     tba_prime with imitation = 1."""
     imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
-    """lambda, which keeps good answers in stale data: advantages grow by lambda x (the mean reward of the other
-    responses of the group - reward_floor), for tb, tb_stale, tba_prime, rloo, dr_grpo, ppo_clip and proximal_rloo. auto
-    is 1 for tb_stale and 0 for the others."""
+    """lambda, which keeps good responses in stale data: advantages grow by lambda x (the mean reward of the others in
+    the group - reward_floor), if the objective's advantage is centred. auto is 1 for tb_stale and 0 for the others."""
     reward_floor: float | Literal["task", "group"] = "group"
-    """imitation: the reward from which it counts. group: the least reward of the other responses, and less of it the
-    fewer of them are close to the best (docs/objectives.md); 0 if their rewards are equal. task: the
-    `least_reward` that the task declares, 0 if it declares none, or task.truncated if that is lower; a trainer then
-    loads a task of your own when it starts. A number stands for it. A reward below that of a task is logged once."""
+    """imitation: the reward from which it counts. group: by the other responses (docs/objectives.md). task: the
+    `least_reward` that the task declares, else 0, or task.truncated if that is lower; a trainer then loads a task of
+    your own when it starts. A number stands for it."""
     taper: Literal["off", "response", "mean"] = "off"
     """tb, rloo, reinforce, and tb_stale and tba_prime with truncation = "off": the weight of a response of negative
     advantage. response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for
     responses so long that the former is always 0; off: 1."""
     kl: Literal["auto", "none", "reference", "ema"] = "auto"
     """Policy gradients (reinforce to cispo, tb_stale, tba_prime): the anchor of the KL term in the reward. reference:
-    the reference policy; ema: a moving average of the weights, estimated from the recorded log-probabilities without a
-    forward pass; none: no KL term. auto is reference for tb_stale and tba_prime, and none for the others."""
+    the reference policy; ema: a moving average of the weights, without a forward pass; none: no KL term. auto is
+    reference for tb_stale and tba_prime, and none for the others."""
     clip_high: PositiveFloat = 0.2
     """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio above 1 + this is clipped, and one below 0.8."""
     truncation: PositiveFloat | Literal["off"] = 8.0
     """tb_stale, tba_prime: the maximum importance weight of a token; off gives every token weight 1, as in the paper's
     Eq. 7."""
     mean_kl: Literal["sampler", "policy"] = "sampler"
-    """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler,
-    as in the authors' code, keeps the level of the log-probabilities of stale data; policy is the paper's Eq. 7."""
+    """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler
+    holds the level of the log-probabilities on stale data; policy is the paper's Eq. 7."""
     value_beta: PositiveFloat | Literal["beta"] = 1.0
     """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data
     (docs/evidence.md)."""
@@ -239,10 +236,10 @@ class LoraSection(Section):
     """Scale: an adapter adds alpha / rank x B A to its weight."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] | Literal["all"] = "all"
     """Names of the linear layers with an adapter, such as `["q_proj", "v_proj"]`; all means all but the output head.
-    The experts and routers of a mixture are no linear layers: they stay frozen."""
+    Experts and routers of a mixture stay frozen."""
     publish: Literal["merged", "adapter"] = "merged"
     """merged: weights with the adapters merged in. adapter: the base once, then only the adapters, which vLLM applies
-    (docs/scaling.md). The last snapshot and those of `train.keep_snapshot_every` are then still full."""
+    (docs/scaling.md). The last and kept snapshots are still full."""
 
     @model_validator(mode="after")
     def _check_rank(self) -> Self:
@@ -258,8 +255,8 @@ class ReferenceSection(Section):
     """frozen: the model that training starts from; reset: the policy itself, copied every `every` steps (the paper's
     TBA'); ema: a moving average of the policy's weights, refreshed every `every` steps."""
     every: Positive = 50
-    """reset, ema: steps between two references. The log-probabilities under each reference are computed once per
-    trajectory and stored; with a small number they are rarely reused."""
+    """reset, ema: steps between two references. The log-probabilities under each are computed once per trajectory and
+    stored."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """ema: the fraction of the old reference in the new one."""
 
@@ -278,7 +275,7 @@ class MetricsSection(Section):
     """PORT or HOST:PORT where the buffer shows the numbers of all roles to Prometheus. HOST is 127.0.0.1 by default.
     Empty opens no port."""
     trace_answers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Answers of each step that Weights & Biases and Trackio get as a table, with prompt, reward and staleness, spread
-    evenly over the batch; 0 sends none. Prompts and answers then leave this machine, if the tracker is elsewhere."""
+    """Answers of each step that Weights & Biases and Trackio get as a table, with prompt, reward and staleness; 0 sends
+    none. They then leave this machine, if the tracker is elsewhere."""
     entropy: bool = True
     """Measure the entropy of the policy, in the same pass as the log-probabilities."""

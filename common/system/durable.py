@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import struct
 import time
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,18 @@ _LOCK_PAUSE_SECONDS = 0.01
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read. Raises OSError for a FIFO or a device, which would have the reader wait, or never end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as a hex digest."""
-    with path.open("rb") as file:
+    """Return the SHA-256 of a file as a hex digest. Raises OSError as `open_regular`."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -105,10 +116,13 @@ def publish_directory(temporary: Path, final: Path) -> None:
 def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
     """Hold a lock file while the block runs, at most as long as the process lives.
 
-    Raises LockTaken with the sentence if another process holds it, ConfigError if it cannot be created.
+    Raises LockTaken with the sentence if another process holds it, ConfigError if it cannot be created. A link is
+    refused as well: what holders write into the file would go to another one.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise ConfigError(f"{path} is no regular file, as a lock is: remove it")
         # Not truncated: the holder may have written into it.
         file = path.open("a")
     except OSError as error:
@@ -133,7 +147,7 @@ def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
 def is_locked(path: Path) -> bool:
     """Return whether a process holds `exclusive_lock` of a file. False for a file that is not there or not readable."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tba.common.errors import ConfigError, HubUnavailable, MissingExtra, first_line
+from tba.common.errors import ConfigError, HubUnavailable, Malformed, MissingExtra, first_line
+from tba.common.system.durable import open_regular
 
 _Answer = TypeVar("_Answer")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -251,7 +252,7 @@ def eos_ids(directory: Path, tokenizer_eos: int | None = None) -> list[int]:
     """
     try:
         return _eos_ids(directory, tokenizer_eos)
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{directory}: its configurations or tokenizer files are malformed ({first_line(error)}): copy them again"
         ) from error
@@ -305,13 +306,14 @@ def vocabulary_size(directory: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, empty if the file does not exist. Raises ValueError if it is not a JSON object."""
+    """Read a JSON object, empty if the file does not exist. Raises Malformed if it is none, OSError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            content = json.load(file)
     except FileNotFoundError:
         return {}
-    except RecursionError as error:
-        raise ValueError(f"{path.name} nests thousands of levels deep") from error
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"{path} is not JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} is not a JSON object")
+        raise Malformed(f"{path} is not a JSON object")
     return content

@@ -21,8 +21,8 @@ _MOST_LAYERS = 2_000
 def from_directory(kind: Any, directory: Path, **options: Any) -> Any:
     """Return `kind.from_pretrained(directory)`, such as AutoTokenizer's. Errors of transformers are not converted.
 
-    Raises ConfigError if the directory needs code of its own or a package that is missing, or if its configuration has
-    thousands of layers.
+    Raises ConfigError if the directory needs code of its own or a package that is missing, if its configuration has
+    values of another type, no layers or thousands of them, and if it holds anything but files and directories.
     """
     _check_config(directory)
     with _refusing_code(directory):
@@ -37,10 +37,15 @@ def from_config(kind: Any, config: Any, directory: Path, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _refusing_code(directory: Path) -> Iterator[None]:
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield
     except ImportError as error:
         raise ConfigError(f"{directory} needs a package that is not installed: {first_line(error)}") from error
+    # What transformers raises for values of another type, depending on who reads them first.
+    except (TypeError, AttributeError, StrictDataclassError) as error:
+        raise ConfigError(f"{directory}: a value of its JSON files has another type: {first_line(error)}") from error
     except ValueError as error:
         if "custom code" not in str(error):
             raise
@@ -51,6 +56,10 @@ def _refusing_code(directory: Path) -> Iterator[None]:
 
 
 def _check_config(directory: Path) -> None:
+    # A reader would wait for the writer of a FIFO, and come to no end of a device.
+    for path in directory.glob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path} is neither a file nor a directory: remove it")
     config: dict[str, Any] = {}
     # What is wrong with the file is the library's to say.
     with contextlib.suppress(OSError, ValueError):
@@ -61,9 +70,10 @@ def _check_config(directory: Path) -> None:
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     for part in parts:
         for name in _LAYERS:
-            if isinstance(count := part.get(name), int) and count > _MOST_LAYERS:
+            if isinstance(count := part.get(name), int) and not 1 <= count <= _MOST_LAYERS:
                 raise ConfigError(
-                    f"{directory / 'config.json'}: {name} is {count}, and no model has more than {_MOST_LAYERS}"
+                    f"{directory / 'config.json'}: {name} is {count}, and a model has at least 1 and at most "
+                    f"{_MOST_LAYERS}"
                 )
 
 

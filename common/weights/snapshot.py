@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from tba.common.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, UsageError
 from tba.common.log import get_logger
-from tba.common.system.durable import json_text, publish_directory, sha256_of
+from tba.common.system.durable import json_text, open_regular, publish_directory, sha256_of
 from tba.common.weights import adapter, delta
 from tba.common.weights.tensor_file import blake3_of
 
@@ -215,10 +215,11 @@ def check_hash(path: Path, found: str, expected: str) -> None:
 def read(path: Path) -> Snapshot:
     """Read a manifest without checking the files it names. Raises SnapshotError."""
     try:
-        manifest = _parse(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+        with open_regular(path / MANIFEST) as file:
+            manifest = _parse(json.load(file))
     except OSError as error:
         raise read_error(error, f"{path / MANIFEST}: {error.strerror}: not a snapshot, or already deleted") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SnapshotCorrupt(f"{path / MANIFEST} is malformed: {error}") from error
     weights = [path / name for name in manifest.model_files if name.endswith(".safetensors")]
     if manifest.base is None:
@@ -263,7 +264,8 @@ def collect(directory: Path, *, keep_last: int, keep_every: int, keep: Iterable[
 
     Kept are the newest `keep_last`, the first (a run is compared with it), those of every `keep_every`-th step (0: none
     by its step), those in `keep`, and every base of a kept snapshot. A snapshot that cannot be read is left for a
-    person to decide. The manifest is deleted first, so that a half-deleted directory is not a snapshot.
+    person to decide, and so is one that is a link: its files belong to another directory. The manifest is deleted
+    first, so that a half-deleted directory is not a snapshot.
     """
     found = list_snapshots(directory)
     manifests = {path: manifest for path in found if (manifest := _readable(path))}
@@ -271,8 +273,9 @@ def collect(directory: Path, *, keep_last: int, keep_every: int, keep: Iterable[
     kept |= {path for path, manifest in manifests.items() if keep_every and manifest.step % keep_every == 0}
     bases = {manifests[path].base for path in kept & manifests.keys()} - {None}
     kept |= {directory / directory_name(base) for base in bases if base is not None}
+    removable = {path for path in manifests.keys() - kept if not path.is_symlink()}
     # From the newest, so that at every moment each readable snapshot has its base.
-    return [path for path in reversed(found) if path in manifests and path not in kept and _delete(path)]
+    return [path for path in reversed(found) if path in removable and _delete(path)]
 
 
 def _is_only_base(path: Path) -> bool:

@@ -98,7 +98,8 @@ class AuthorizedKeys:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
                         state = entry.stat()
-                        seen[entry.name] = state.st_mtime_ns, state.st_ino
+                        # Its ctime changes with its mode and owner, too, which decide whether it is admitted.
+                        seen[entry.name] = state.st_ctime_ns, state.st_ino
             if seen != self._seen:
                 self._by_key = {public: known for known, public in read_authorized(self.directory)}
                 self._seen = seen

@@ -28,7 +28,7 @@ import xxhash
 
 from tba.common.errors import ConfigError, RecordLost, StorageError
 from tba.common.log import get_logger
-from tba.common.system.durable import exclusive_lock
+from tba.common.system.durable import exclusive_lock, open_regular
 from tba.common.wire.codec import Frames
 
 log = get_logger(__name__)
@@ -180,7 +180,8 @@ def read_put(path: Path) -> Frames:
     """
     with _storage_errors(path):
         try:
-            content = path.read_bytes()
+            with open_regular(path) as file:
+                content = file.read()
         except FileNotFoundError:
             raise RecordLost(f"the spool {path}: there is no such file") from None
     if (frames := _decode(content)) is None:
@@ -224,10 +225,11 @@ def find_dead_spools(root: Path, host: str) -> list[Spool]:
 
 def _read_owner(directory: Path) -> Owner | None:
     try:
-        owner = Owner(**json.loads((directory / _OWNER).read_text(encoding="utf-8")))
+        with open_regular(directory / _OWNER) as file:
+            owner = Owner(**json.load(file))
         bytes.fromhex(owner.secret)
     # Just deleted by the searcher that delivered it, damaged, or not a spool.
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     return owner
 

@@ -32,6 +32,16 @@ def replace_all(database, aside):
         os.replace(aside, f"{database}{ending}")
 
 
+def delete_directory(database, _):
+    shutil.rmtree(database.parent)
+
+
+def replace_directory(database, aside):
+    database.parent.rename(aside)
+    database.parent.mkdir()
+    shutil.copy(aside.with_name("older"), database)
+
+
 def move_directory(database, aside):
     aside.mkdir()
     for file in database.parent.glob("buffer.sqlite*"):
@@ -46,8 +56,23 @@ HANDS = {
     "replaced": (replace, "buffer.sqlite", "replaced by another file", "buffer.sqlite.replaced-*Z"),
     "all replaced": (replace_all, "buffer.sqlite", "replaced by another file", "buffer.sqlite.replaced-*Z"),
     "moved": (move, "buffer.sqlite", "deleted or moved", "aside"),
+    "directory deleted": (delete_directory, "buffer.sqlite", "deleted or moved", "buffer.sqlite"),
+    "directory replaced": (replace_directory, "buffer.sqlite", "replaced by another file", "aside/buffer.sqlite"),
     "directory moved": (move_directory, "buffer.sqlite", "deleted or moved", "aside/buffer.sqlite"),
 }
+
+
+def found_in(directory, aside, kept):
+    """Where the database is after the end."""
+    return [*directory.glob(kept), *aside.glob(kept)][0]
+
+
+def put_back(database, found):
+    """Repair what was done: each file gets its name again."""
+    database.parent.mkdir(exist_ok=True)
+    for ending in ("", "-wal"):
+        if os.path.exists(f"{found}{ending}"):
+            os.replace(f"{found}{ending}", f"{database}{ending}")
 
 
 def all_acknowledged_is_in(database, producers) -> bool:
@@ -57,7 +82,7 @@ def all_acknowledged_is_in(database, producers) -> bool:
 
 
 @pytest.mark.parametrize(("hand", "name", "what", "kept"), HANDS.values(), ids=HANDS)
-def test_a_server_whose_file_changes_hands_ends_at_once_and_keeps_what_it_acknowledged(
+def test_a_server_whose_file_changes_hands_ends_at_once_and_keeps_all_until_it_is_repaired(
     start_tba, run_config, tmp_path, hand, name, what, kept
 ):
     server = start_tba("buffer", "serve", "--config", run_config.file)
@@ -67,11 +92,13 @@ def test_a_server_whose_file_changes_hands_ends_at_once_and_keeps_what_it_acknow
         shutil.copy(database, tmp_path / "older")
         hand(database, tmp_path / "aside")
         assert server.wait(60) == 1
+        before = [len(one.acknowledged) for one in producers]
+        put_back(database, found_in(database.parent, tmp_path, kept))
+        repaired = start_tba("buffer", "serve", "--config", run_config.file)
+        wait_until(lambda: all(len(one.acknowledged) > n for one, n in zip(producers, before, strict=True)))
+    repaired.terminate()
+    assert repaired.wait(60) == 0
     output = (tmp_path / "tba0.log").read_text()
     assert re.search(rf"error: .*/{name} was {what} while it was open: nothing more is acknowledged", output)
     assert "Traceback" not in output
-    (found,) = [*database.parent.glob(kept), *tmp_path.glob(kept)][:1]
-    if kept == "aside":
-        # Its log is where it was.
-        found = found.rename(database)
-    assert all_acknowledged_is_in(found, producers)
+    assert all_acknowledged_is_in(database, producers)

@@ -114,5 +114,5 @@ class MetricsLog:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of the file, without lines that a crash has damaged."""
-    rows = [row for _, row in jsonl.read(path, skip_malformed=True)] if path.exists() else []
+    rows = [row for _, row in jsonl.read(path, skip_malformed=True)] if path.is_file() else []
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]

@@ -26,7 +26,8 @@ def documented() -> dict[str, list[str]]:
     """The columns of each view, as docs/database.md names them."""
     page = (ROOT / "docs/database.md").read_text(encoding="utf-8")
     sections = re.findall(r"^### `(\w+)`\n(.*?)(?=^#|\Z)", page, re.M | re.S)
-    return {name: re.findall(r"^\| `(\w+)` \|", text, re.M) for name, text in sections}
+    first_cells = {name: re.findall(r"^\| (`[^|]*`) \|", text, re.M) for name, text in sections}
+    return {name: re.findall(r"`(\w+)`", " ".join(cells)) for name, cells in first_cells.items()}
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -44,8 +45,11 @@ def test_every_column_of_a_table_is_documented(harness):
         if table.startswith(("_", "sqlite_")):
             continue
         row = next(line for line in page.splitlines() if line.startswith(f"| `{table}` |"))
+        named = {"id", "run", *re.findall(r"`(\w+)`", row)}
+        # A row may refer to the view with the same columns.
+        of_views = {column for view in re.findall(r"view `(\w+)`", row) for column in documented()[view]}
         for (column,) in buffer.store.database.all("SELECT name FROM pragma_table_info(?)", table):
-            assert column in ("id", "run") or f"`{column}`" in row, f"{table}.{column}"
+            assert column in named | of_views, f"{table}.{column}"
 
 
 # These queries select few rows, so they must not scan large tables.

@@ -63,11 +63,12 @@ def test_code_of_a_model_does_not_run_also_if_standard_input_says_yes(tmp_path, 
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("layers", [-3, 0, 10**9])
 @pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
-def test_a_model_of_a_billion_layers_is_refused_at_once(tmp_path, load):
-    model = changed_model(tmp_path / "m", num_hidden_layers=10**9)
+def test_a_model_without_layers_or_of_a_billion_is_refused_at_once(tmp_path, load, layers):
+    model = changed_model(tmp_path / "m", num_hidden_layers=layers)
     with pytest.raises(
-        ConfigError, match=r"config.json: num_hidden_layers is 1000000000, and no model has more than 2000"
+        ConfigError, match=rf"config.json: num_hidden_layers is {layers}, and a model has at least 1 and at most 2000"
     ):
         load(str(model))
 

@@ -21,6 +21,13 @@ from tba.deploy.display import explain
 from tba.tests.helpers.checks import wait_until
 
 GUARD = "tba.common.system.orphan_guard"
+# The supervisor of the searchers logs its summary twice a second and restarts at once.
+HASTY = """
+import sys
+if "search" in sys.orig_argv and "--index" not in sys.orig_argv:
+    import tba.deploy.fleet, tba.deploy.supervisor
+    tba.deploy.fleet.SUMMARY_SECONDS, tba.deploy.supervisor.RESTART_DELAY_SECONDS = 0.5, 0.1
+"""
 # Each searcher starts a worker, as engines do, and the first one also a worker outside its session.
 WORKERS = """
 import subprocess, sys, os
@@ -53,10 +60,9 @@ def start_fleet(start_tba, tmp_path, monkeypatch):
 
     def start(run, count: int = 2, site: str = "", *options: str) -> subprocess.Popen[bytes]:
         start_tba("buffer", "serve", "--config", run.file)
-        if site:
-            (tmp_path / "site").mkdir()
-            (tmp_path / "site/sitecustomize.py").write_text(site)
-            monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site/sitecustomize.py").write_text(HASTY + site)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
         return start_tba("search", "--cpu", str(count), "--config", run.file, *options)
 
     return start

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tba.common.clock import SystemClock
 from tba.common.errors import SnapshotError
+from tba.common.run_snapshots import weights_directory
 from tba.common.weights import snapshot
-from tba.common.weights.node_store import weights_directory
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.checks import wait_until
 from tba.trainer.publishing.canary import canary_sequences

@@ -32,7 +32,7 @@ from tba.common.config import Config
 from tba.common.errors import CheckpointError, CheckpointMismatch, UsageError
 from tba.common.log import get_logger
 from tba.common.system.background import Background
-from tba.common.system.durable import new_directory, open_regular, sha256_of, write_json
+from tba.common.system.durable import new_directory, open_regular, require_space, sha256_of, write_json
 from tba.trainer.distributed import ALONE, SAVE, Ranks, full_tensor, local_part, shard_like
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy

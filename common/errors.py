@@ -32,7 +32,7 @@
     ├── TrainingBroken       exit 70  too many steps in a row with a non-finite loss or gradient
     ├── EngineError                   the generation engine failed
     │   └── EngineFaulty              its state is unreliable: the process must restart
-    ├── MemoryShort                   not enough memory to load a model or for a training step
+    ├── OutOfMemory                   not enough memory to load a model or for a training step
     ├── WorkerLost                    a worker process ended before it was ready
     ├── HttpUnavailable               a model's HTTP server did not answer within the deadline
     ├── HttpRefused                   it answered with an error that a retry does not change
@@ -275,7 +275,7 @@ class EngineFaulty(EngineError):
     """The state of the generation engine is unreliable: the process must end and be restarted."""
 
 
-class MemoryShort(TbaError):
+class OutOfMemory(TbaError):
     """There was not enough memory to load a model or for a step. Temporary if other processes release theirs."""
 
 
@@ -302,7 +302,7 @@ def quantity(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def lasting(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return `94 s`, `12 min` or `5 h`: a duration to about one part in a hundred or in a dozen."""
     if seconds < 120:
         return f"{seconds:.0f} s"

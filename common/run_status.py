@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tba.common.config import Config
-from tba.common.errors import AddressInUse, BufferUnavailable, Refused, lasting
+from tba.common.errors import AddressInUse, BufferUnavailable, Refused, format_duration
 from tba.common.terminal import printable
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
@@ -56,7 +56,8 @@ def _without_buffer(facts: Facts) -> Stall | None:
         return None
     return Stall(
         "buffer_silent",
-        f"the buffer at {facts.address} has not answered for {lasting(facts.unanswered_seconds)}: searchers write to "
+        f"the buffer at {facts.address} has not answered for {format_duration(facts.unanswered_seconds)}: searchers "
+        "write to "
         "their spools and the trainer waits; read the buffer's log, and start it again with `tba buffer serve`",
     )
 

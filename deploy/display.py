@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba.common.clock import Clock, SystemClock
-from tba.common.errors import lasting, quantity
+from tba.common.errors import format_duration, quantity
 from tba.common.run_status import Facts, find_stall, last_trainer, live_trainer, living, name_of, total
 from tba.common.terminal import printable
 from tba.common.wire.messages import ClientStatus, Status
@@ -215,7 +215,7 @@ def _fleet_waits(clients: dict[str, ClientStatus]) -> list[str]:
 def status_view(status: Status, address: str) -> Group:
     """Return what `tba status` shows."""
     facts = Facts(status, address)
-    stands = f" (for {lasting(status.stalled_seconds)})" if status.stalled_seconds else ""
+    stands = f" (for {format_duration(status.stalled_seconds)})" if status.stalled_seconds else ""
     style = "bold yellow" if find_stall(facts) is not None else ""
     about = Text(f"run {printable(status.run_name)} at {address}: {explain(facts)}{stands}", style=style)
     return Group(about, *([Text(_errors(status))] if status.errors else []), clients_table(status))

@@ -57,10 +57,15 @@ def command_line() -> str:
     shared = _CONFIG.search(text)
     if shared is None or _FILE not in text or _HELP not in text:
         raise SystemExit("typer renders the shared options in another form: adapt docs/generate.py")
+    sections = re.split(r"\n##+ (?=`)", text)[1:]
+    without = [
+        part.partition("\n")[0] for part in sections if not _CONFIG.search(part) and "COMMAND [ARGS]" not in part
+    ]
     text = _USAGE.sub(r"`\1`", _LIST_OF_COMMANDS.sub("", text))
-    text = _CONFIG.sub("* `-c`, `--set`: [as above](#command-line).\n", text.replace(_FILE, "").replace(_HELP, ""))
+    text = _CONFIG.sub("", text.replace(_FILE, "").replace(_HELP, ""))
     head, rest = _LABELS.sub("\n\n", text).split("\n## ", 1)
-    about = f"Every command takes `--help`. Most take a configuration:\n\n{_FILE}{shared[0]}"
+    others = ", ".join(without)
+    about = f"Every command takes `--help`. All but {others} take a configuration:\n\n{_FILE}{shared[0]}"
     return f"{head.rstrip()}\n\n{about}\n## {rest.rstrip()}\n"
 
 

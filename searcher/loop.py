@@ -20,7 +20,7 @@ from tba.common.run_identity import refuse_other_server
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire import fields, messages
-from tba.common.wire.client import BufferClient, own_hello
+from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.codec import Reply
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine
@@ -101,7 +101,7 @@ class Searcher:
         """
         self._join(stop)
         self._watchdog.start()
-        while not (stop() or self._run.over):
+        while not (stop() or self._run.is_over):
             self._watchdog.beat(warm=self._scoring.trajectories > 0)
             # Those of a finished run may be deleted already; a trainer that resumes it publishes others.
             state = None if self._run.finished else self._client.state
@@ -122,7 +122,7 @@ class Searcher:
 
     def _join(self, stop: Callable[[], bool]) -> None:
         try:
-            welcome, _ = self._client.call(own_hello(), messages.Welcome, stop=stop)
+            welcome, _ = self._client.call(make_hello(), messages.Welcome, stop=stop)
             refuse_other_server(self._client.address, welcome.run_name, self._config.run.name)
             register_prompts(self._client, self._task, self._renderer, stop)
             self._delivery.open()

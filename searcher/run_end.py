@@ -25,7 +25,7 @@ class RunEnd:
         return self._client.state is not None and self._client.state.finished
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the run is over. A run that was finished when this process joined may be resumed by a trainer."""
         if not self.finished:
             self._seen_running = True

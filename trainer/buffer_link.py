@@ -20,7 +20,7 @@ from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.wire import fields, messages
 from tba.common.wire.channels import new_secret
-from tba.common.wire.client import BufferClient, own_hello
+from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.keys import ClientKeys
 from tba.trainer.batch.batch import TrainBatch, decode
 from tba.trainer.metrics.stopwatch import Stopwatch
@@ -78,7 +78,7 @@ def hello(client: Client, stop: Callable[[], bool], clock: Clock) -> messages.We
     logged = False
     while True:
         try:
-            return client.call(own_hello(), messages.Welcome, stop=stop)[0]
+            return client.call(make_hello(), messages.Welcome, stop=stop)[0]
         except Refused as refusal:
             if refusal.code != "trainer_exists" or clock.monotonic() > deadline:
                 raise

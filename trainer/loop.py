@@ -17,7 +17,7 @@ from tba.common.config import Config
 from tba.common.errors import (
     BufferUnavailable,
     CheckpointError,
-    MemoryShort,
+    OutOfMemory,
     Refused,
     TbaError,
     TrainingBroken,
@@ -107,14 +107,14 @@ def run_other_rank(learner: Learner, ranks: Ranks) -> None:
     """Take part in what rank 0 commands until END.
 
     Ranks other than 0 have no connection to the buffer, write no files and handle no signals. Raises RuntimeError if
-    rank 0 is gone, MemoryShort.
+    rank 0 is gone, OutOfMemory.
     """
     while True:
         command, payload = ranks.receive()
         if command == STEP:
             try:
                 learner.step_in_memory(unpack_batch(payload))
-            except MemoryShort:
+            except OutOfMemory:
                 # This rank alone is short of memory; the others would wait for it forever. Its end is noticed.
                 raise
             except TbaError as error:
@@ -275,7 +275,7 @@ class Trainer:
     def learn(self, batch: TrainBatch) -> None:
         """Make the update of a batch, and record it in metrics.jsonl and in the buffer.
 
-        Raises MemoryShort, and TrainingBroken, after a checkpoint, if too many steps in a row were skipped.
+        Raises OutOfMemory, and TrainingBroken, after a checkpoint, if too many steps in a row were skipped.
         """
         self._heartbeat.show("training")
         self._ranks.send(STEP, pack_batch(batch) if self._ranks.size > 1 else b"")

@@ -116,7 +116,7 @@ def sft(
     Every rank calls this. `on_step` is called with the metrics of each step. Of the configuration, `model`, `run.seed`,
     `sft`, the templates of `task` and the other optimiser settings of `train` apply. Nothing is left behind if it fails
     before the first step. Raises UsageError, ConfigError, TaskError for data, CheckpointError, TrainingBroken,
-    RankLost, MemoryShort.
+    RankLost, OutOfMemory.
     """
     if plan.out.exists():
         raise UsageError(f"{plan.out} exists already: name another --out")

@@ -13,7 +13,7 @@ from benchmarks.gpu_check.findings import Findings, Skip
 from benchmarks.gpu_check.steps import Trial
 from tba.common.clock import SystemClock
 from tba.common.config import TrainSection
-from tba.common.errors import MemoryShort
+from tba.common.errors import OutOfMemory
 from tba.tests.helpers.gpu_steps import GB, estimate_for, little_memory, qwen, random_model, random_steps, timed
 from tba.tests.helpers.trainer import learner_of, objective
 from tba.trainer.metrics.flops import Throughput
@@ -95,7 +95,7 @@ def oom(findings: Findings, options: Any) -> None:
     with little_memory(options.device):
         try:
             short.step_in_memory(random_steps(config.vocab_size, 1, (4, 16, 200, 1500, 2048))[0])
-        except MemoryShort as error:
+        except OutOfMemory as error:
             message = str(error)
     findings.note("message", message)
     findings.check("its first words", message[:23], "out of memory in step 0")

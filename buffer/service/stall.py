@@ -9,7 +9,7 @@ resolves it: a trainer that waits for searchers at work is healthy, and so are s
 from collections.abc import Callable, Sequence
 
 from tba.common.clock import Clock
-from tba.common.errors import lasting, quantity
+from tba.common.errors import format_duration, quantity
 from tba.common.log import get_logger
 from tba.common.run_status import (
     READ_LOGS,
@@ -140,14 +140,14 @@ def _no_trainer(status: Status) -> Stall | None:
         if since < patience:
             return None
         how = "`tba train --resume`" if status.step else "`tba train`"
-        left = f"the trainer on {last.host} left {lasting(since)} ago, after step {status.step}" if last else ""
-        which = left or f"no trainer has connected for {lasting(since)}"
+        left = f"the trainer on {last.host} left {format_duration(since)} ago, after step {status.step}" if last else ""
+        which = left or f"no trainer has connected for {format_duration(since)}"
         return Stall("no_trainer", f"{which}: start it with {how}, or read its log")
     if last.silent_seconds > SILENT_SECONDS:
         return Stall(
             "trainer_silent",
-            f"the trainer on {last.host} has been silent for {lasting(last.silent_seconds)}: it was killed, suspended "
-            "or cut off from the buffer; start it again with `tba train --resume`",
+            f"the trainer on {last.host} has been silent for {format_duration(last.silent_seconds)}: it was killed, "
+            "suspended or cut off from the buffer; start it again with `tba train --resume`",
         )
     return None
 
@@ -162,10 +162,11 @@ def _trainer_at_work(status: Status) -> Stall | None:
     if trainer.activity == "training" and since > (
         max(_STEP_SECONDS, _STEP_FACTOR * usual) if usual else _FIRST_STEP_SECONDS
     ):
-        compared = f", and the last ones took {lasting(usual)} each" if usual else ""
+        compared = f", and the last ones took {format_duration(usual)} each" if usual else ""
         return Stall(
             "trainer_hangs",
-            f"the trainer on {trainer.host} has been at work on step {status.step} for {lasting(since)}{compared}: "
+            f"the trainer on {trainer.host} has been at work on step {status.step} for "
+            f"{format_duration(since)}{compared}: "
             "it may hang; inspect it with `py-spy dump`, or end it and start it again with `tba train --resume`",
         )
     if trainer.activity == "publishing" and trainer.activity_seconds > _PUBLISH_SECONDS:
@@ -173,7 +174,8 @@ def _trainer_at_work(status: Status) -> Stall | None:
     if trainer.activity == "saving" and trainer.activity_seconds > _SAVE_SECONDS:
         return Stall(
             "checkpoint",
-            f"the trainer on {trainer.host} has been saving a checkpoint for {lasting(trainer.activity_seconds)}: the "
+            f"the trainer on {trainer.host} has been saving a checkpoint for "
+            f"{format_duration(trainer.activity_seconds)}: the "
             "disk of run.dir is slow or does not answer: check it, or save less often (train.checkpoint_every)",
         )
     return None
@@ -198,7 +200,7 @@ def _without_weights(status: Status) -> Stall | None:
     if is_due:
         return _without_first_snapshot(without, status)
     if status.newest_version is None:
-        what = f"the trainer has published no weights in {lasting(longest)}: read its log"
+        what = f"the trainer has published no weights in {format_duration(longest)}: read its log"
     else:
         published = f"weights v{status.newest_version} are published"
         what = f"{published}, and no searcher has them: {without[0].reason}; {_CHECK_PATH}"
@@ -250,7 +252,8 @@ def _unpublished(trainer: ClientStatus) -> Stall:
     why = f"{trainer.reason}; free some space" if trainer.reason else slow
     return Stall(
         "publication",
-        f"the trainer on {trainer.host} has not published its weights for {lasting(trainer.activity_seconds)}: {why}",
+        f"the trainer on {trainer.host} has not published its weights for "
+        f"{format_duration(trainer.activity_seconds)}: {why}",
     )
 
 
@@ -289,8 +292,8 @@ def _silent_searchers(status: Status, searchers: Sequence[ClientStatus]) -> Stal
     have = "has" if len(silent) == 1 else "have"
     return Stall(
         "searcher_silent",
-        f"{_names_of(silent, status)} {have} been silent for {lasting(silent[0].silent_seconds)}{leases}: check that "
-        "the process is alive and its network works, or start it again",
+        f"{_names_of(silent, status)} {have} been silent for {format_duration(silent[0].silent_seconds)}{leases}: "
+        "check that the process is alive and its network works, or start it again",
     )
 
 
@@ -352,7 +355,7 @@ def _scoring(status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
         return Stall(
             "rewards",
             f"{_names_with_verb(searchers, status)} waiting for {quantity(waiting, 'reward')}; the last one came after "
-            f"{lasting(slowest)}, queue included, with {timeouts}: the reward function is slow or hangs; raise "
+            f"{format_duration(slowest)}, queue included, with {timeouts}: the reward function is slow or hangs; raise "
             "task.reward_workers or lower task.reward_seconds",
         )
     if waiting := round(total(searchers, "references_waiting")):
@@ -395,8 +398,8 @@ def _no_growth(status: Status, _: Sequence[ClientStatus]) -> Stall | None:
     arrived = quantity(status.fruitless_rows, "trajectory", "trajectories")
     return Stall(
         "no_growth",
-        f"{arrived} arrived in {lasting(status.fruitless_seconds)}, and what the batch needs has not grown: {why}; "
-        f"{remedy}",
+        f"{arrived} arrived in {format_duration(status.fruitless_seconds)}, and what the batch needs has not grown: "
+        f"{why}; {remedy}",
     )
 
 
@@ -407,7 +410,7 @@ def _nothing_arrives(status: Status, searchers: Sequence[ClientStatus]) -> Stall
     return Stall(
         "no_data",
         f"{_names_with_verb(searchers, status)} generating {quantity(in_flight, 'response')}, and none has arrived for "
-        f"{lasting(status.last_put_seconds)}: lower search.max_tokens or search.samples_per_prompt, or check "
+        f"{format_duration(status.last_put_seconds)}: lower search.max_tokens or search.samples_per_prompt, or check "
         "whether the engines hang",
     )
 

@@ -270,6 +270,8 @@ class _OpenFiles:
                 if name != kept and _file_identity(name) == self._identities[name]:
                     name.rename(kept)
                 elif not os.fstat(file).st_nlink:
+                    # The whole directory may have been deleted.
+                    kept.parent.mkdir(parents=True, exist_ok=True)
                     durable.copy_file(Path(f"/proc/self/fd/{file}"), kept)
                     durable.sync(kept)
                 else:

@@ -14,7 +14,7 @@ from tba.common.errors import BufferUnavailable, LockTaken
 from tba.common.run_identity import refuse_other_server
 from tba.common.system.process import software
 from tba.common.wire import fields, messages
-from tba.common.wire.client import BufferClient, own_hello
+from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.messages import GetStatus, Status
@@ -34,7 +34,7 @@ class ImportTarget(ABC):
         """Commit a put. Raises Refused, BufferUnavailable, WireError or StorageError."""
         if self._sender != sender:
             self._sender = sender
-            self._ask(own_hello())
+            self._ask(make_hello())
         reply = self._ask(message, frames)
         assert isinstance(reply, messages.PutAck)
         return reply

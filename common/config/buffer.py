@@ -32,8 +32,8 @@ class BufferSection(Section):
     of age."""
     prompt_priority: Literal["uniform", "recency", "softmax", "rank"] = "uniform"
     """The priority rule across prompts. uniform: all equal; recency: those with recent data that was never trained on,
-    then those with recent data, then older ones in tiers of age; softmax: by inverse_temperature x score; rank: by 1 /
-    the rank of the score, which is the mean reward of the prompt's sampleable trajectories."""
+    then with recent data, then older ones in tiers of age; softmax: by inverse_temperature x score, the mean reward of
+    the sampleable trajectories; rank: by 1 / the rank of the score."""
     trajectory_priority: Literal["uniform", "recency", "softmax", "rank"] = "softmax"
     """The priority rule within a prompt. uniform: all equal; recency: the recent ones, else those of the newest tier of
     age; softmax: by inverse_temperature x reward; rank: by 1 / the rank of the reward."""

@@ -35,7 +35,7 @@ _ONE_M = "buffer.recency_fraction holds for the whole run"
 _PAUSES = "restarts wait for a second, then twice as long, up to a minute"
 _OF_GOLD_MODEL = "a gold model has the defaults of [reward_model]"
 # Sections and keys of earlier builds, and what does their work now.
-_REMOVED = {
+REMOVED = {
     "alarm": "Alertmanager calls for help (docs/operations.md, deploy/prometheus/alerts.yml)",
     "task.load_seconds": "a worker has ten minutes to load the task",
     "reward_model.dtype": "weights have the dtype of the model files",
@@ -78,7 +78,7 @@ _SQLITE = b"SQLite format 3\0"
 class Resolved:
     """A configuration with the origin of each dotted key that was set, and the file that was read, if any.
 
-    Of the tables in `partial` only single keys were set.
+    `partial`: tables of which only some keys were set.
     """
 
     config: Config
@@ -298,7 +298,7 @@ def _unknown(key: str, origin: str, known: Sequence[str]) -> str:
     # Without a section it may be meant in each that has it.
     near = " or ".join(other for other in known if other.endswith(f".{key}")) or _nearest(key, known)
     hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"
-    if (instead := _REMOVED.get(key) or _REMOVED.get(key.partition(".")[0])) is not None:
+    if (instead := REMOVED.get(key) or REMOVED.get(key.partition(".")[0])) is not None:
         hint = f"it was removed: {instead}"
     return f"unknown key {key} ({origin}): {hint}"
 

@@ -27,17 +27,16 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the published weights and of the engines. The trainer's master weights are float32."""
     head_dtype: Literal["model", "float32"] = "model"
-    """Dtype of the logits in vLLM and in the trainer: `model` rounds them to model.dtype, `float32` keeps the sums of
-    the head's product, whose factors stay in model.dtype. Both sides then agree better, and each step costs a little
-    more ([measured](benchmarks-models.md#logits-in-float32))."""
+    """Dtype of the logits in vLLM and in the trainer: `model` rounds them to model.dtype, `float32` does not. Both
+    sides then agree better, and each step costs a little more ([measured](benchmarks-models.md#logits-in-float32))."""
 
 
 class EvalSection(Section):
     """Evaluation on held-out prompts (docs/evaluation.md)."""
 
     at_end: bool = False
-    """Whether `tba run` evaluates the kept snapshots and draws the plot after training. By default only the first
-    and the newest are kept; `train.keep_snapshot_every` also keeps some from the course of the run."""
+    """Whether `tba run` evaluates the kept snapshots (`train.keep_snapshot_every`) and draws the plot after
+    training."""
     gpu: GpuList | Literal[""] = ""
     """The GPU, or `cpu`, on which `tba run` starts a searcher that evaluates kept snapshots while the run goes on
     (`tba search --eval`). Empty: none."""
@@ -49,20 +48,19 @@ class EvalSection(Section):
     kl: bool = False
     """Measure the KL divergence of the sampled responses from model.path, of which a frozen copy is loaded."""
     embedder: str = ""
-    """A sentence encoder (model directory or hub id, such as sentence-transformers/all-MiniLM-L6-v2) for the mean
-    cosine distance between the sampled responses to a prompt, and for the count of correct ones without
-    near-duplicates. Empty: not measured."""
+    """A sentence encoder (model directory or hub id, such as sentence-transformers/all-MiniLM-L6-v2) for
+    `embedding_distance` (docs/evaluation.md). Empty: not measured."""
 
 
 class LaunchSection(Section):
     """Supervision of child processes by `tba run`, and by `tba search` with several searchers."""
 
     max_restarts: NonNegative = 5
-    """A child with more failures in a row than this counts as broken. It is still restarted while another child can do
-    its work: the launcher gives up when the buffer, the trainer, or all searchers are broken."""
+    """A child with more failures in a row than this counts as broken. The launcher gives up when the buffer, the
+    trainer, or all searchers are broken."""
     drain_seconds: PositiveFloat | Literal["auto"] = "auto"
     """Seconds that a child has to end after SIGTERM, before it is killed. auto is 20, and for a trainer also the time
-    for two checkpoints of its model, of 12 bytes per trained parameter, at 0.5 GB/s: 386 s for 7 B parameters."""
+    for two checkpoints at 0.5 GB/s: 386 s for 7 B parameters."""
 
 
 class SecuritySection(Section):

@@ -35,8 +35,8 @@ class SearchSection(Section):
     """S: responses per visit of a prompt, sent to the buffer together: at most 4096, and at most 8,388,608 tokens if
     all of them have `max_tokens`."""
     max_in_flight: Positive | Literal["auto"] = "auto"
-    """Maximum number of responses that one engine generates concurrently. `auto`: vLLM as many as its KV cache holds
-    with half of their `max_tokens`, at most 512 on a GPU and 256 on a CPU; the Transformers engine 256."""
+    """Maximum number of responses that one engine generates concurrently. auto: vLLM as many as its KV cache holds with
+    half of their `max_tokens`, at most 512 on a GPU and 256 on a CPU; Transformers 256."""
     temperature: Explored = 1.0
     """Sampling temperature: one value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`).
     0 is greedy. Each trajectory records its temperature."""
@@ -72,9 +72,9 @@ class SearchSection(Section):
     gpu_memory_utilization, which is wrong if another process allocates or frees memory there meanwhile. With a number
     vLLM measures nothing."""
     step_seconds: NonNegativeFloat = 300.0
-    """A searcher whose engine has not finished a step, or a swap of weights, for this many seconds writes the stacks of
-    its threads to its log and exits, so that it is restarted. Until its first response is complete it has four times as
-    long, for compilation. 0 is no limit."""
+    """A searcher whose engine has not finished a step, or a swap of weights, for this many seconds logs the stacks of
+    its threads and exits, so that it is restarted. The first response may take four times as long, for compilation. 0
+    is no limit."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
     vllm: dict[str, Any] = Field(default_factory=dict)

@@ -40,10 +40,9 @@ class TrainSection(Section):
     """Maximum tokens (without padding, a prompt for each of its samples) per micro-batch, whose activations are in
     memory together. A group with more tokens is split, which costs one more forward pass."""
     packing: Literal["auto", "packed", "padded"] = "auto"
-    """packed: a micro-batch is one row without padding, with attention within each sequence; the samples of a prompt
-    share its tokens. padded: rows of similar length, each with its prompt. auto packs on a CPU, and on a GPU in
-    bfloat16, if the model supports it. On a GPU without the kernel (before Ampere, torch before 2.12, float32) packed
-    pads within the attention, with a warning."""
+    """packed: a micro-batch is one row without padding; the samples of a prompt share its tokens. padded: rows of
+    similar length, each with its prompt. auto packs on a CPU, and on a GPU in bfloat16, if the model supports it. On a
+    GPU without the kernel (before Ampere, torch before 2.12, float32) packed pads within the attention."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
@@ -67,8 +66,8 @@ class TrainSection(Section):
     beta_anneal_steps: NonNegative = 500
     """Steps over which beta is annealed from `beta` to `beta_final`; 0 uses `beta_final` from the start."""
     beta_anneal_stop: NonNegative | Literal["off"] = "off"
-    """Step from which beta is `beta_final`, even if annealing has not reached it. off anneals to the end. The paper's
-    TL;DR runs anneal over half of the run and cut at an eighth of it."""
+    """Step from which beta is `beta_final`, even if annealing has not reached it; off anneals to the end. The paper's
+    TL;DR runs cut at an eighth of the run."""
     publish_every: Positive = 2
     """k: steps between two snapshots for the searchers."""
     snapshots_in: Literal["auto", "memory", "disk"] = "auto"

@@ -330,4 +330,4 @@ def why_no_cuda(torch_version: str, built_for: str | None, error: str) -> str:
             f"torch {torch_version} is built for CUDA {built_for}, and driver {driver.version} supports CUDA up to "
             f"{driver.release}: update the driver, or install a torch for CUDA {driver.cuda[0]}"
         )
-    return f"driver {driver.version} and CUDA {built_for} go together, but torch says: {error or 'nothing'}"
+    return f"driver {driver.version} and CUDA {built_for} are compatible, but torch says: {error or 'nothing'}"

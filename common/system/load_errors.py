@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from tba.common.errors import ConfigError, MemoryShort, TbaError, first_line
+from tba.common.errors import ConfigError, OutOfMemory, TbaError, first_line
 
 # torch raises OutOfMemoryError for GPU memory only, of which vLLM's workers report the text. On a CPU, torch and the
 # libraries that map files and start threads raise general errors with these texts.
@@ -24,7 +24,7 @@ _DRIVER_ERROR = "CUDA error: "
 
 @contextlib.contextmanager
 def loading(what: str, device: object = "cpu") -> Iterator[None]:
-    """Turn errors of Hugging Face libraries that load `what` onto a device into MemoryShort or ConfigError.
+    """Turn errors of Hugging Face libraries that load `what` onto a device into OutOfMemory or ConfigError.
 
     An error of the GPU driver, which may pass by itself, and errors of other types are raised unchanged.
     """
@@ -40,9 +40,9 @@ def loading(what: str, device: object = "cpu") -> Iterator[None]:
 
 
 def not_loaded(what: str, error: Exception, device: object = "cpu") -> TbaError:
-    """Return the error to raise when a library could not load `what`: MemoryShort or ConfigError."""
+    """Return the error to raise when a library could not load `what`: OutOfMemory or ConfigError."""
     if out_of_memory(error):
-        return MemoryShort(
+        return OutOfMemory(
             f"out of memory while {what} was loaded on {device} ({first_line(error)}): end other processes that use "
             "its memory, or choose a smaller model"
         )

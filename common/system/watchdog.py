@@ -50,7 +50,7 @@ class Watchdog:
             self._thread.start()
 
     def beat(self, *, warm: bool = True) -> None:
-        """Report that the loop has come round. Until it reports to be warm, its limit is four times as long."""
+        """Reset the timer: one iteration is done. Until the loop is `warm`, its limit is four times as long."""
         self._beats += 1
         self._warm = warm
         now = time.monotonic()

@@ -214,7 +214,7 @@ class BufferClient:
         if isinstance(reply.message, Failure):
             raise Refused(reply.message.code, reply.message.message)
         if not isinstance(reply.message, expect):
-            raise Refused("unexpected", f"the buffer answered {reply.message.TYPE} where {expect.TYPE} was due")
+            raise Refused("unexpected", f"the buffer answered {reply.message.TYPE}, expected {expect.TYPE}")
         return reply.message, reply.frames
 
     def close(self) -> None:
@@ -296,6 +296,6 @@ class BufferClient:
         return reply
 
 
-def own_hello() -> Hello:
+def make_hello() -> Hello:
     """Return the introduction of this process."""
     return Hello(host=socket.gethostname(), pid=os.getpid())

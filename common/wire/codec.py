@@ -67,7 +67,7 @@ class ReplyHeader(Envelope, frozen=True):
     state: RunState
 
 
-class _Glance(Struct):
+class _LooseEnvelope(Struct):
     """What is read of a header that is malformed or of another version. Everything else is skipped, not decoded."""
 
     v: Raw = Raw(b"\xc0")
@@ -233,9 +233,9 @@ def _plain(value: Any) -> Any:
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
-def _glance(frame: memoryview) -> _Glance:
+def _glance(frame: memoryview) -> _LooseEnvelope:
     try:
-        glance: _Glance = _decoder(_Glance).decode(frame)
+        glance: _LooseEnvelope = _decoder(_LooseEnvelope).decode(frame)
     except _UNREADABLE as error:
         raise WireError(_sentence(error)) from error
     return glance

@@ -302,7 +302,7 @@ class TransformersEngine:
 
 
 def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
-    """Load a model for generation. Raises MemoryShort, or ConfigError for one that this engine cannot serve.
+    """Load a model for generation. Raises OutOfMemory, or ConfigError for one that this engine cannot serve.
 
     That is one whose state is more than the keys and values of attention.
     """

@@ -21,7 +21,7 @@ _MAX_TOKENS = 512
 
 
 class SentenceEncoder:
-    """The encoder of a directory or hub id on one device. Raises ConfigError if it does not load, or MemoryShort."""
+    """The encoder of a directory or hub id on one device. Raises ConfigError if it does not load, or OutOfMemory."""
 
     def __init__(self, model: str, *, device: str) -> None:
         directory = model_directory(model, setting="eval.embedder")

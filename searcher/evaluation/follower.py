@@ -22,7 +22,7 @@ from tba.common.system.watchdog import Watchdog
 from tba.common.weights.node_store import make_directory
 from tba.common.weights.snapshot import directory_name, list_snapshots, read
 from tba.common.wire import fields, messages
-from tba.common.wire.client import BufferClient, own_hello
+from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject, ref_of
 from tba.searcher.run_end import RunEnd
@@ -99,7 +99,7 @@ class Follower:
             self._find()
             if self._queue:
                 self._evaluate(self._queue[min(self._queue)], stop)
-            elif self._run.over:
+            elif self._run.is_over:
                 break
             else:
                 self._heartbeat("waiting", "no snapshot is to be evaluated", _IDLE_SECONDS)
@@ -111,7 +111,7 @@ class Follower:
         log.info("left", evaluations=len(self._done))
 
     def _join(self, stop: Callable[[], bool]) -> None:
-        welcome, _ = self._client.call(own_hello(), messages.Welcome, stop=stop)
+        welcome, _ = self._client.call(make_hello(), messages.Welcome, stop=stop)
         refuse_other_server(self._client.address, welcome.run_name, self._config.run.name)
         subject = self._evaluator.subject
         for row in all_evaluations(self._config.run.dir):

@@ -45,7 +45,7 @@ class RewardModel:
     """The classifier of a directory on one device.
 
     `section` is the name of the configuration's section, for messages. Raises ConfigError if the files are not a reward
-    model, MemoryShort.
+    model, OutOfMemory.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ def _load(directory: Path, device: torch.device, section: str) -> Any:
 
 
 def _read_config(directory: Path, section: str) -> Any:
-    """The configuration of a classifier with one label. Raises ConfigError if it is something else, or MemoryShort."""
+    """The configuration of a classifier with one label. Raises ConfigError if it is something else, or OutOfMemory."""
     model = _model_in(directory, section)
     with loading(model):
         config: Any = from_directory(AutoConfig, directory)
@@ -215,7 +215,7 @@ def _read_config(directory: Path, section: str) -> Any:
 
 
 def _read_tokenizer(directory: Path, section: str, *, chat: bool) -> Any:
-    """The model's tokenizer. With `chat` it must have a chat template. Raises ConfigError, MemoryShort."""
+    """The model's tokenizer. With `chat` it must have a chat template. Raises ConfigError, OutOfMemory."""
     try:
         tokenizer = from_directory(AutoTokenizer, directory)
     except ConfigError:

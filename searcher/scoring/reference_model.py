@@ -32,7 +32,7 @@ _CHUNK = 256
 
 
 class ReferenceModel:
-    """The model of a directory or hub id on one device. Raises ConfigError if it does not load, or MemoryShort."""
+    """The model of a directory or hub id on one device. Raises ConfigError if it does not load, or OutOfMemory."""
 
     def __init__(self, model: str, *, device: str, dtype: str) -> None:
         directory = model_directory(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tba.common.config import TrainSection
-from tba.common.errors import MemoryShort
+from tba.common.errors import OutOfMemory
 from tba.tests.helpers.gpu_steps import GIB, estimate_for, little_memory, qwen, random_model, random_steps, timed
 from tba.tests.helpers.trainer import learner_of, objective
 from tba.trainer.metrics.flops import Throughput
@@ -48,7 +48,7 @@ def test_a_trainer_that_runs_out_of_memory_says_so_and_can_go_on():
     shape, train = qwen("0.5B"), TrainSection(micro_batch_tokens=1 << 20)
     learner = learner_of(random_model(shape, "cuda"), None, train, objective("rloo"), autocast=True)
     (batch,) = random_steps(shape.vocab_size, 1, (4, 8, 128, 2000, 896))
-    with little_memory("cuda"), pytest.raises(MemoryShort, match="out of memory in step 0"):
+    with little_memory("cuda"), pytest.raises(OutOfMemory, match="out of memory in step 0"):
         learner.step_in_memory(batch)
     (short,) = random_steps(shape.vocab_size, 1, (2, 2, 32, 32, 64))
     assert learner.step_in_memory(short).metrics["skipped"] == 0

@@ -22,7 +22,8 @@ from tba.common import run_files
 from tba.common.config import Config
 from tba.common.errors import TbaError
 from tba.common.weights import snapshot
-from tba.tests.conftest import EXAMPLE_MODEL, ServiceHarness
+from tba.tests.conftest import EXAMPLE_MODEL
+from tba.tests.helpers.buffer import ServiceHarness
 
 LIMIT_SECONDS = 100
 DEEP = "[" * 100_000

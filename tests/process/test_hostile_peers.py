@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import closing
 from typing import Any
 
@@ -98,14 +99,12 @@ def lease_two(client) -> list[messages.Visit]:
     return client.call(message, messages.Leases, deadline_seconds=120)[0].visits
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_message_gets_an_error_reply_and_the_server_continues(server, config, raw, name):
-    frames, code = BAD[name]
-    raw.send_multipart(frames)
-    assert raw.poll(60_000)
-    (reply,) = replies(raw, 100)
-    assert reply.code == code
-    assert status_of(config).rejected == {code: 1}
+def test_a_bad_message_gets_an_error_reply_and_the_server_continues(server, config, raw):
+    for name, (frames, code) in BAD.items():
+        raw.send_multipart(frames)
+        assert raw.poll(60_000)
+        assert [reply.code for reply in replies(raw, 100)] == [code], name
+    assert status_of(config).rejected == Counter(code for _, code in BAD.values())
 
 
 def test_thousands_of_mutated_messages_over_a_socket_do_not_harm_the_server(server, config, raw):

@@ -27,7 +27,6 @@ ERRORS = {
     "nan": "reward of hostile: ValueError: a reward must be finite, not nan with parts {}",
 }
 FOLDER = Path(__file__).parents[1] / "helpers"
-EXAMPLES = FOLDER.parents[1] / "examples"
 
 
 class Searching:
@@ -61,7 +60,7 @@ def searching(make_config, start_tba, example_model, tmp_path, monkeypatch):
     folder = tmp_path / "misdeeds"
     folder.mkdir()
     monkeypatch.setenv("HOSTILE_FOLDER", str(folder))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (FOLDER, EXAMPLES))), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
     made: list[Searching] = []
 
     def make(reward_model: dict[str, Any] | None = None, **task: Any) -> Searching:
@@ -120,16 +119,6 @@ def test_workers_and_programs_that_a_reward_started_end_with_the_killed_searcher
     searcher.kill()
     searcher.wait()
     wait_until(lambda: session_of(worker) is None and session_of(program) is None)
-
-
-def test_the_example_of_a_custom_task_runs_without_workers(searching):
-    here = searching(name="own_task:ReverseTask", reward_workers=0)
-    searcher = here.search()
-    wait_until(lambda: len(here.rows()) >= 5 * SAMPLES)
-    searcher.terminate()
-    assert searcher.wait(240) == 0
-    assert {key for key, *_ in here.rows()} == {"stone", "river", "cloud", "maple", "ember"}
-    assert {tuple(parts) for *_, parts, _ in here.rows()} == {("correct",)}
 
 
 def test_a_task_that_does_not_load_in_a_worker_ends_the_searcher_with_an_error(searching):

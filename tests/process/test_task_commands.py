@@ -57,6 +57,13 @@ def test_a_new_task_passes_its_check_and_scores(tba_here, checked, tmp_path):
     assert (again.exit_code, "exists: choose another name" in again.message) == (2, True)
 
 
+def test_the_example_of_a_custom_task_passes_its_check(checked):
+    code, findings, _ = checked(EXAMPLE_MODEL.parents[1] / "own_task.py")
+    # Without a model, prompts are not rendered.
+    assert (code, {one["result"] for one in findings.values()}) == (0, {"ok", "unchecked"})
+    assert findings["prompts"]["detail"] == "5 for training, 1 held out"
+
+
 def test_a_check_warns_of_an_accuracy_that_is_neither_0_nor_1(tba_here, checked, tmp_path):
     assert tba_here("task", "new", "doubling", "--dir", tmp_path).exit_code == 0
     file = tmp_path / "doubling.py"

@@ -82,7 +82,8 @@ def options(environment, programs):
     def ask(index: str, *, driver: bool = False) -> str:
         command = [environment / "bin/python", ROOT / "requirements/torch_options.py", index]
         own = os.environ | {"PATH": programs(driver)}
-        return subprocess.run(command, env=own, check=True, timeout=300, capture_output=True, text=True).stdout.strip()
+        # An index that is silent ends it by a signal, and `make` reads what it has printed.
+        return subprocess.run(command, env=own, timeout=300, stdout=subprocess.PIPE, text=True).stdout.strip()
 
     return ask
 

@@ -99,63 +99,6 @@ class MetricsLog:
         for sink in self._sinks:
             sink.close()
 
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of the file, without lines that a crash has damaged."""
-    rows = [row for _, row in jsonl.read(path, skip_malformed=True)] if path.is_file() else []
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
-
-
-class AppendFile:
-    """An append-only file that a full disk cannot corrupt: each line is written whole and in order, or waits in memory.
-
-    Safe to use from several threads. The first failure of a series is logged; the next `append` or `sync` retries all
-    waiting lines. Beyond a limit the oldest are dropped and counted in `lost`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.lost = 0
-        self._path = path
-        # Unbuffered: after an error it would be unknown how much of a buffer had been written.
-        self._file = path.open("ab", buffering=0)
-        # End of the last complete line, in bytes.
-        self._end = self._file.tell()
-        self._torn = False
-        self._waiting: deque[bytes] = deque()
-        self._refused = False
-        self._lock = threading.Lock()
-
-    @property
-    def waiting(self) -> int:
-        """Number of lines that are not written yet."""
-        return len(self._waiting)
-
-    def append(self, line: str) -> None:
-        """Write a line, given without its newline, to the operating system; keep it in memory if that fails."""
-        with self._lock:
-            self._waiting.append(line.encode() + b"\n")
-            try:
-                self._write()
-            except OSError as error:
-                self._refuse(error)
-
-    def sync(self) -> None:
-        """Write and fsync all lines appended so far. Raises OSError."""
-        with self._lock:
-            self._write()
-        # Outside the lock: `append` must not wait for the disk.
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Retry the waiting lines once and close the file. No `sync` may be in progress."""
-        with self._lock:
-            try:
-                self._write()
-            except OSError as error:
-                self.lost += len(self._waiting)
-                log.warning("lines were never written", path=self._path, lines=self.lost, reason=str(error))
-            self._file.close()
-
     def _write(self) -> None:
         if self._torn:
             self._file.truncate(self._end)
@@ -171,5 +114,5 @@ class AppendFile:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of the file, without lines that a crash has damaged."""
-    rows = [row for _, row in jsonl.read(path, skip_malformed=True)] if path.exists() else []
+    rows = [row for _, row in jsonl.read(path, skip_malformed=True)] if path.is_file() else []
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]

@@ -45,7 +45,7 @@ _LARGE_LOGIT = 1e4
 
 
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
-    """Load a causal language model with float32 weights and without dropout. Raises ConfigError, MemoryShort.
+    """Load a causal language model with float32 weights and without dropout. Raises ConfigError, OutOfMemory.
 
     On the meta device nothing but its configuration is read: `shard` puts rank 0's weights and buffers into it.
     """

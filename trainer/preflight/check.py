@@ -77,7 +77,7 @@ class Report:
     def check(self) -> None:
         """Raise ConfigError with the sentence if it does not fit."""
         if not self.fits:
-            raise ConfigError(f"{self.sentence()}; train.check_memory = false starts all the same")
+            raise ConfigError(f"{self.sentence()}; set train.check_memory = false to start anyway")
 
     def sentence(self) -> str:
         """Return whether it fits, what is needed where, and what would fit instead."""

@@ -103,7 +103,7 @@ def build(
     The unwrapped model is the policy itself, or a copy of its structure without weights if the policy has adapters, is
     sharded or has its optimiser on the host. Only rank 0 needs it, and only rank 0 loads weights. `report` is the
     preflight's; `objective` is by default the one that the configuration names. `watch` and `copies` as in `Learner`.
-    Raises ConfigError, MemoryShort.
+    Raises ConfigError, OutOfMemory.
     """
     objective = objective or make_objective(config.objective, longest_response=config.search.max_tokens)
     # FSDP moves each layer's shard to the GPU; the whole model is never there, and only rank 0 loads it.

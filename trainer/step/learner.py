@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from tba.common.clock import SystemClock
 from tba.common.config import TrainSection
-from tba.common.errors import ConfigError, MemoryShort, first_line
+from tba.common.errors import ConfigError, OutOfMemory, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
 from tba.common.wire.fields import LARGEST_REWARD
@@ -224,7 +224,7 @@ class Learner:
         return StepResult(only_finite(metrics), computed, rows)
 
     def step_in_memory(self, batch: TrainBatch) -> StepResult:
-        """Make one update, like `step`, but raise MemoryShort with advice if memory runs out.
+        """Make one update, like `step`, but raise OutOfMemory with advice if memory runs out.
 
         A restart that repeats the step would run out of the same memory, so the error says what to change.
         """
@@ -233,7 +233,7 @@ class Learner:
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            raise MemoryShort(
+            raise OutOfMemory(
                 f"out of memory in step {batch.step} ({first_line(error)}): {self._memory_advice(batch)}; then pass "
                 "--resume"
             ) from error

@@ -1,10 +1,10 @@
-"""The life cycle of a background thread."""
+"""The life cycle of a background thread, and the pauses between tries."""
 
 import threading
 
 import pytest
 
-from tba.common.system.background import Background
+from tba.common.system.background import Background, backoff
 
 
 def test_stop_ends_a_thread_that_waits_on_stopping():
@@ -65,3 +65,7 @@ def test_a_thread_that_was_never_started_can_be_stopped():
     thread = Background("idle", lambda: None)
     assert thread.stop()
     assert not thread.running
+
+
+def test_backoff_doubles_from_the_first_pause_up_to_the_longest():
+    assert [backoff(failures, 1.0, 5.0) for failures in (0, 1, 2, 3, 4, 5_000)] == [1.0, 1.0, 2.0, 4.0, 5.0, 5.0]

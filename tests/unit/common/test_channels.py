@@ -18,7 +18,7 @@ import zmq
 
 from tba.common.errors import AddressInUse, ConfigError
 from tba.common.wire.channels import ClientChannel, Peer, ServerChannel
-from tba.common.wire.socket_files import make_socket_directory, socket_of
+from tba.common.wire.socket_files import is_local, is_private, make_socket_directory, socket_of
 from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.users import closed_directory
 
@@ -354,3 +354,23 @@ def test_the_first_large_reply_needs_no_descriptor(tmp_path):
     command = [sys.executable, "-c", limited, f"ipc://{tmp_path}/socket"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout == f"{1 << 20}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "local", "private"),
+    [
+        ("ipc:///tmp/buffer", True, True),
+        ("ipc://@abstract", True, False),
+        ("tcp://127.0.0.1:5757", True, True),
+        ("tcp://127.0.1.1:*", True, True),
+        ("tcp://localhost:5757", True, True),
+        ("tcp://[::1]:5757", True, True),
+        ("tcp://localhost.example.org:5757", False, False),
+        ("tcp://[::]:5757", False, False),
+        ("tcp://0.0.0.0:5757", False, False),
+        ("tcp://*:5757", False, False),
+        ("tcp://node1:5757", False, False),
+    ],
+)
+def test_an_abstract_socket_is_local_and_not_private(address, local, private):
+    assert (is_local(address), is_private(address)) == (local, private)

@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import Config
-from tba.common.config.layers import fields, resolve, value_of
-from tba.common.config.paths import check_gpus_apart
+from tba.common.config.layers import REMOVED, fields, resolve, value_of
+from tba.common.config.paths import check_data, check_directories, check_gpus_apart, nearest_existing
 from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
 from tba.common.system.devices import Gpu
+from tba.common.weights.model_files import check_model
+from tba.tests.helpers.users import closed_directory
 
 # Keys whose value None means that it is derived from other keys.
 OPTIONAL = {"security.keys", "buffer.database", "search.spool_dir", "search.canary_tolerance", "search.weights_dir"}
 ROOT = Path(__file__).parents[3]
+NOT_UTF8 = os.fsdecode(b"h\xe4user")
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -113,10 +116,39 @@ def test_the_error_of_a_wrong_file_names_the_place(tmp_path, text, words):
         (["task.truncated=drop"], 'write "score", "mask", or the reward'),
         (["task.template=raw", "task.system=Be brief."], 'have no effect with task.template = "raw": remove them'),
         (["task.name=arithmetik"], "use arithmetic, "),
+        (["run.seed=-1"], "run.seed"),
+        ([f"run.seed={1 << 63}"], "run.seed"),
+        ([f"run.dir={NOT_UTF8}"], "is not a UTF-8 name here"),
+        (["search.max_in_flight=lots"], "; or 'auto'"),
+        (["buffer.max_staleness=-1"], "; or 'unbounded'"),
+        (["eval.kl=true"], "eval.kl measures sampled responses, and eval.samples is 0"),
+        # A group that fits no message.
+        (["search.samples_per_prompt=4097"], "at most 4096"),
+        (["train.prompts_per_step=10000"], "of train.samples_per_prompt = 20 trajectories: a batch has at most 65536"),
+        (["search.samples_per_prompt=1025", "search.max_tokens=8192"], "8396800 tokens, and a message has room for"),
+        # Engine arguments that tba sets.
+        (["search.vllm={model='x'}"], "model cannot be set here: set model.path"),
+        (["search.vllm={max_num_seqs=8}"], "max_num_seqs cannot be set here: set search.max_in_flight"),
+        (["search.vllm={logprobs_mode='raw_logprobs'}"], "those of the distribution that was sampled from"),
+        (["search.vllm={seed=1}"], "set run.seed"),
+        (["search.vllm={data_parallel_size=2}"], "an engine runs on the search.tensor_parallel GPUs"),
     ],
 )
 def test_the_error_of_a_wrong_assignment_names_the_remedy(assignments, words):
     assert words in refusal(assignments=assignments)
+
+
+def test_the_largest_group_that_fits_a_message_is_accepted():
+    resolve(None, environment={}, assignments=["search.samples_per_prompt=1024", "search.max_tokens=8192"])
+
+
+def test_a_key_that_was_removed_is_none_that_exists():
+    assert not {key for key, _ in fields()} & REMOVED.keys()
+
+
+def test_a_directory_or_a_variable_in_the_wrong_place_is_refused_with_what_to_type(tmp_path):
+    assert f"name the TOML file of the run, and the directory with --set run.dir={tmp_path}" in refusal(tmp_path)
+    assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
 
 
 @pytest.mark.parametrize("key", ["REWARD_MODEL__API_KEY", "GOLD_MODEL__API_KEY"])
@@ -153,14 +185,6 @@ def test_all_mistakes_are_named_together(tmp_path):
     assert (many.count("unknown key"), many.endswith("; and 3 more")) == (10, True)
 
 
-def test_a_directory_in_the_place_of_the_configuration_is_refused_with_what_to_type(tmp_path):
-    assert f"name the TOML file of the run, and the directory with --set run.dir={tmp_path}" in refusal(tmp_path)
-
-
-def test_an_unknown_key_in_the_environment_is_an_error():
-    assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
-
-
 def test_an_unrelated_variable_is_a_warning(capsys):
     assert resolve(None, environment={"TBA_HOME": "/srv/tba"}).origins == {}
     assert "TBA_HOME sets nothing" in capsys.readouterr().err
@@ -170,11 +194,6 @@ def test_an_unrelated_variable_is_a_warning(capsys):
 def test_the_path_of_a_socket_may_have_spaces(key):
     assert value_of(resolve(None, assignments=[f"{key}=ipc:///my runs/a"]).config, key) == "ipc:///my runs/a"
     assert key in refusal(assignments=[f"{key}=ipc:// "])
-
-
-def test_a_directory_whose_name_is_not_utf_8_is_refused_with_the_remedy():
-    name = os.fsdecode(b"h\xe4user")
-    assert "is not a UTF-8 name here" in refusal(assignments=[f"run.dir={name}"])
 
 
 def test_a_directory_whose_name_the_locale_does_not_have_is_refused_with_the_remedy(tmp_path):
@@ -191,24 +210,6 @@ def test_a_database_in_place_of_a_configuration_is_named_as_such(tmp_path):
     assert f"`tba buffer stats {tmp_path}/b.sqlite`" in refusal(tmp_path / "b.sqlite")
 
 
-@pytest.mark.parametrize("seed", [-1, 1 << 63])
-def test_a_seed_outside_the_integers_of_the_database_is_refused(seed):
-    assert "run.seed" in refusal(assignments=[f"run.seed={seed}"])
-
-
-@pytest.mark.parametrize(
-    ("assignments", "words"),
-    [
-        (["search.samples_per_prompt=4097"], "at most 4096"),
-        (["train.prompts_per_step=10000"], "of train.samples_per_prompt = 20 trajectories: a batch has at most 65536"),
-        (["search.samples_per_prompt=1025", "search.max_tokens=8192"], "8396800 tokens, and a message has room for"),
-    ],
-)
-def test_a_group_that_fits_no_message_is_refused(assignments, words):
-    assert words in refusal(assignments=assignments)
-    resolve(None, environment={}, assignments=["search.samples_per_prompt=1024", "search.max_tokens=8192"])
-
-
 def test_engine_arguments_pass_through_as_a_table_from_every_layer(tmp_path):
     asked = {"kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram"}}
     file = write(tmp_path, '[search.vllm]\nkv_cache_dtype = "fp8"\nspeculative_config = { method = "ngram" }')
@@ -216,20 +217,6 @@ def test_engine_arguments_pass_through_as_a_table_from_every_layer(tmp_path):
     text = '{ kv_cache_dtype = "fp8", speculative_config = { method = "ngram" } }'
     assert resolve(None, environment={}, assignments=[f"search.vllm={text}"]).config.search.vllm == asked
     assert resolve(None, environment={"TBA_SEARCH__VLLM": text}).config.search.vllm == asked
-
-
-@pytest.mark.parametrize(
-    ("argument", "reason"),
-    [
-        ("model='x'", "model cannot be set here: set model.path"),
-        ("max_num_seqs=8", "max_num_seqs cannot be set here: set search.max_in_flight"),
-        ("logprobs_mode='raw_logprobs'", "those of the distribution that was sampled from"),
-        ("seed=1", "set run.seed"),
-        ("data_parallel_size=2", "an engine runs on the search.tensor_parallel GPUs"),
-    ],
-)
-def test_an_engine_argument_that_tba_sets_is_refused_with_the_reason(argument, reason):
-    assert reason in refusal(assignments=[f"search.vllm={{ {argument} }}"])
 
 
 def test_every_field_is_documented():
@@ -276,11 +263,6 @@ def test_a_key_inside_a_table_changes_that_key_alone(tmp_path):
     assert "task.options" in refusal(file=file, assignments=["task.options.path=b"])
 
 
-def test_a_key_that_also_takes_a_word_names_it():
-    assert refusal(assignments=["search.max_in_flight=lots"]).endswith("; or 'auto'")
-    assert refusal(assignments=["buffer.max_staleness=-1"]).endswith("; or 'unbounded'")
-
-
 def test_names_of_engine_arguments_are_checked_where_vllm_is_installed(tmp_path, monkeypatch):
     (tmp_path / "vllm/engine").mkdir(parents=True)
     (tmp_path / "vllm/__init__.py").touch()
@@ -293,11 +275,6 @@ def test_names_of_engine_arguments_are_checked_where_vllm_is_installed(tmp_path,
     assert installed_arguments() == ["model", "block_size"]
     with pytest.raises(ConfigError, match="no engine argument 'blok_size': did you mean block_size"):
         check_arguments({"block_size": 1, "blok_size": 2}, installed_arguments())
-
-
-def test_what_an_evaluation_measures_of_sampled_answers_needs_some():
-    with pytest.raises(ValueError, match=r"eval\.kl measures sampled responses, and eval\.samples is 0"):
-        Config.model_validate({"eval": {"kl": True}})
 
 
 def test_a_gpu_of_both_roles_is_refused_on_one_machine_and_noted_on_a_network(monkeypatch):
@@ -324,3 +301,38 @@ def test_a_gpu_of_both_roles_is_refused_on_one_machine_and_noted_on_a_network(mo
     assert checked("all", "0", here=2) == checked("all", "0", share=0.4, here=1) == []
     with pytest.raises(ConfigError, match="both name GPU 0, 1:"):
         checked("all", "all", here=2)
+
+
+# ---------------------------------------------------------------- paths that this user may not access
+
+
+@pytest.fixture
+def closed_folder():
+    """A directory that the user of the test may not enter."""
+    with closed_directory(0o000) as folder:
+        yield folder
+
+
+def test_a_path_in_a_directory_without_access_is_not_writable(closed_folder):
+    config = Config.model_validate({"run": {"dir": closed_folder / "runs/one"}})
+    with pytest.raises(PermissionError):
+        (closed_folder / "runs").exists()
+    with pytest.raises(ConfigError, match=f"run.dir .*/one is not writable: {re.escape(str(closed_folder))} belongs"):
+        check_directories(config)
+    assert nearest_existing(config.run.dir) == closed_folder
+
+
+def test_a_model_or_prompt_file_in_a_directory_without_access_does_not_exist(closed_folder):
+    with pytest.raises(ConfigError, match="model.path .* does not exist"):
+        check_model(str(closed_folder / "model"))
+    task = Config.model_validate({"task": {"name": "gsm8k", "train": str(closed_folder / "train.jsonl")}}).task
+    with pytest.raises(ConfigError, match=r"task.train .*/train.jsonl does not exist"):
+        check_data(task)
+
+
+def test_prompt_files_are_checked_only_for_a_task_that_reads_them():
+    keys = {"train": "missing.jsonl", "test": "missing.json"}
+    check_data(Config.model_validate({"task": keys}).task)
+    check_data(Config.model_validate({"task": keys | {"name": "my.own:task"}}).task)
+    with pytest.raises(ConfigError, match=r"task.train missing.jsonl does not exist"):
+        check_data(Config.model_validate({"task": keys | {"name": "gsm8k"}}).task)

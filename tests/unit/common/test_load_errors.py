@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from tba.common.errors import ConfigError, MemoryShort
+from tba.common.errors import ConfigError, OutOfMemory
 from tba.common.system.load_errors import loading
 from tba.searcher.engines.transformers_engine import TransformersEngine
 from tba.searcher.scoring.reference_model import ReferenceModel
@@ -21,7 +21,7 @@ from tba.tests.helpers.trainer import save_tiny_model
 )
 def test_the_error_of_a_lack_of_memory_names_model_device_and_remedy(error):
     sentence = r"^out of memory while the model in /m was loaded on cuda:1 \(.*\): end other processes that"
-    with pytest.raises(MemoryShort, match=sentence), loading("the model in /m", torch.device("cuda:1")):
+    with pytest.raises(OutOfMemory, match=sentence), loading("the model in /m", torch.device("cuda:1")):
         raise error
 
 
@@ -75,5 +75,5 @@ def test_a_model_that_does_not_fit_on_its_device_raises_memory_short(monkeypatch
         return (model, {"missing_keys": []}) if output_loading_info else model
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_here)
-    with pytest.raises(MemoryShort, match=re.escape(f"in {tmp_path} was loaded on cpu")):
+    with pytest.raises(OutOfMemory, match=re.escape(f"in {tmp_path} was loaded on cpu")):
         load(str(tmp_path))

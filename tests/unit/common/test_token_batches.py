@@ -1,6 +1,5 @@
-"""Rows are cut into batches by their tokens; failures in a row are answered by growing pauses."""
+"""Rows are cut into batches by their tokens."""
 
-from tba.common.system.background import backoff
 from tba.common.token_batches import cut_by_tokens
 
 
@@ -20,7 +19,3 @@ def test_padding_counts_when_batches_are_padded():
 def test_rows_can_keep_their_order_and_a_batch_its_number_of_rows():
     assert cut_by_tokens([3, 10, 9, 30, 2], 20, in_order=True) == [[0, 1], [2], [3], [4]]
     assert cut_by_tokens([1, 1, 1], 20, max_rows=2) == [[0, 1], [2]]
-
-
-def test_backoff_doubles_from_the_first_pause_up_to_the_longest():
-    assert [backoff(failures, 1.0, 5.0) for failures in (0, 1, 2, 3, 4, 5_000)] == [1.0, 1.0, 2.0, 4.0, 5.0, 5.0]

@@ -2,6 +2,7 @@
 
 import io
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 from tba.cli.inspection import for_machines
 from tba.common.errors import quantity
 from tba.common.run_status import Facts
+from tba.common.wire.messages import Status
 from tba.deploy.display import Display, clients_table, explain, status_view, summary_line
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock
@@ -44,6 +46,9 @@ def test_changes_are_printed_every_few_seconds_and_the_last_line_always(pipe):
 def test_the_explanation_names_what_a_starting_run_waits_for():
     assert explain(Facts(make_status())) == "no trainer has connected yet: it connects after loading its model"
     assert explain(Facts(make_status(), loading={"trainer", "searcher"})) == "the trainer is loading the model"
+    finished = make_status(60, clients=[], finished=True)
+    assert explain(Facts(finished)) == "finished after 60 steps"
+    assert explain(Facts(finished, loading={"trainer", "searcher"})) == "the trainer is loading the model"
     previous = make_client("trainer", activity="gone")
     assert explain(Facts(make_status(5, clients=[previous]))) == "the trainer left after step 5"
     assert explain(Facts(make_status(5, clients=[previous]), loading={"trainer"})) == "the trainer is loading the model"
@@ -64,10 +69,14 @@ def test_who_has_left_a_finished_run_is_not_called_gone():
     assert "gone" not in after
 
 
-def shown(status) -> str:
+def printed(view: Any, **console: Any) -> str:
     text = io.StringIO()
-    Console(file=text, width=200).print(clients_table(status))
+    Console(file=text, width=200, **console).print(view)
     return text.getvalue()
+
+
+def shown(status: Status, **console: Any) -> str:
+    return printed(clients_table(status), **console)
 
 
 def test_two_searchers_of_one_name_are_told_apart():
@@ -149,18 +158,8 @@ def test_a_stall_replaces_the_numbers_and_names_its_reason_for_machines():
 
 def test_a_wait_of_a_searcher_that_is_ahead_is_called_normal():
     ahead = make_client("searcher", activity="waiting", reason="224 of 224 prompts under way")
-    output = io.StringIO()
-    for clients in ([ahead, make_client("trainer")], [ahead]):
-        Console(file=output, width=200).print(clients_table(make_status(5, clients=clients)))
-    first, second = [line for line in output.getvalue().splitlines() if "224 of 224" in line]
-    assert "normal while the trainer trains" in first
-    assert "normal" not in second
-
-
-def test_a_finished_run_that_is_resumed_is_loading_until_its_trainer_has_connected():
-    status = make_status(60, clients=[], finished=True)
-    assert explain(Facts(status)) == "finished after 60 steps"
-    assert explain(Facts(status, loading=["trainer", "searcher"])) == "the trainer is loading the model"
+    assert "normal while the trainer trains" in shown(make_status(5, clients=[ahead, make_client("trainer")]))
+    assert "normal" not in shown(make_status(5, clients=[ahead]))
 
 
 def test_searchers_that_load_while_the_trainer_trains_on_stored_answers_are_said_to_load():
@@ -169,20 +168,14 @@ def test_searchers_that_load_while_the_trainer_trains_on_stored_answers_are_said
 
 
 def test_an_evaluator_is_listed_and_its_waiting_is_no_fault():
-    output = io.StringIO()
     evaluator = make_client("evaluator", activity="waiting", reason="the next kept snapshot", weights_version=None)
-    Console(file=output, width=200, color_system="standard", force_terminal=True).print(
-        clients_table(
-            make_status(5, clients=[evaluator, make_client("searcher", activity="waiting", reason="weights")])
-        )
-    )
-    lines = output.getvalue().splitlines()
+    status = make_status(5, clients=[evaluator, make_client("searcher", activity="waiting", reason="weights")])
+    lines = shown(status, color_system="standard", force_terminal=True).splitlines()
     (listed,) = [line for line in lines if "the next kept snapshot" in line]
     (searcher,) = [line for line in lines if ": weights" in line]
     assert ("\x1b[33m" in listed, "\x1b[33m" in searcher) == (False, True)
 
 
 def test_errors_are_counted_with_the_most_frequent_one():
-    output = io.StringIO()
-    Console(file=output, width=200).print(status_view(make_status(errors=1204, common_error="reward: no \x1b"), "a"))
-    assert "1,204 with an error, most often: reward: no \\x1b" in output.getvalue()
+    view = status_view(make_status(errors=1204, common_error="reward: no \x1b"), "a")
+    assert "1,204 with an error, most often: reward: no \\x1b" in printed(view)

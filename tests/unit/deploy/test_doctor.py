@@ -35,7 +35,6 @@ from tba.deploy.doctor import (
     deleted_at_logout,
     mount_of,
     numa_nodes,
-    parse_links,
 )
 from tba.tests.helpers.weights import write_tensor_file
 from tba.trainer.step.build import prepare
@@ -126,6 +125,7 @@ def test_the_driver_is_named_whatever_the_table_of_nvidia_smi_looks_like(node, d
     release = ".".join(map(str, supports))
     expected = f"torch 2.13.0 for CUDA 12.8 shows 4 GPUs with driver {driver} (CUDA {release})"
     assert check_cuda(ON_GPUS) == ("ok", expected)
+    assert check_cuda(ON_CPU) == ("ok", "no GPU is configured")
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
@@ -140,13 +140,6 @@ def test_the_library_of_the_driver_tells_the_newest_release(tmp_path, monkeypatc
     assert devices._supported_release() == release
     monkeypatch.setattr(devices, "_LIBRARY", str(source))
     assert devices._supported_release() is None
-
-
-def test_a_driver_of_the_same_major_release_is_ok(node):
-    node()
-    expected = "torch 2.13.0 for CUDA 12.8 shows 4 GPUs with driver 550.54.15 (CUDA 12.4)"
-    assert check_cuda(ON_GPUS) == ("ok", expected)
-    assert check_cuda(ON_CPU) == ("ok", "no GPU is configured")
 
 
 @pytest.mark.parametrize(("machine", "words"), [
@@ -209,13 +202,6 @@ def test_triton_needs_a_compiler_and_the_headers_of_python(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert check_compiler(ON_GPUS)[0] == "fail"
     assert check_compiler(ON_CPU)[0] == "ok"
-
-
-def test_the_matrix_of_nvidia_smi_is_read():
-    links = parse_links(MATRIX)
-    assert links["0", "1"] == links["1", "0"] == "NV18"
-    assert len(links) == 12
-    assert parse_links("") == {}
 
 
 def test_the_kernel_tells_the_numa_nodes_of_gpus(node, tmp_path):

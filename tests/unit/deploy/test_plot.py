@@ -1,6 +1,7 @@
 """The evaluations of a run, and the axis of its plot."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -47,17 +48,23 @@ def test_an_evaluation_without_a_measurement_is_marked_and_replaces_no_measured_
     assert [one["accuracy"] for one in read_evaluations(tmp_path, "r")] == [0.1, 0.6]
 
 
+@pytest.fixture
+def axes(monkeypatch):
+    """The axes of all pictures that were drawn."""
+    found: list[Any] = []
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "close", lambda figure: found.extend(figure.axes))
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("rewards", "fractions"), [([0.2, 0.9], True), ([-3.0, 7.5], False)])
-def test_the_plot_shows_rewards_of_any_size(tmp_path, monkeypatch, rewards, fractions):
-    plt = pytest.importorskip("matplotlib.pyplot")
+def test_the_plot_shows_rewards_of_any_size(tmp_path, axes, rewards, fractions):
     lines = [
         {"step": step, "reward_mean": reward, "staleness_mean": 0.0, "staleness_max": 0.0}
         for step, reward in enumerate(rewards)
     ]
     (tmp_path / run_files.METRICS).write_text("\n".join(map(json.dumps, lines)))
-    axes = []
-    monkeypatch.setattr(plt, "close", lambda figure: axes.extend(figure.axes))
     draw(tmp_path, run="r")
     low, high = axes[0].get_ylim()
     assert low <= min(rewards) < max(rewards) <= high
@@ -74,10 +81,7 @@ def write_run(directory, steps=4, seconds=2.0, tokens=10, evaluations=()):
 
 
 @pytest.mark.slow
-def test_the_plot_shows_held_out_values_outside_0_to_1(tmp_path, monkeypatch):
-    plt = pytest.importorskip("matplotlib.pyplot")
-    axes = []
-    monkeypatch.setattr(plt, "close", lambda figure: axes.extend(figure.axes))
+def test_the_plot_shows_held_out_values_outside_0_to_1(tmp_path, axes):
     draw(write_run(tmp_path / "r", evaluations=[row(0, -1.0), row(1, 2.0)]), run="r")
     low, high = axes[0].get_ylim()
     assert low <= -1 < 2 <= high
@@ -91,15 +95,12 @@ def test_the_axes_count_from_the_first_step_and_evaluations_lie_after_the_last_s
 
 
 @pytest.mark.slow
-def test_several_runs_are_one_picture_with_the_fronts_that_they_have(tmp_path, monkeypatch):
-    plt = pytest.importorskip("matplotlib.pyplot")
+def test_several_runs_are_one_picture_with_the_fronts_that_they_have(tmp_path, axes):
     measured = {"sampled_reward": 0.4, "kl": 1.0, "distinct_2": 0.3, "intervals": {"accuracy": [0.0, 0.2]}}
     runs = [
         write_run(tmp_path / "a", evaluations=[row(0, 0.1) | measured, row(1, 0.2) | measured | {"kl": 2.0}]),
         write_run(tmp_path / "b"),
     ]
-    axes = []
-    monkeypatch.setattr(plt, "close", lambda figure: axes.extend(figure.axes))
     picture = draw_curves([read_curve(run) for run in runs], tmp_path / "both.png", x="tokens")
     assert picture.stat().st_size > 1000
     assert [axis.get_xlabel() for axis in axes] == [

@@ -14,7 +14,6 @@ import pytest
 
 from tba.buffer.tools.stats import read_results
 from tba.common.config import Config
-from tba.common.errors import StorageError
 from tba.common.evaluations import read_evaluations, record_evaluations
 from tba.common.system.durable import exclusive_lock
 from tba.deploy.run_list import ended_run, list_runs
@@ -37,11 +36,14 @@ def make_run(tmp_path: Path):
     return make
 
 
-def states(directory: Path, **result: Any) -> dict[str, tuple[str, str]]:
-    def read(_: Path) -> list[dict[str, Any]]:
-        return [{"run": "r", "steps": 3, "planned": 8, "reward": 0.5, "changed_at": 1e9, "finished": False} | result]
+def read(_: Path, **changes: Any) -> list[dict[str, Any]]:
+    """What `read_results` returns of a database with one run."""
+    return [{"run": "r", "steps": 8, "planned": 8, "reward": 0.746, "changed_at": 1e9, "finished": False} | changes]
 
-    return {Path(row["directory"]).name: (row["state"], row["why"]) for row in list_runs(directory, read)}
+
+def states(directory: Path, **result: Any) -> dict[str, tuple[str, str]]:
+    rows = list_runs(directory, partial(read, **result))
+    return {Path(row["directory"]).name: (row["state"], row["why"]) for row in rows}
 
 
 def test_the_state_of_a_run_follows_from_its_locks_and_its_end(make_run, tmp_path):
@@ -87,7 +89,7 @@ def test_a_run_whose_database_is_a_link_has_the_state_of_the_file(make_run, tmp_
 def test_runs_without_a_name_are_listed_by_their_directory(make_run, tmp_path):
     make_run("first")
     make_run("second")
-    rows = list_runs(tmp_path, lambda _: [{"run": "run", "steps": 8, "changed_at": 1e9, "finished": True}])
+    rows = list_runs(tmp_path, partial(read, run="run"))
     assert {(row["name"], row["run"]) for row in rows} == {("first", "run"), ("second", "run")}
 
 
@@ -97,20 +99,15 @@ def test_a_run_is_listed_with_its_steps_and_its_last_reward(filled, tmp_path):
     folder = tmp_path / "runs/a"
     folder.mkdir(parents=True)
     filled.rename(folder / "buffer.sqlite")
-    evaluation = {"run": "test", "step": 1, "version": 1, "prompts": 9, "prompt_set": "p", "accuracy": 0.5}
-    (folder / "eval.jsonl").write_text(json.dumps(evaluation) + "\n")
+    record_evaluations(folder, [{"run": "test", "step": 1, "version": 1, "prompts": 9, "accuracy": 0.5}])
     (listed,) = list_runs(tmp_path / "runs", read_results)
     assert (listed["run"], listed["state"], listed["accuracy"]) == ("test", "stopped", 0.5)
 
 
 def test_a_database_that_cannot_be_read_is_a_row(make_run, tmp_path):
     make_run("other")
-
-    def read(path: Path) -> list[dict[str, Any]]:
-        raise StorageError(f"{path.name} is not a buffer database")
-
-    (row,) = list_runs(tmp_path, read)
-    assert (row["state"], row["why"]) == ("unreadable", "buffer.sqlite is not a buffer database")
+    (row,) = list_runs(tmp_path, read_results)
+    assert (row["state"], "is not a buffer database" in row["why"]) == ("unreadable", True), row["why"]
 
 
 @pytest.fixture
@@ -143,42 +140,33 @@ def test_a_database_with_odd_values_hides_no_other_run(filled, tmp_path):
     assert (rows["a"]["changed"], rows["a"]["reward"], rows["c"]["changed"]) == ("1970-01-01 00:00:00 UTC", None, "")
 
 
+def config_of(folder: Path) -> Config:
+    return Config.model_validate({"run": {"dir": str(folder), "name": "r"}})
+
+
 def test_a_finished_run_that_nothing_serves_is_described_with_its_result(make_run):
     folder = make_run("done")
-    (folder / "eval.jsonl").write_text(
-        json.dumps({"run": "r", "version": 8, "step": 8, "prompts": 4, "accuracy": 0.887}) + "\n"
-    )
-    config = Config.model_validate({"run": {"dir": str(folder), "name": "r"}})
-
-    def read(_: Path, **changes: Any) -> list[dict[str, Any]]:
-        done = {"run": "r", "steps": 8, "planned": 8, "reward": 0.746, "changed_at": 1e9, "finished": True}
-        return [done | changes]
-
-    found = ended_run(config, read)
-    assert found is not None
-    assert (
-        "is finished, and nothing serves it any more: 8/8 steps, reward 0.746, accuracy 0.887" in found["explanation"]
-    )
+    record_evaluations(folder, [{"run": "r", "version": 8, "step": 8, "prompts": 4, "accuracy": 0.887}])
+    config, finished = config_of(folder), partial(read, finished=True)
+    sentence = "is finished, and nothing serves it any more: 8/8 steps, reward 0.746, accuracy 0.887"
+    assert sentence in not_none(ended_run(config, finished))["explanation"]
     with exclusive_lock(folder / "buffer.sqlite.lock", ""):
+        assert ended_run(config, finished) is None
         assert ended_run(config, read) is None
-        assert ended_run(config, partial(read, finished=False)) is None
 
 
 def test_the_status_says_how_an_offline_run_and_one_whose_trainer_waits_go_on(make_run):
     folder = make_run("other", log=b"x")
-    config = Config.model_validate({"run": {"dir": str(folder), "name": "r"}})
 
-    def read(_: Path, **changes: Any) -> list[dict[str, Any]]:
-        done = {"run": "r", "steps": 8, "planned": 9, "reward": 0.7, "changed_at": 1e9, "finished": False}
-        return [done | changes]
+    def told(**changes: Any) -> str:
+        sentence: str = not_none(ended_run(config_of(folder), partial(read, **changes)))["explanation"]
+        return sentence
 
-    found = not_none(ended_run(config, partial(read, source="runs/a/buffer.sqlite")))
-    assert "`tba train --offline --buffer runs/a/buffer.sqlite --resume` continues it" in found["explanation"]
-    assert "`tba run FILE --resume` continues it" in not_none(ended_run(config, read))["explanation"]
+    offline = "`tba train --offline --buffer runs/a/buffer.sqlite --resume` continues it"
+    assert offline in told(source="runs/a/buffer.sqlite")
+    assert "`tba run FILE --resume` continues it" in told()
     with exclusive_lock(folder / "trainer.lock", ""):
-        assert (
-            "its trainer waits for the buffer: `tba buffer serve`" in not_none(ended_run(config, read))["explanation"]
-        )
+        assert "its trainer waits for the buffer: `tba buffer serve`" in told()
 
 
 @pytest.mark.slow
@@ -209,7 +197,7 @@ def test_lines_of_the_evaluations_that_are_none_are_skipped(make_run, tmp_path):
     good = {"run": "r", "version": 8, "step": 8, "prompts": 4, "accuracy": 0.5}
     bad = [3, ["run"], {"run": "r"}, {**good, "step": "9"}, {"step": 9, "version": 9, "prompts": 4, "accuracy": 1}]
     (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, [*bad, good])))
-    (listed,) = list_runs(tmp_path, lambda _: [{"run": "r", "steps": 8, "changed_at": 1e9, "finished": True}])
+    (listed,) = list_runs(tmp_path, read)
     assert listed["accuracy"] == 0.5
     record_evaluations(folder, [{**good, "version": 9, "step": 9}])
     assert [row["step"] for row in read_evaluations(folder, "r")] == [8, 9]

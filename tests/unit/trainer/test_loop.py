@@ -19,7 +19,7 @@ from tba.buffer.offline.offline_buffer import OfflineBuffer
 from tba.buffer.offline.recorded_run import read_recorded_run
 from tba.buffer.tools.backup import backup
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, ConfigError, MemoryShort, TrainingBroken, UsageError
+from tba.common.errors import BufferUnavailable, ConfigError, OutOfMemory, TrainingBroken, UsageError
 from tba.common.weights import snapshot
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
@@ -477,7 +477,7 @@ def test_a_step_that_runs_out_of_memory_gives_advice_and_is_made_by_the_next_sta
     sentence = (
         r"out of memory in step 4 \(CUDA out .*\): lower train.micro_batch_tokens, which is 30 \(less than the \d+ tok"
     )
-    with pytest.raises(MemoryShort, match=sentence):
+    with pytest.raises(OutOfMemory, match=sentence):
         run.train()
     feeder.join()
     monkeypatch.undo()

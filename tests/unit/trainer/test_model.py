@@ -18,7 +18,7 @@ from transformers import (
     XGLMConfig,
 )
 
-from tba.common.errors import ConfigError, MemoryShort
+from tba.common.errors import ConfigError, OutOfMemory
 from tba.tests.helpers.trainer import make_row, save_tiny_model, tiny_model
 from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing, load_model, sequence_logprobs
 
@@ -43,7 +43,7 @@ def gpu_runs_out(*_, **__):
 )
 def test_running_out_of_memory_is_not_a_configuration_error(monkeypatch, tmp_path, run_out):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", run_out)
-    with pytest.raises(MemoryShort, match="out of memory while the model in .* was loaded") as raised:
+    with pytest.raises(OutOfMemory, match="out of memory while the model in .* was loaded") as raised:
         load_model(tmp_path, CPU)
     assert raised.value.exit_code == 1
 

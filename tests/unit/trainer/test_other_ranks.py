@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tba.common.errors import MemoryShort, TbaError
+from tba.common.errors import OutOfMemory, TbaError
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import random_batch
 from tba.trainer.batch.batch import pack_batch
@@ -38,12 +38,12 @@ def run_with(monkeypatch: pytest.MonkeyPatch, error: Exception, *, report: Any =
 
 def test_a_rank_that_runs_out_of_memory_ends_with_advice(monkeypatch):
     sentence = r"out of memory in step \d+ \(CUDA out .*\): lower train.micro_batch_tokens, which is 30 \("
-    with pytest.raises(MemoryShort, match=sentence):
+    with pytest.raises(OutOfMemory, match=sentence):
         run_with(monkeypatch, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
 
 
 def test_where_states_fill_the_memory_smaller_micro_batches_are_not_the_advice(monkeypatch):
-    with pytest.raises(MemoryShort, match='fill the memory.*more GPUs.*train.offload = "optimizer".*lora.rank'):
+    with pytest.raises(OutOfMemory, match='fill the memory.*more GPUs.*train.offload = "optimizer".*lora.rank'):
         run_with(monkeypatch, torch.OutOfMemoryError("CUDA out of memory."), report=Mock(states_fill=True))
 
 

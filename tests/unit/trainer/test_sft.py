@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config, TaskSection
-from tba.common.errors import MemoryShort, TaskError, UsageError
+from tba.common.errors import OutOfMemory, TaskError, UsageError
 from tba.common.rendering import PromptRenderer
 from tba.common.system.durable import sha256_of
 from tba.common.weights.model_files import eos_ids
@@ -141,7 +141,7 @@ def test_a_step_that_runs_out_of_memory_gives_advice(base, pairs, tmp_path, monk
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Learner, "accumulate", run_out)
-    with pytest.raises(MemoryShort, match=r"lower train\.micro_batch_tokens.*--resume"):
+    with pytest.raises(OutOfMemory, match=r"lower train\.micro_batch_tokens.*--resume"):
         make(base, Plan([pairs], tmp_path / "sft", steps=1, batch_size=4))
 
 

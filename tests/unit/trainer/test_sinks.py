@@ -122,7 +122,7 @@ def test_weights_and_biases_gets_the_answers_of_each_step_as_a_table(example_mod
     table = json.loads(file.read_text())
     assert table["columns"] == COLUMNS
     assert table["data"] == [[0, "1+2=", "3", 1.0, 0], [2, "5+5=", "10", 1.0, 0]]
-    assert wandb_steps(tmp_path) == [0]
+    wait_until(lambda: wandb_steps(tmp_path) == [0])
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def test_the_warning_comes_before_the_reward_is_lost(example_model):
         if warning and at_warning is None:
             at_warning = run.reward()
             assert warning.endswith(
-                'answers that were never sampled: lower train.learning_rate, or set objective.name = "tb_stale"'
+                'responses that were never sampled: lower train.learning_rate, or set objective.name = "tb_stale"'
             )
     assert at_warning is not None
     assert run.reward() < start - 0.08 < at_warning

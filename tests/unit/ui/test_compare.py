@@ -2,13 +2,10 @@
 
 import html
 import re
-import sqlite3
-from contextlib import closing
 
 import pytest
-from starlette.testclient import TestClient
 
-from tba.ui.app import make_app
+from tba.tests.helpers.browser import change, client
 from tba.ui.charts import Chart, Series, overlay
 
 
@@ -18,12 +15,11 @@ def browser(filled, tmp_path):
     for name in ("a", "b", "c"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "buffer.sqlite").write_bytes(filled.read_bytes())
-        with closing(sqlite3.connect(tmp_path / "runs" / name / "buffer.sqlite")) as connection, connection:
-            reward = {"b": 0.75}.get(name, 0.25)
-            connection.execute("UPDATE batches SET metrics = json_set(metrics, '$.reward_mean', ?)", [reward])
-    with closing(sqlite3.connect(tmp_path / "runs/b/buffer.sqlite")) as connection, connection:
-        connection.execute("UPDATE starts SET config = json_set(config, '$.train.learning_rate', 0.125)")
-    return TestClient(make_app([tmp_path / "runs"]), base_url="http://127.0.0.1")
+        sql = "UPDATE batches SET metrics = json_set(metrics, '$.reward_mean', ?)"
+        change(tmp_path / "runs" / name / "buffer.sqlite", (sql, [0.75 if name == "b" else 0.25]))
+    rate = "UPDATE starts SET config = json_set(config, '$.train.learning_rate', 0.125)"
+    change(tmp_path / "runs/b/buffer.sqlite", rate)
+    return client(tmp_path / "runs")
 
 
 def test_runs_have_their_results_side_by_side_and_the_settings_that_differ(browser):
@@ -65,7 +61,7 @@ def test_an_unknown_run_is_not_compared(browser, address):
 
 
 def test_a_single_run_says_how_to_show_several(filled):
-    page = TestClient(make_app([filled]), base_url="http://127.0.0.1").get("/r/test/compare?kind=runs")
+    page = client(filled).get("/r/test/compare?kind=runs")
     assert "tba ui runs/a runs/b" in page.text
 
 
@@ -73,8 +69,8 @@ def test_a_single_run_says_how_to_show_several(filled):
     "text", ["<script>alert(1)</script>", "' onmouseover='alert(1)", "a\x07\u202eb", "{{ 7 * 7 }}", "x" * 1_000_000]
 )
 def test_hostile_settings_are_text(browser, tmp_path, text):
-    with closing(sqlite3.connect(tmp_path / "runs/b/buffer.sqlite")) as connection, connection:
-        connection.execute("UPDATE starts SET config = json_set(config, '$.model.path', ?)", [text])
+    sql = "UPDATE starts SET config = json_set(config, '$.model.path', ?)"
+    change(tmp_path / "runs/b/buffer.sqlite", (sql, [text]))
     page = browser.get("/r/test/compare?kind=runs&b=test~2")
     assert page.status_code == 200
     assert not [mark for mark in ("<script>alert", "onmouseover='", "\x07", "\u202e") if mark in page.text]

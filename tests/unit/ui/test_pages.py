@@ -9,15 +9,15 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from starlette.testclient import TestClient
 
 from tba.common.errors import UsageError
 from tba.common.system.durable import exclusive_lock
 from tba.common.wire import messages
+from tba.tests.helpers.browser import change, client, select
 from tba.tests.helpers.puts import numbers_of
 from tba.tests.helpers.statuses import make_client, make_status
-from tba.ui.app import make_app
 from tba.ui.pages.run import _doing, describe
+from tba.ui.report import write_report
 from tba.ui.runs import find_runs
 from tba.ui.trajectory_filter import _plan, statements
 
@@ -29,10 +29,6 @@ HOSTILE = (
     "right to left \u202e mark \u200f end",
     "a" * 1_000_000,
 )
-
-
-def client(*paths, **options):
-    return TestClient(make_app(paths, **options), base_url="http://127.0.0.1:5780", follow_redirects=True)
 
 
 def links(page):
@@ -114,22 +110,19 @@ def test_filters_find_the_rows_that_sql_finds(filled, filters, expected):
 
 @pytest.mark.parametrize("name", ["log_ratio", "advantage", "weight", "mismatch", "staleness", "reward"])
 def test_the_slots_of_a_step_are_sorted_by_each_number_and_drawn(filled, name):
-    with closing(sqlite3.connect(filled)) as database:
-        rows = database.execute(
-            f"SELECT slot, {name} FROM consumption ORDER BY {name} DESC NULLS LAST, slot"
-        ).fetchall()
+    slots = select(filled, f"SELECT slot, {name} FROM consumption ORDER BY {name} DESC NULLS LAST, slot")
     page = client(filled).get(f"/r/test/steps/0?sort=-{name}").text
-    assert [int(slot) for slot in re.findall(r'<tr>\s*<td class="n">(\d+)</td>', page)] == [slot for slot, _ in rows]
+    assert [int(slot) for slot in re.findall(r'<tr>\s*<td class="n">(\d+)</td>', page)] == [slot for slot, _ in slots]
     assert f'aria-label="histogram of {name}"' in page
 
 
 def test_the_page_of_a_trajectory_shows_the_numbers_of_each_step_that_trained_on_it(filled):
-    with closing(sqlite3.connect(filled)) as database:
-        sql = "SELECT trajectory, log_ratio, advantage FROM consumption WHERE slot = 5"
-        trajectory, log_ratio, advantage = database.execute(sql).fetchone()
+    ((trajectory, *numbers),) = select(
+        filled, "SELECT trajectory, log_ratio, advantage FROM consumption WHERE slot = 5"
+    )
     page = client(filled).get(f"/r/test/trajectories/{trajectory}").text
     row = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("Training</h2>") :])
-    assert {f"{log_ratio:g}", f"{advantage:g}"} <= set(row)
+    assert {f"{number:g}" for number in numbers} <= set(row)
 
 
 def test_huge_numbers_of_rows_are_drawn(harness):
@@ -155,9 +148,8 @@ def test_pages_of_a_list_continue_where_the_last_one_ended(filled, monkeypatch, 
         found += re.findall(r'href="/r/test/trajectories/(\d+)"', page.text)
         following = re.search(r'rel="next" href="([^"]*)"', page.text)
         address = html.unescape(following[1]) if following else ""
-    with closing(sqlite3.connect(filled)) as connection:
-        rows = connection.execute(f"SELECT id FROM trajectory_rows ORDER BY {order}").fetchall()
-    assert [int(number) for number in found] == [id_ for (id_,) in rows]
+    ids = select(filled, f"SELECT id FROM trajectory_rows ORDER BY {order}")
+    assert [int(number) for number in found] == [id_ for (id_,) in ids]
 
 
 @pytest.mark.parametrize(
@@ -235,8 +227,7 @@ def test_the_changing_part_is_sent_only_after_a_change(filled):
     browser = client(filled)
     (address,) = (link for link in links(browser.get("/r/test")) if "/live" in link)
     assert browser.get(address).status_code == 204
-    with closing(sqlite3.connect(filled)) as connection, connection:
-        connection.execute("UPDATE trajectory_rows SET id = id + 1 WHERE id = 7")
+    change(filled, "UPDATE trajectory_rows SET id = id + 1 WHERE id = 7")
     assert browser.get(address).status_code == 200
 
 
@@ -298,8 +289,7 @@ def test_a_run_that_has_ended_has_the_state_that_tba_runs_gives_it_and_its_reaso
             "running",
             "no buffer server answers: it starts, is busy, or another program has the database open",
         )
-    with closing(sqlite3.connect(filled)) as database, database:
-        database.execute("UPDATE runs SET finished_step = 3")
+    change(filled, "UPDATE runs SET finished_step = 3")
     assert shown() == ("finished", "")
     with exclusive_lock(launch, "taken"):
         assert shown() == ("finished", "`tba run` still uses the directory")
@@ -307,13 +297,10 @@ def test_a_run_that_has_ended_has_the_state_that_tba_runs_gives_it_and_its_reaso
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_the_configuration_says_what_set_each_value_where_that_is_recorded(filled, tmp_path, recorded):
-    from tba.ui.report import write_report
-
     origins = {"train.steps": "here/<b>.toml", "train.publish_every": "TBA_TRAIN__PUBLISH_EVERY"}
-    with closing(sqlite3.connect(filled)) as database, database:
-        config = {"train": {"steps": 7, "publish_every": 1, "warmup_steps": 3}, "buffer": {"address": ""}}
-        values = [json.dumps(config), json.dumps(origins) if recorded else None]
-        database.execute("UPDATE starts SET config = ?, origins = ?", values)
+    config = {"train": {"steps": 7, "publish_every": 1, "warmup_steps": 3}, "buffer": {"address": ""}}
+    values = [json.dumps(config), json.dumps(origins) if recorded else None]
+    change(filled, ("UPDATE starts SET config = ?, origins = ?", values))
     pages = [
         client(filled).get("/r/test/config").text,
         write_report(filled, tmp_path / "r.html", name=None).read_text(),
@@ -329,15 +316,11 @@ def test_the_configuration_says_what_set_each_value_where_that_is_recorded(fille
 
 
 def test_a_mean_says_what_it_is_of_and_an_evaluation_why_it_measured_nothing(filled, tmp_path):
-    from tba.ui.report import write_report
-
     row = "(1, 0, 0, 2, 'a', 'b', 1.0, 1.0, '{}', '{}', '2 of 2 responses could not be scored: ConnectError')"
     columns = (
         "run, version, step, prompts, prompt_set, settings, evaluated_at, seconds, metrics, intervals, not_measured"
     )
-    with closing(sqlite3.connect(filled)) as database, database:
-        database.execute(f"INSERT INTO evaluation_rows ({columns}) VALUES {row}")
-        database.execute("UPDATE prompts SET answer = '42'")
+    change(filled, f"INSERT INTO evaluation_rows ({columns}) VALUES {row}", "UPDATE prompts SET answer = '42'")
     browser, report = client(filled), write_report(filled, tmp_path / "r.html", name=None).read_text()
     for page in (browser.get("/r/test").text, report):
         assert "of the 6 of 7 without an error" in page
@@ -368,8 +351,6 @@ def test_the_warning_of_the_trainer_follows_what_it_does(waits, doing):
 
 
 def test_a_report_is_one_file_without_scripts(filled, tmp_path):
-    from tba.ui.report import write_report
-
     text = write_report(filled, tmp_path / "report.html", name=None).read_text()
     assert "answer 12" in text
     assert re.findall(r'<script|src="|href="', text) == []

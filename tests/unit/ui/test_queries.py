@@ -5,14 +5,6 @@ import os
 import re
 
 import pytest
-from starlette.testclient import TestClient
-
-from tba.ui.app import make_app
-
-
-@pytest.fixture
-def browser(filled):
-    return TestClient(make_app([filled]), base_url="http://127.0.0.1")
 
 
 def saved(page):

@@ -2,19 +2,12 @@
 
 import html
 import re
-import sqlite3
-from contextlib import closing
 
 import numpy as np
 import pytest
-from starlette.testclient import TestClient
 
+from tba.tests.helpers.browser import change, client
 from tba.tests.helpers.puts import log_ratios, numbers_of
-from tba.ui.app import make_app
-
-
-def client(path):
-    return TestClient(make_app([path]), base_url="http://127.0.0.1")
 
 
 @pytest.fixture
@@ -77,8 +70,7 @@ def test_the_strip_of_a_trajectory_without_training_says_that_there_was_none(har
 
 
 def test_log_ratios_that_are_not_as_many_as_tokens_are_not_shown(trained_twice):
-    with closing(sqlite3.connect(trained_twice)) as database, database:
-        database.execute("UPDATE consumption_rows SET token_log_ratios = x'000000' WHERE batch = 3")
+    change(trained_twice, "UPDATE consumption_rows SET token_log_ratios = x'000000' WHERE batch = 3")
     _, about = strip_of(client(trained_twice).get("/r/test/trajectories/1?colour=mismatch"))
     assert "Step 2 has reported no log-ratios of these tokens. Steps: 0 2" in about
 

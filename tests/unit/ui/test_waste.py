@@ -1,30 +1,10 @@
 """What training does not use: the views `waste` and `lengths`, and their page."""
 
 import re
-import sqlite3
-from contextlib import closing
 
 import pytest
-from starlette.testclient import TestClient
 
-from tba.ui.app import make_app
-
-
-@pytest.fixture
-def browser(filled):
-    return TestClient(make_app([filled]), base_url="http://127.0.0.1")
-
-
-def rows(path, sql):
-    with closing(sqlite3.connect(path)) as connection:
-        connection.row_factory = sqlite3.Row
-        return [dict(row) for row in connection.execute(sql)]
-
-
-def change(path, *statements):
-    with closing(sqlite3.connect(path)) as connection, connection:
-        for sql in statements:
-            connection.execute(sql)
+from tba.tests.helpers.browser import change, client, select
 
 
 def test_lengths_count_what_was_generated_and_what_was_trained_on(filled):
@@ -35,7 +15,7 @@ def test_lengths_count_what_was_generated_and_what_was_trained_on(filled):
         "UPDATE trajectory_rows SET response_tokens = 700, created_at = 5 WHERE id = 1",
         "UPDATE batches SET trained_at = 12",
     )
-    failed, short, long = rows(filled, "SELECT * FROM lengths ORDER BY least_tokens")
+    failed, short, long = select(filled, "SELECT * FROM lengths ORDER BY least_tokens")
     assert (failed["least_tokens"], failed["errors"], failed["never_trained"], failed["mean_reward"]) == (0, 1, 1, None)
     assert (short["least_tokens"], short["trajectories"], short["never_trained"]) == (2, 5, 1)
     assert (short["response_tokens"], short["used_tokens"], short["trained_tokens"]) == (15, 12, 12)
@@ -45,14 +25,9 @@ def test_lengths_count_what_was_generated_and_what_was_trained_on(filled):
 
 def test_waste_counts_groups_with_equal_rewards(filled):
     change(filled, "UPDATE trajectory_rows SET reward = 1 WHERE prompt = 2")
-    (step,) = rows(filled, "SELECT * FROM waste")
-    assert (step["run"], step["step"], step["groups"], step["flat_groups"], step["response_tokens"]) == (
-        "test",
-        0,
-        2,
-        1,
-        18,
-    )
+    (step,) = select(filled, "SELECT * FROM waste")
+    names = ("run", "step", "groups", "flat_groups", "response_tokens")
+    assert [step[name] for name in names] == ["test", 0, 2, 1, 18]
 
 
 def test_lengths_of_a_long_run_are_those_of_an_even_sample(filled):
@@ -65,7 +40,7 @@ def test_lengths_of_a_long_run_are_those_of_an_even_sample(filled):
            SELECT 1, 1, 1, 1000 + i, 0, 0.5, '{}',
            'eos', 1, 4 + 60 * (i / 20000), 0, '{}', i, 1e10 + i, 0, 0, '{}' FROM n""",
     )
-    counts = [row["trajectories"] for row in rows(filled, "SELECT trajectories FROM lengths WHERE least_tokens > 3")]
+    counts = [row["trajectories"] for row in select(filled, "SELECT trajectories FROM lengths WHERE least_tokens > 3")]
     assert len(counts) == 2
     assert 8000 <= sum(counts) <= 10_001
     assert counts[1] == pytest.approx(counts[0], rel=0.01)
@@ -90,6 +65,6 @@ def test_trajectories_are_filtered_by_whether_a_step_has_them(browser, trained, 
 def test_an_empty_run_has_no_waste(harness):
     buffer = harness()
     buffer.store.close()
-    browser = TestClient(make_app([buffer.store.path]), base_url="http://127.0.0.1")
+    browser = client(buffer.store.path)
     assert "No trajectory yet." in browser.get("/r/test/waste").text
     assert browser.get("/r/test/waste.json").json() == []

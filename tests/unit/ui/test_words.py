@@ -4,10 +4,9 @@ import html
 import re
 
 import pytest
-from starlette.testclient import TestClient
 
 from tba.common.wire import messages
-from tba.ui.app import make_app
+from tba.tests.helpers.browser import client
 from tba.ui.runs import find_runs
 from tba.ui.trajectory_filter import _plan, statements
 
@@ -26,10 +25,6 @@ def database(harness, trajectory):
     buffer.put([trajectory(f"p{n % 2}", lease=0, tokens=[n], text=text) for n, text in enumerate(TEXTS)], 0)
     buffer.store.close()
     return buffer.store.path
-
-
-def client(path):
-    return TestClient(make_app([path]), base_url="http://127.0.0.1", raise_server_exceptions=False)
 
 
 def found(page, kind="trajectories"):

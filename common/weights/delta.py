@@ -29,11 +29,10 @@ import numpy.typing as npt
 import zstandard
 
 from tba.common.errors import SnapshotCorrupt, SnapshotError, quantity
-from tba.common.weights import delta
-from tba.common.weights.snapshot import MANIFEST, Delta, Manifest, SnapshotKey, describe_file, directory_name
+from tba.common.weights.snapshot import DELTA, MANIFEST, Delta, Manifest, SnapshotKey, describe_file, directory_name
 from tba.common.weights.tensor_file import ITEM_BYTES, Bits, Tensor, content_of, map_tensors
 
-FILE = "delta.safetensors.zst"
+FILE = DELTA
 
 # Level 9 saves 2 % more of the bytes and takes ten times as long (decision 15).
 _LEVEL = 3
@@ -245,13 +244,13 @@ class DeltaStore:
     ) -> Delta | None:
         """Write the delta of a version from `old` to `new`, tensors of the same layout; None if it is not worth it."""
         whole = sum(tensor.bits.nbytes for tensor in new.values())
-        changed = delta.build_delta(old, new, max_bytes=_LARGEST * whole)
+        changed = build_delta(old, new, max_bytes=_LARGEST * whole)
         if changed is None:
             return None
         directory = self._directory / directory_name(version)
         directory.mkdir(parents=True, exist_ok=True)
-        size = delta.write_delta(directory / delta.FILE, changed)
-        return Delta(describe_file(directory / delta.FILE), size, base.version, base.manifest_sha256)
+        size = write_delta(directory / FILE, changed)
+        return Delta(describe_file(directory / FILE), size, base.version, base.manifest_sha256)
 
     def publish(self, snapshot: Path, manifest: Manifest) -> None:
         """Serve the delta of a snapshot that is sealed, and delete deltas that no node would use any more."""
@@ -270,7 +269,7 @@ class DeltaStore:
     def _collect(self, whole: int) -> None:
         size = 0
         for directory in sorted(self._directory.glob("v????????"), reverse=True):
-            file = directory / delta.FILE
+            file = directory / FILE
             size += file.stat().st_size if file.is_file() else 0
             if size >= whole:
                 shutil.rmtree(directory, ignore_errors=True)

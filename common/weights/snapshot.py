@@ -32,13 +32,15 @@ from typing import Any, NamedTuple
 from tba.common.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, UsageError
 from tba.common.log import get_logger
 from tba.common.system.durable import json_text, open_regular, publish_directory, sha256_of
-from tba.common.weights import adapter, delta
+from tba.common.weights import adapter
 from tba.common.weights.tensor_file import blake3_of
 
 log = get_logger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+# The file of `tba.common.weights.delta`, which imports this one.
+DELTA = "delta.safetensors.zst"
 # No separator and no leading dot: a manifest can only name files of its own directory.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][^/\\\0]{0,200}")
 
@@ -65,7 +67,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The file `delta.FILE`, which turns the weights of a full snapshot into those of the one that names it.
+    """The file `DELTA`, which turns the weights of a full snapshot into those of the one that names it.
 
     The file is optional: nodes fetch it in place of the weights if they have the base, or can get there by deltas.
     `file` is compressed, and `bytes` is the size of its content.
@@ -332,6 +334,6 @@ def _parse(fields: dict[str, Any]) -> Manifest:
 
 def _parse_files(files: dict[str, Any]) -> dict[str, FileEntry]:
     for name in files:
-        if name in (MANIFEST, delta.FILE) or not _FILE_NAME.fullmatch(name):
+        if name in (MANIFEST, DELTA) or not _FILE_NAME.fullmatch(name):
             raise SnapshotCorrupt(f"a manifest names a file outside its directory: {name!r}")
     return {name: FileEntry(**entry) for name, entry in files.items()}

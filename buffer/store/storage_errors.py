@@ -71,11 +71,17 @@ def refuse_strange_files(database: Path) -> None:
         path = path.with_name(path.name + ending)
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise StorageError(f"{path} is no regular file, and SQLite would open it with the database: remove it")
-        if ending == "-journal" and path.exists() and path.read_bytes()[-len(_SUPER_JOURNAL) :] == _SUPER_JOURNAL:
+        if ending == "-journal" and path.exists() and _last_bytes(path, len(_SUPER_JOURNAL)) == _SUPER_JOURNAL:
             raise StorageError(
                 f"{path} names another journal, which SQLite would delete: it is not of tba; remove it, or restore a "
                 "backup"
             )
+
+
+def _last_bytes(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - count))
+        return file.read(count)
 
 
 def stored_object(text: str | None) -> dict[str, Any]:

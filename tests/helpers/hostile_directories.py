@@ -345,7 +345,7 @@ def launch(run: Path) -> None:
 READ_A_RUN: Commands = {
     "runs": tba("runs", "RUN"),
     "status": tba("status", "--set", "run.dir=RUN"),
-    "plot": tba("plot", "RUN", "--out", "RUN/../plot.png"),
+    "report, a picture": tba("report", "RUN", "--out", "RUN/../plot.png"),
     "report": tba("report", "RUN", "--out", "RUN/../report.html"),
     "ui": open_pages,
     "eval": tba("eval", *CPU, "--set", "run.dir=RUN", "--set", f"model.path={EXAMPLE_MODEL}", "--cpu"),

@@ -69,7 +69,8 @@ def refuse_strange_files(database: Path) -> None:
     for ending in ("-wal", "-shm", "-journal"):
         path = database.resolve()
         path = path.with_name(path.name + ending)
-        if path.is_symlink() or (path.exists() and not path.is_file()):
+        # SQLite refuses a directory itself.
+        if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
             raise StorageError(f"{path} is no regular file, and SQLite would open it with the database: remove it")
         if ending == "-journal" and path.exists() and _last_bytes(path, len(_SUPER_JOURNAL)) == _SUPER_JOURNAL:
             raise StorageError(

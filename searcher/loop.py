@@ -8,6 +8,7 @@ full, generation pauses. The engine's batch never runs empty meanwhile: another 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,6 +51,14 @@ _REGISTER_CHARACTERS = 1 << 20
 _WAIT_SECONDS = 0.2
 
 
+class LoadedTask(NamedTuple):
+    """A task with what renders its prompts and what ends their responses."""
+
+    task: Task
+    renderer: PromptRenderer
+    stopping: Stopping
+
+
 class Searcher:
     """One engine, one connection to the buffer. `run` returns when the run is finished or `stop()`."""
 
@@ -58,19 +67,17 @@ class Searcher:
         config: Config,
         *,
         engine: Engine,
-        task: Task,
+        loaded: LoadedTask,
         rewards: Rewards,
         references: ReferenceScorer | None,
-        renderer: PromptRenderer,
-        stopping: Stopping,
         exploration: Exploration,
         client: BufferClient,
         clock: Clock,
     ) -> None:
         self._config = config
         self._engine = engine
-        self._task = task
-        self._renderer = renderer
+        self._task = loaded.task
+        self._renderer = loaded.renderer
         self._rewards = rewards
         self._references = references
         self._client = client
@@ -80,11 +87,13 @@ class Searcher:
         self._delivery = Delivery(
             client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
         )
-        generation = GenerationStage(engine, task, renderer, exploration, config.search.samples_per_prompt)
-        self._scoring = ScoringStage(rewards, stopping, config.task.truncated)
+        generation = GenerationStage(
+            engine, loaded.task, loaded.renderer, exploration, config.search.samples_per_prompt
+        )
+        self._scoring = ScoringStage(rewards, loaded.stopping, config.task.truncated)
         self._pipeline = Pipeline(generation, self._scoring, references, self._delivery)
         self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")
-        self._outage_prompts = outage_prompts(task.prompts(), config, client.sender)
+        self._outage_prompts = outage_prompts(loaded.task.prompts(), config, client.sender)
         self._lease_request: int | None = None
         self._heartbeat_request: int | None = None
         self._wait_reason = ""

@@ -16,12 +16,12 @@ from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
-from tba.searcher.engines.stopping import Stopping, read_stopping, unstopped_turn
-from tba.searcher.loop import Searcher
+from tba.searcher.engines.stopping import read_stopping, unstopped_turn
+from tba.searcher.loop import LoadedTask, Searcher
 from tba.searcher.pipeline import Exploration
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import Task, check_prompts, check_rendering
+from tba.searcher.tasks.task import check_prompts, check_rendering
 
 log = get_logger(__name__)
 
@@ -37,7 +37,8 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
     if device == CPU == config.train.gpu:
         give_way()
-    task, renderer, stopping = _load_prompts(config)
+    loaded = _load_task(config)
+    task = loaded.task
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
     make_directory(weights_directory(config))
     clock = SystemClock()
@@ -56,8 +57,8 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             return
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
-            prompt_tokens = mean_tokens(task.prompts(), renderer)
-            engine = make_engine(config, stopping, device=device, name=name, prompt_tokens=prompt_tokens)
+            prompt_tokens = mean_tokens(task.prompts(), loaded.renderer)
+            engine = make_engine(config, loaded.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
             ending.callback(engine.close)
             # After the engine, which claims a fraction of the GPU's free memory.
             references = None
@@ -70,11 +71,9 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         searcher = Searcher(
             config,
             engine=engine,
-            task=task,
+            loaded=loaded,
             rewards=rewards,
             references=references,
-            renderer=renderer,
-            stopping=stopping,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,
@@ -83,7 +82,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         searcher.run(stop)
 
 
-def _load_prompts(config: Config) -> tuple[Task, PromptRenderer, Stopping]:
+def _load_task(config: Config) -> LoadedTask:
     """Load the task, what renders its prompts and what ends responses, and check that every prompt can be used."""
     task = load_task(config.task)
     check_prompts(task)
@@ -92,7 +91,7 @@ def _load_prompts(config: Config) -> tuple[Task, PromptRenderer, Stopping]:
     stopping = read_stopping(config, renderer.tokenizer)
     if warning := unstopped_turn(stopping, renderer, task.prompts()):
         log.warning("responses may not end", reason=warning)
-    return task, renderer, stopping
+    return LoadedTask(task, renderer, stopping)
 
 
 def _clear_weights(config: Config, client: BufferClient) -> None:

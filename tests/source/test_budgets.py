@@ -113,6 +113,8 @@ def test_no_constructor_has_more_than_eight_parameters():
     long = {
         f"{path}:{node.lineno}": count
         for path, tree in sources()
+        # The options of a task are keys of its users.
+        if not path.startswith("searcher/tasks/")
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
         and node.name == "__init__"

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import subprocess
 
 import pytest
 
@@ -101,4 +102,37 @@ def test_a_server_whose_file_changes_hands_ends_at_once_and_keeps_all_until_it_i
     output = (tmp_path / "tba0.log").read_text()
     assert re.search(rf"error: .*/{name} was {what} while it was open: nothing more is acknowledged", output)
     assert "Traceback" not in output
+    assert all_acknowledged_is_in(database, producers)
+
+
+def make_read_only(paths, *, undo=False) -> bool:
+    """As a file system does after an error: open files refuse writes, too. False where the system cannot."""
+    command = ["chattr", "-i" if undo else "+i", *map(str, paths)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def test_a_database_that_becomes_read_only_acknowledges_nothing_until_it_is_writable(start_tba, run_config, tmp_path):
+    server = start_tba("buffer", "serve", "--config", run_config.file)
+    database, log = run_config.database, tmp_path / "tba0.log"
+    files = [database, database.with_name("buffer.sqlite-wal")]
+    with producing(run_config.address, 2, tokens=TOKENS) as producers:
+        wait_until(lambda: all(len(one.acknowledged) > 8 for one in producers), what="acknowledged")
+        if not make_read_only(files):
+            pytest.skip("this user or this file system cannot make a file immutable")
+        try:
+            # By the second failure, what was committed before the first has been acknowledged.
+            wait_until(lambda: log.read_text().count("commit failed") > 1, what="refused")
+            before = [len(one.acknowledged) for one in producers]
+            wait_until(lambda: log.read_text().count("commit failed") > 3, what="refused again")
+            assert [len(one.acknowledged) for one in producers] == before
+        finally:
+            make_read_only(files, undo=True)
+        # The same process goes on.
+        wait_until(lambda: all(len(one.acknowledged) > n for one, n in zip(producers, before, strict=True)))
+    server.terminate()
+    assert server.wait(60) == 0
+    assert "Traceback" not in log.read_text()
     assert all_acknowledged_is_in(database, producers)

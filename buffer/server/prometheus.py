@@ -5,11 +5,15 @@ are replaced once a second. Names end in `_total` for counters; docs/metrics.md 
 """
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from socketserver import TCPServer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -79,7 +83,8 @@ class Sample:
 class MetricsEndpoint(Collector):
     """Serves samples, each with the label `run`, and the CPU and memory use of this process.
 
-    Raises OSError if the port is taken, OverflowError if no port has that number.
+    One thread answers one request after another: connections start none. Raises OSError if the port is taken,
+    OverflowError if no port has that number.
     """
 
     def __init__(self, host: str, port: int, run: str) -> None:
@@ -88,8 +93,10 @@ class MetricsEndpoint(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)
-        self._server, self._thread = start_http_server(port, host, registry)
+        self._server = make_server(host, port, make_wsgi_app(registry), _Server, _Handler)
         self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
+        self._thread.start()
 
     def show(self, samples: Sequence[Sample]) -> None:
         """Replace all samples."""
@@ -100,7 +107,7 @@ class MetricsEndpoint(Collector):
         self.show(samples_of(status, steps, now))
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics of the samples. Called for every scrape, from a thread of the server."""
+        """Return the metrics of the samples. Called for every scrape, from the thread of the server."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for sample in self._samples:
             kind = CounterMetricFamily if sample.name.endswith("_total") else GaugeMetricFamily
@@ -114,6 +121,25 @@ class MetricsEndpoint(Collector):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(WSGIServer):
+    def server_bind(self) -> None:
+        """Bind the socket without asking DNS for the name of this machine, which may take minutes."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.socket.getsockname()
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print no traceback of a connection that its client or the time limit has ended."""
+
+
+class _Handler(WSGIRequestHandler):
+    # Seconds that one client may keep the others waiting.
+    timeout = 0.5
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
 
 
 def open_endpoint(address: str, run: str) -> MetricsEndpoint | None:
@@ -140,11 +166,12 @@ def samples_of(status: Status, steps: StepMetrics, now: float) -> list[Sample]:
 
 
 def _of_data(status: Status, now: float) -> list[Sample]:
+    newest = Sample("buffer_newest_version", status.newest_version or 0, "Version of the newest announced weights.")
     return [
+        *([] if status.newest_version is None else [newest]),
         Sample("buffer_steps_total", status.step, "Optimiser steps that the trainer reported."),
         Sample("buffer_finished", status.finished, "1 if the run is finished."),
         Sample("buffer_epoch", status.epoch, "Epoch of the prompts that are handed out."),
-        *_newest_version(status),
         Sample("buffer_prompts", status.prompts, "Prompts of the task."),
         Sample("buffer_skipped_prompts", status.skipped_prompts, "Prompts that the curriculum skips in this epoch."),
         Sample("buffer_postponed_prompts", status.postponed_prompts, "Prompts that it puts at the end of this epoch."),
@@ -157,26 +184,10 @@ def _of_data(status: Status, now: float) -> list[Sample]:
             status.batches_without_recent_data,
             "Batches that found no data within the recency window.",
         ),
-        Sample(
-            "buffer_last_step_timestamp_seconds",
-            now - status.last_step_seconds,
-            "When a step was last reported, or the server started.",
-        ),
-        Sample(
-            "buffer_last_put_timestamp_seconds",
-            now - status.last_put_seconds,
-            "When a trajectory was last stored, or the server started.",
-        ),
-        Sample(
-            "buffer_trainer_wait_seconds", status.trainer_waits_seconds, "How long the trainer has waited for a batch."
-        ),
+        Sample("buffer_last_step_timestamp_seconds", now - status.last_step_seconds, "Last step reported, or start."),
+        Sample("buffer_last_put_timestamp_seconds", now - status.last_put_seconds, "Last trajectory stored, or start."),
+        Sample("buffer_trainer_wait_seconds", status.trainer_waits_seconds, "Wait of the trainer for a batch so far."),
     ]
-
-
-def _newest_version(status: Status) -> list[Sample]:
-    if status.newest_version is None:
-        return []
-    return [Sample("buffer_newest_version", status.newest_version, "Version of the newest announced weights.")]
 
 
 def _of_server(status: Status) -> list[Sample]:
@@ -217,13 +228,9 @@ def _state(client: ClientStatus) -> str:
 
 
 def _of_stall(status: Status) -> list[Sample]:
+    found = status.stall.reason if status.stall is not None else ""
     gauges = [
-        Sample(
-            "stalled",
-            status.stall is not None and status.stall.reason == reason,
-            "1 for the reason for which the run stands still (docs/operations.md).",
-            {"reason": reason},
-        )
+        Sample("stalled", found == reason, "1 for the reason of a stall (docs/operations.md).", {"reason": reason})
         for reason in STALL_REASONS
     ]
     return [*gauges, Sample("stalled_seconds", status.stalled_seconds, "How long the run has stood still.")]
@@ -239,9 +246,7 @@ def _of_searchers(status: Status) -> list[Sample]:
         is_generating = client.activity == "generating"
         samples.append(Sample("searcher_generating", is_generating, "1 if responses are being generated.", labels))
         if (version := client.weights_version) is not None:
-            samples.append(
-                Sample("searcher_weights_version", version, "Version of the weights that are served.", labels)
-            )
+            samples.append(Sample("searcher_weights_version", version, "Version of the weights in use.", labels))
         for name, (shown, description) in SEARCHER_NAMES.items():
             if name in client.metrics:
                 samples.append(Sample(f"searcher_{shown}", client.metrics[name], description, labels))

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import struct
+import threading
 import urllib.request
 from contextlib import closing
 
@@ -32,11 +34,18 @@ def test_a_scrape_returns_the_samples_that_were_set_last():
     assert "process_resident_memory_bytes" in text
 
 
-def test_a_client_that_sends_nothing_does_not_block_the_endpoint(capsys):
+def test_idle_and_dropped_connections_start_no_thread_and_print_nothing(monkeypatch, capsys):
+    # DNS may take minutes for the name of a machine.
+    monkeypatch.setattr(socket, "getfqdn", pytest.fail)
     with closing(MetricsEndpoint("127.0.0.1", 0, "r")) as endpoint:
-        silent = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(2)]
+        threads = threading.active_count()
+        connections = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(4)]
+        # It is reset in the middle of a request.
+        connections[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connections.pop(0).close()
         assert "process_" in scrape(endpoint.port)
-        for connection in silent:
+        assert threading.active_count() == threads
+        for connection in connections:
             connection.close()
     assert capsys.readouterr().err == ""
 

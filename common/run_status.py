@@ -1,7 +1,6 @@
 """The status of a run as a process asks the buffer for it, and why the run stands still.
 
-The buffer finds the stall (`tba.buffer.service.stall`). What only the asker knows is added here: that the buffer does
-not answer, and what its own child processes do.
+The buffer finds the stall (`tba.buffer.service.stall`). The asker adds that it does not answer, and what children do.
 """
 
 import contextlib
@@ -17,6 +16,7 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.messages import ClientStatus, GetStatus, Stall, Status
 
+_LOADING_SECONDS = 600.0
 # A heartbeat is due every second, however long a step is. A client gives up on an unanswered one after three seconds
 # and sends the next a second later. After this time the buffer counts a trainer as dead.
 SILENT_SECONDS = 10.0
@@ -43,10 +43,17 @@ class Facts:
 def find_stall(facts: Facts) -> Stall | None:
     """Return why the run stands still, None if it does not, has finished, or has only begun to wait."""
     stall = _without_buffer(facts) if facts.status is None else facts.status.stall
-    # The buffer does not see a process that has not connected yet.
-    if stall is None or stall.reason in [f"no_{role}" for role in facts.loading]:
+    if stall is None or (facts.status is not None and _loads(facts.status, stall.reason, facts.loading)):
         return None
     return Stall(stall.reason, printable(stall.sentence))
+
+
+def _loads(status: Status, reason: str, loading: Collection[str]) -> bool:
+    """Whether what is missing is a process that the buffer does not see yet, for no longer than a model may load."""
+    last = last_trainer(status)
+    since_trainer = min(status.uptime_seconds, last.activity_seconds) if last else status.uptime_seconds
+    since = since_trainer if reason == "no_trainer" else status.trainer_waits_seconds
+    return reason in [f"no_{role}" for role in loading] and since < _LOADING_SECONDS
 
 
 def _without_buffer(facts: Facts) -> Stall | None:
@@ -57,8 +64,7 @@ def _without_buffer(facts: Facts) -> Stall | None:
     return Stall(
         "buffer_silent",
         f"the buffer at {facts.address} has not answered for {format_duration(facts.unanswered_seconds)}: searchers "
-        "write to "
-        "their spools and the trainer waits; read the buffer's log, and start it again with `tba buffer serve`",
+        "write to their spools, the trainer waits; read the buffer's log, and start it again with `tba buffer serve`",
     )
 
 

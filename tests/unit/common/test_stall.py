@@ -3,7 +3,7 @@
 import pytest
 
 from tba.common.run_status import Facts, find_stall
-from tba.tests.helpers.statuses import make_status
+from tba.tests.helpers.statuses import make_client, make_status
 
 _CRASHES = ["buffer failed 2 times: disk I/O error"]
 
@@ -31,8 +31,18 @@ def test_a_buffer_that_has_just_stopped_answering_may_restart():
     assert find_stall(Facts(None, "tcp://a:1", 3.0)) is None
 
 
-@pytest.mark.parametrize("role", ["searcher", "trainer"])
-def test_a_role_is_not_missing_while_a_child_of_the_asker_loads_its_model(role):
-    status = make_status(stall={"reason": f"no_{role}", "sentence": "none is connected"})
+GONE = make_client("trainer", activity="gone", activity_seconds=300.0)
+
+
+@pytest.mark.parametrize(
+    ("role", "facts"),
+    [("searcher", {"trainer_waits_seconds": 300.0}), ("trainer", {"uptime_seconds": 300.0}),
+     ("trainer", {"uptime_seconds": 9e9, "clients": [GONE]})],
+)  # fmt: skip
+def test_a_role_is_not_missing_while_a_child_of_the_asker_loads_its_model_for_up_to_ten_minutes(role, facts):
+    stall = {"reason": f"no_{role}", "sentence": "none is connected"}
+    status = make_status(stall=stall, **facts)
     assert find_stall(Facts(status)) == status.stall
     assert find_stall(Facts(status, loading={role})) is None
+    later = make_status(stall=stall, trainer_waits_seconds=601.0, uptime_seconds=601.0)
+    assert find_stall(Facts(later, loading={role})) == later.stall

@@ -48,7 +48,8 @@ def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume
     """
     directory, name = config.run.dir, config.run.name
     found = [RunIdentity(result["run"], result.get("source") or "") for result in results]
-    if resume or config.database.parent == directory:
+    # An offline run is alone in its database wherever that is, as `tba.buffer.store.starts` has it.
+    if resume or config.database.parent == directory or any(run.source for run in found):
         refuse_other_run(config.database, found, RunIdentity(name))
     own = next((result for result in results if result["run"] == name), None)
     if own is not None and own["finished"] and (config.train.steps <= own["steps"] or not resume):

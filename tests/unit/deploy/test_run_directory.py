@@ -118,6 +118,13 @@ def test_a_start_under_another_name_is_refused_and_writes_nothing(own, resume):
     check_start(Plan(own, resume=True))
 
 
+def test_a_fresh_start_in_the_database_of_an_offline_run_is_refused_wherever_that_is(own, tmp_path):
+    elsewhere = own.model_copy(update={"run": own.run.model_copy(update={"dir": tmp_path / "new"}),
+                                       "buffer": own.buffer.model_copy(update={"database": own.database})})  # fmt: skip
+    refuse_start(elsewhere, read_results(own.database), resume=False)
+    assert "was trained offline from /old.sqlite" in refusal(elsewhere, resume=False, source="/old.sqlite")
+
+
 def test_a_run_is_not_continued_to_fewer_steps_than_it_has_made(own):
     sentence = refusal(own, resume=True, steps=31)
     assert "holds run own, which has made 31 steps, and train.steps is 30: set a larger one" in sentence

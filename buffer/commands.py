@@ -112,13 +112,13 @@ def query(
     as_json: Json = False,
     as_csv: Csv = False,
     limit: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Maximum number of rows; 0 means all. Default: 100 in a table, all with --json or --csv."
-        ),
+        int | None, typer.Option(min=0, help="Most rows; 0: all. Default: 100 in a table, all with --json or --csv.")
     ] = None,
+    address: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run an SQL query on the database. Only reads, and works while the server runs."""
+    if address is not None:
+        raise UsageError(f"--address was removed: {_REMOVED['serve-queries']}")
     options = ConfigOptions.next_to(sql, config, sets, has_database=True)
     not_both(as_json, as_csv, "--json", "--csv")
     if limit is None:

@@ -7,11 +7,12 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tba.buffer.store.recorded_work import refuse_other_work
 from tba.buffer.tools.stats import read_results
 from tba.common.config import Config
+from tba.common.config.layers import value_of
 from tba.common.config.paths import (
     asked_gpus,
     asked_packages,
@@ -21,15 +22,7 @@ from tba.common.config.paths import (
     hub_data,
     unused_models,
 )
-from tba.common.errors import (
-    ConfigError,
-    HttpUnavailable,
-    HubUnavailable,
-    MissingExtra,
-    StorageError,
-    TbaError,
-    UsageError,
-)
+from tba.common.errors import HttpUnavailable, HubUnavailable, MissingExtra, StorageError, TbaError, UsageError
 from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need
 from tba.common.weights.model_files import check_hub, check_model, is_hub_name, model_here, weight_files
@@ -40,8 +33,6 @@ from tba.deploy.fleet import searcher_groups
 from tba.deploy.run_directory import refuse_start
 from tba.searcher.checks import check_reward_model, check_task_and_prompts
 from tba.trainer.preflight.before_start import model_parameters, trainer_memory
-
-COLUMNS = ("check", "result", "detail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +47,8 @@ class Plan:
     """All roles start here: what one of them lacks is a failure, and no warning."""
     loads: bool = False
     """A task of code is loaded even if that downloads data."""
+    strict: bool = False
+    """What a searcher or a trainer lacks is a failure, as if all roles started here."""
 
     @property
     def here(self) -> bool:
@@ -79,24 +72,40 @@ class Check:
     """What the start of a run asks: quick, and without the hub."""
     anywhere: bool = False
     """Whether it says something of a node that is not this one."""
-    of_role: bool = False
-    """Whether only a searcher or a trainer needs it."""
+    of_role: str = ""
+    """The setting for which a searcher or a trainer needs it, and the buffer does not; empty: every role needs it."""
+    of_start: bool = False
+    """Whether only a start asks for it."""
 
 
-def examine(plan: Plan, only: Collection[str] = (), *, raises: bool = False) -> list[dict[str, str]]:
-    """Run all checks, or `only` those of these names, and return {"check", "result", "detail"} of each.
+class Finding(NamedTuple):
+    """What a check has found: ok, warn, fail or unchecked, with a sentence, and the error that it raised."""
 
-    A check that fails is a result, or with `raises` raises its error. Raises UsageError for a name that no check has.
+    check: str
+    result: str
+    detail: str
+    error: TbaError | None = None
+
+
+COLUMNS = Finding._fields[:3]
+
+
+def as_rows(findings: Sequence[Finding]) -> list[dict[str, str]]:
+    """Return what is printed of findings."""
+    return [dict(zip(COLUMNS, finding[:3], strict=True)) for finding in findings]
+
+
+def examine(plan: Plan, only: Collection[str] = ()) -> list[Finding]:
+    """Run all checks that say something of a plan, or `only` those of these names.
+
+    Raises UsageError for another name.
     """
-    names = [check.name for check in CHECKS]
+    checks = [check for check in CHECKS if (plan.here or check.anywhere) and (plan.starts or not check.of_start)]
+    names = [check.name for check in checks]
     if unknown := [name for name in only if name not in names]:
-        raise UsageError(f"there is no check {', '.join(unknown)}: the checks are {', '.join(names)}")
-    chosen = [check for check in CHECKS if (check.name in only or not only) and (plan.here or check.anywhere)]
-    found = [(check.name, *(_or_raise(check, plan) if raises else _outcome(check, plan))) for check in chosen]
-    details = [detail for name, result, detail in found if result == "fail" and name != _SETTINGS]
-    # What a check of its own has found is not reported twice.
-    found = [one for one in found if one[:2] != (_SETTINGS, "fail") or not any(one[2] in detail for detail in details)]
-    return [dict(zip(COLUMNS, one, strict=True)) for one in found]
+        of_node = "" if plan.here else " with --assume"
+        raise UsageError(f"there is no check {', '.join(unknown)}{of_node}: the checks are {', '.join(names)}")
+    return [_outcome(check, plan) for check in checks if check.name in only or not only]
 
 
 def check_start(plan: Plan) -> None:
@@ -106,14 +115,7 @@ def check_start(plan: Plan) -> None:
             check.start(plan)
 
 
-def _or_raise(check: Check, plan: Plan) -> Result:
-    result, detail = check.run(plan)
-    if result == "fail":
-        raise ConfigError(detail)
-    return result, detail
-
-
-def _outcome(check: Check, plan: Plan) -> Result:
+def _outcome(check: Check, plan: Plan) -> Finding:
     try:
         result, detail = check.run(plan)
         if result != "fail" and plan.starts and check.start not in (None, check.run):
@@ -121,11 +123,13 @@ def _outcome(check: Check, plan: Plan) -> Result:
     except TbaError as error:
         # Another node may have it, and not every role needs it.
         if check.of_role and isinstance(error, MissingExtra | HubUnavailable):
-            lacks = "fail" if plan.starts else "warn"
-            return (lacks if plan.here else "unchecked"), f"{error}; a searcher or a trainer needs it"
-        return "fail", str(error)
+            lacks = "fail" if plan.starts or plan.strict else "warn"
+            setting = f"{check.of_role} = {value_of(plan.config, check.of_role)}: "
+            detail = f"{setting if isinstance(error, MissingExtra) else ''}{error}; a role here needs it"
+            return Finding(check.name, lacks if plan.here else "unchecked", detail, error)
+        return Finding(check.name, "fail", str(error), error)
     # The machine of this run has all of its roles.
-    return ("fail" if result == "warn" and check.of_role and plan.starts else result), detail
+    return Finding(check.name, "fail" if result == "warn" and check.of_role and plan.starts else result, detail)
 
 
 def _settings(plan: Plan) -> Result:
@@ -134,10 +138,6 @@ def _settings(plan: Plan) -> Result:
 
 
 def _run_directory(plan: Plan) -> Result:
-    return "ok", str(plan.config.run.dir)
-
-
-def _refuse_start(plan: Plan) -> None:
     database = plan.config.database
     try:
         results = read_results(database) if database.exists() else []
@@ -146,6 +146,7 @@ def _refuse_start(plan: Plan) -> None:
         results = []
     refuse_start(plan.config, results, resume=plan.resume)
     refuse_other_work(plan.config)
+    return "ok", str(plan.config.run.dir)
 
 
 def _need_packages(plan: Plan) -> None:
@@ -177,10 +178,6 @@ def _gpus_of_start(plan: Plan) -> None:
         check_gpus_apart(config, present)
 
 
-def _engine(plan: Plan) -> Result:
-    return doctor.check_engine(plan.config)
-
-
 def _model(setting: str, path: str) -> Result:
     """Check a model of this machine, with the headers of its weights, or ask the hub for it."""
     if not check_model(path, setting=setting):
@@ -208,6 +205,8 @@ def _scoring_model(name: str, plan: Plan) -> Result:
         return unused if setting in unused_models(plan.config) else _model(setting, section.path)
     try:
         return "ok", check_reward_model(section, name)
+    except MissingExtra as error:
+        return ("fail" if plan.starts else "unchecked"), f"{section.source}: {error}; a role here needs it"
     except HttpUnavailable as error:
         return "unchecked", f"{error}; start the server before the run"
 
@@ -245,18 +244,19 @@ def _of_machine(check: Callable[[Config], Result]) -> Callable[[Plan], Any]:
     return lambda plan: check(plan.config)
 
 
-_SETTINGS = "settings"
+_engine = _of_machine(doctor.check_engine)
+
 # In the order of the table, which is also that in which the start of a run checks.
 CHECKS = (
     Check("python", _of_machine(doctor.check_python)),
-    Check(_SETTINGS, _settings, start=_settings, anywhere=True),
+    Check("settings", _settings, start=_settings, anywhere=True),
     Check("gpus", _gpus, start=_gpus_of_start, anywhere=True),
-    Check("run directory", _run_directory, start=_refuse_start),
-    Check("engine", _engine, start=_engine, of_role=True),
+    Check("run directory", _run_directory, start=_run_directory, of_start=True),
+    Check("engine", _engine, start=_engine, of_role="search.engine"),
     Check("packages", _of_machine(doctor.check_packages), start=_need_packages),
     # First of those on the model: it asks the hub for the configuration that the others read.
-    Check("model", lambda plan: _model("model.path", plan.config.model.path), anywhere=True, of_role=True),
-    Check("embedder", _embedder, anywhere=True, of_role=True),
+    Check("model", lambda plan: _model("model.path", plan.config.model.path), anywhere=True, of_role="model.path"),
+    Check("embedder", _embedder, anywhere=True, of_role="eval.embedder"),
     Check("cuda", _of_machine(doctor.check_cuda)),
     Check("compiler", _of_machine(doctor.check_compiler)),
     Check("caches", _of_machine(doctor.check_caches)),
@@ -268,7 +268,7 @@ CHECKS = (
     Check("other nodes", _of_machine(doctor.check_other_nodes)),
     Check("keys", _of_machine(doctor.check_keys)),
     Check("modes", _of_machine(doctor.check_modes)),
-    Check("task", _task, start=_need_hub, anywhere=True, of_role=True),
-    Check("reward model", partial(_scoring_model, "reward_model"), anywhere=True, of_role=True),
-    Check("gold model", partial(_scoring_model, "gold_model"), anywhere=True, of_role=True),
+    Check("task", _task, start=_need_hub, anywhere=True, of_role="task.name"),
+    Check("reward model", partial(_scoring_model, "reward_model"), anywhere=True, of_role="reward_model.path"),
+    Check("gold model", partial(_scoring_model, "gold_model"), anywhere=True, of_role="gold_model.path"),
 )

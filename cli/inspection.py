@@ -1,11 +1,14 @@
 """The commands that look at runs and at this machine: `tba report`, `ui`, `status`, `runs`, `config` and `doctor`."""
 
+import contextlib
+import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tba.common.errors import EXIT_FAILED, BufferUnavailable, UsageError
+from tba.common.errors import EXIT_FAILED, BufferUnavailable, ConfigError, UsageError
 from tba.common.terminal import (
     NO_FILE,
     Assume,
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from tba.common.wire.client import BufferClient
 
 app = typer.Typer()
-_REMOVED = {"check": "`tba doctor` checks the configuration, too, and `tba doctor --only settings` nothing else"}
+_REMOVED = {"check": "`tba doctor --only settings --only model --only task` checks the configuration alone"}
 config_app = typer.Typer(
     cls=refusing(_REMOVED), no_args_is_help=True, help="The configuration: show every value with its origin."
 )
@@ -44,10 +47,7 @@ _Runs = Annotated[
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Run directories, databases, or configuration files; by default the configured run.",
-        ),
+        typer.Argument(metavar="RUN", help="Run directories, databases or TOML files; default: the configured run."),
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -62,31 +62,43 @@ def report(
 
     The picture has reward, held-out metrics and staleness, and reward against KL and diversity.
     """
-    options = ConfigOptions.of(None, config, sets)
-    found = [_run_of(run, options) for run in runs] if runs else [_configured(options)]
-    if out is not None and out.suffix in _PICTURES:
-        from tba.deploy.plot import AXES, draw_curves, read_curve
+    from tba.buffer.store.starts import choose_run
+    from tba.common.evaluations import all_evaluations
+    from tba.deploy.plot import AXES, draw_curves, read_curve
+    from tba.ui.runs import find_runs
 
-        if x not in AXES:
-            raise UsageError(f"--x {x}: choose {', '.join(AXES)}")
-        return typer.echo(draw_curves([read_curve(path, name or run) for path, run in found], out, x=x))
+    kind = out.suffix.lower() if out is not None else ".html"
+    if kind not in (".html", *_PICTURES):
+        raise UsageError(f"--out {out}: name a file that ends in .html, or {', '.join(_PICTURES)} for a picture")
+    if x not in AXES:
+        raise UsageError(f"--x {x}: choose {', '.join(AXES)}")
+    options = ConfigOptions.of(None, config, sets)
+    found = [_run_of(run, options) for run in runs or [None]]
+    if name and len(found) > 1:
+        raise UsageError("--run names a run of one file: leave it out, or name one RUN")
+    if out is not None and kind in _PICTURES:
+        directory, path, _ = found[0]
+        if name and name not in {row["run"] for row in all_evaluations(directory)}:
+            choose_run(path, (run.name for run in find_runs([path], note)), name, "--run")
+        return typer.echo(draw_curves([read_curve(directory, name or run) for directory, _, run in found], out, x=x))
     if len(found) > 1:
         raise UsageError("several runs are one picture: name it with --out, such as --out both.png")
     need("jinja2", "ui")
     from tba.ui.report import write_report
 
-    ((path, run),) = found
+    ((_, path, run),) = found
     return typer.echo(write_report(path, out, name=name or run))
 
 
-def _run_of(argument: Path, options: ConfigOptions) -> tuple[Path, str | None]:
-    """Return the directory or the database of a run and, if its configuration file is named, its name."""
-    return _configured(ConfigOptions(argument, options.sets)) if argument.suffix == ".toml" else (argument, None)
+def _run_of(argument: Path | None, options: ConfigOptions) -> tuple[Path, Path, str | None]:
+    """Return the directory of a run, what leads to its database and, of one that a configuration describes, its name.
 
-
-def _configured(options: ConfigOptions) -> tuple[Path, str | None]:
-    run = options.resolve_run().config.run
-    return run.dir, run.name
+    None is the configured run.
+    """
+    if argument is not None and argument.suffix != ".toml":
+        return argument.parent if argument.is_file() else argument, argument, None
+    config = (options if argument is None else ConfigOptions(argument, options.sets)).resolve_run().config
+    return config.run.dir, config.database, config.run.name
 
 
 @app.command()
@@ -101,15 +113,13 @@ def status(
 ) -> None:
     """Show the connected clients, their weights, what each one waits for, and why the run stands still."""
     settings = ConfigOptions.of(file, config, sets).resolve_run().config
-    from contextlib import closing
-
     from tba.buffer.tools.stats import read_results
     from tba.common.run_status import Facts, monitor
     from tba.common.wire.messages import GetStatus, Status
     from tba.deploy.display import status_view
     from tba.deploy.run_list import ended_run
 
-    with closing(monitor(settings, "status")) as client:
+    with contextlib.closing(monitor(settings, "status")) as client:
         ended = ended_run(settings, read_results) if watch else None
         # A run that was stopped may be continued while someone watches.
         if watch and (ended is None or ended["state"] != "finished"):
@@ -127,9 +137,6 @@ def status(
 
 def _watch(client: "BufferClient", *, as_json: bool) -> None:
     """Show the status again and again, also that the buffer does not answer, until the run is finished or Ctrl-C."""
-    import contextlib
-    import time
-
     from rich.live import Live
     from rich.text import Text
 
@@ -202,8 +209,6 @@ def ui(
 def config_show(file: FileArgument = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show every value with its origin."""
     resolved = ConfigOptions.of(file, config, sets).resolve()
-    import json
-
     from tba.common.config.layers import fields, value_of
 
     values = resolved.config
@@ -227,6 +232,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
     assume: Assume = None,
+    strict: Annotated[bool, typer.Option("--strict", hidden=True)] = False,
 ) -> None:
     """Check the configuration and this machine: settings, packages, GPUs and driver, compiler, caches, disk, addresses,
     model, task, reward model.
@@ -236,17 +242,17 @@ def doctor(
     resolved = ConfigOptions.of(file, config, sets).resolve()
     if not resolved.configured:
         note(f"{NO_FILE}. These are checks of this machine with the default settings:")
-    from tba.cli.checks import COLUMNS, Plan, examine
+    from tba.cli.checks import COLUMNS, Plan, as_rows, examine
     from tba.common.system.devices import assumed_gpus
     from tba.common.system.process import die_with_parent
 
-    # `tba run` starts this command as a child to check the task.
+    # `tba run` starts this command as a child, with --strict, to check the task.
     die_with_parent()
-    plan = Plan(resolved.config, assumed_gpus(assume) if assume else None, loads=bool(only))
-    findings = examine(plan, only or (), raises=bool(only))
-    if as_json:
-        print_json(findings)
-    else:
-        print_table(COLUMNS, findings)
-    if any(finding["result"] == "fail" for finding in findings):
+    plan = Plan(resolved.config, assumed_gpus(assume) if assume else None, loads=bool(only), strict=strict)
+    findings = examine(plan, only or ())
+    print_json(as_rows(findings)) if as_json else print_table(COLUMNS, as_rows(findings))
+    failed = [finding for finding in findings if finding.result == "fail"]
+    if failed and only:
+        raise failed[0].error or ConfigError(failed[0].detail)
+    if failed:
         raise typer.Exit(EXIT_FAILED)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from tba.common.config.layers import Resolved
 
 app = typer.Typer()
+_Gpu = Annotated[
+    str | None, typer.Option("--gpu", "--gpus", help="The GPU to train on; several (6,7 or 4-7) train together.")
+]
 _Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")]
 
 
@@ -97,9 +100,7 @@ def train(
     file: FileArgument = None,
     config: ConfigFile = None,
     sets: Sets = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", "--gpus", help="The trainer's GPU; several (6,7 or 4-7) train together.")
-    ] = None,
+    gpu: _Gpu = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU instead.")] = False,
     processes: Annotated[int | None, typer.Option(min=1, help="Processes that train together on the CPU.")] = None,
     resume: _Resume = False,
@@ -188,10 +189,7 @@ def sft(
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps, instead of epochs.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per optimiser step.")] = 64,
     learning_rate: Annotated[float | None, typer.Option(help="Instead of sft.learning_rate.")] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", "--gpus", help="The GPU to train on; several (6,7 or 4-7) train together."),
-    ] = None,
+    gpu: _Gpu = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU instead.")] = False,
     resume: _Resume = False,
     as_json: Json = False,

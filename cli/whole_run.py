@@ -138,7 +138,7 @@ def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None
     `assume` are the GPUs of a node that is not this one, such as `8x80`.
     """
     config = options.resolve_start().config
-    from tba.cli.checks import COLUMNS, Plan, examine
+    from tba.cli.checks import COLUMNS, Finding, Plan, as_rows, examine
     from tba.common.errors import ConfigError, TbaError
     from tba.common.system.devices import assumed_gpus
 
@@ -147,15 +147,15 @@ def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None
     try:
         processes = _processes(config, options.arguments(), resume=resume, assumed=plan.assumed)
     except TbaError as error:
-        if not any(str(error) in finding["detail"] for finding in findings):
-            findings.append({"check": "processes", "result": "fail", "detail": str(error)})
+        if not any(str(error) in finding.detail for finding in findings):
+            findings.append(Finding("processes", "fail", str(error), error))
     print_table(["process", "device", "command"], processes)
-    print_table(COLUMNS, findings)
-    failed = [finding["check"] for finding in findings if finding["result"] == "fail"]
+    print_table(COLUMNS, as_rows(findings))
+    failed = [finding.check for finding in findings if finding.result == "fail"]
     if failed:
         elsewhere = "; --assume 8x80 describes the run on another node" if "gpus" in failed and not assume else ""
         raise ConfigError(f"this run would not start: {', '.join(failed)} (nothing was started{elsewhere})")
-    unchecked = [finding["check"] for finding in findings if finding["result"] == "unchecked"]
+    unchecked = [finding.check for finding in findings if finding.result == "unchecked"]
     typer.echo("this run would start" + (f"; not checked: {', '.join(unchecked)}" if unchecked else ""))
 
 

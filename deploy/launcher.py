@@ -252,7 +252,7 @@ def check_task_in_child(config: Config, arguments: Sequence[str], stop: Callable
     with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:
         # Unbuffered, so that output of the task comes before the error sentence, which must be the last line.
         log_file, environment = Path(directory, "check.log"), {"PYTHONUNBUFFERED": "1"}
-        child = _run_once("check", ["doctor", "--only", "task", *arguments], log_file, environment, stop)
+        child = _run_once("check", ["doctor", "--only", "task", "--strict", *arguments], log_file, environment, stop)
         if child.last_code:
             raise _task_failure(config.task, child.last_code, child)
 

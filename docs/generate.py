@@ -65,7 +65,8 @@ def command_line() -> str:
     text = _CONFIG.sub("", text.replace(_FILE, "").replace(_HELP, ""))
     head, rest = _LABELS.sub("\n\n", text).split("\n## ", 1)
     others = ", ".join(without)
-    about = f"Every command takes `--help`. All but {others} take a configuration:\n\n{_FILE}{shared[0]}"
+    file = _FILE.replace("config FILE.", "config FILE, where the command has no argument of its own.")
+    about = f"Every command takes `--help`. All but {others} take a configuration:\n\n{file}{shared[0]}"
     return f"{head.rstrip()}\n\n{about}\n## {rest.rstrip()}\n"
 
 

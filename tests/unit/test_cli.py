@@ -127,12 +127,23 @@ SETTINGS = ("doctor", "--only", "settings")
 def test_a_check_alone_has_the_exit_code_of_its_error(tba_here, example_model):
     assert tba_here(*SETTINGS, *settings(model__path=example_model)).exit_code == 0
     refused(tba_here(*SETTINGS, *settings(train__steps=3)), 78, "model.path is not set")
+    failed = tba_here(*SETTINGS, "--json", *settings(train__steps=3))
+    assert (failed.exit_code, failed.json[0]["check"], failed.json[0]["detail"]) == (78, "settings", failed.message)
     refused(tba_here("doctor", "--only", "setings"), 2, "there is no check setings: the checks are python, settings")
+    refused(tba_here("doctor", "--only", "run directory"), 2, "there is no check run directory: ")
+    elsewhere = tba_here("doctor", "--only", "compiler", "--assume", "8x80")
+    refused(elsewhere, 2, "there is no check compiler with --assume: the checks are settings, gpus")
 
 
 def test_a_removed_command_names_its_successor(tba_here):
-    refused(tba_here("config", "check", "-c", "run.toml"), 2, "check` was removed: `tba doctor` checks")
+    refused(
+        tba_here("config", "check", "-c", "run.toml"),
+        2,
+        "check` was removed: `tba doctor --only settings --only model --",
+    )
     refused(tba_here("plot", "runs/a"), 2, "plot` was removed: `tba report RUN --out run.png` draws")
+    query = tba_here("buffer", "query", "SELECT 1", "--address", "tcp://a:5757")
+    refused(query, 2, "--address was removed: ", "`ssh HOST tba buffer query SQL`")
     refused(tba_here("task", "show"), 2, "show` was removed: `tba task check` shows prompts")
 
 

@@ -157,7 +157,7 @@ def test_why_torch_shows_no_gpu_is_named(node, machine, words):
 
 def test_on_a_machine_without_gpus_only_the_check_of_gpus_fails(node):
     node(gpus=0, cuda=None, driver=None)
-    found = {finding["check"]: (finding["result"], finding["detail"]) for finding in examine(Plan(ON_GPUS))}
+    found = {finding.check: (finding.result, finding.detail) for finding in examine(Plan(ON_GPUS))}
     assert found["gpus"] == (
         "fail",
         "search.gpus asks for GPU 0-2 and train.gpu asks for GPU 3, but this machine shows no GPU "
@@ -248,7 +248,7 @@ def test_the_shipped_environment_sets_the_caches_of_the_units(units):
 def test_an_environment_with_a_space_in_its_path_is_refused_for_vllm_on_a_cpu(monkeypatch):
     def engine(**search: str) -> str:
         config = config_of(search={"engine": "vllm", "gpus": "cpu"} | search)
-        return next(row["result"] for row in examine(Plan(config)) if row["check"] == "engine")
+        return examine(Plan(config), ["engine"])[0].result
 
     assert engine() == "ok"
     monkeypatch.setattr(sys, "prefix", "/home/ann/my runs/.venv")
@@ -396,17 +396,39 @@ def test_a_network_file_system_shares_snapshots_unless_they_stay_in_memory(tmp_p
     assert check_other_nodes(config)[0] == result
 
 
+@pytest.mark.parametrize(("how", "results"), [
+    ({}, ["warn", "unchecked"]), ({"strict": True}, ["fail", "unchecked"]), ({"starts": True}, ["fail", "fail"]),
+])  # fmt: skip
+def test_a_missing_package_is_named_with_the_setting_that_needs_it(tmp_path, monkeypatch, how, results):
+    for module in ("vllm", "torch"):
+        monkeypatch.setitem(sys.modules, module, None)
+    config = config_of(search={"engine": "vllm", "gpus": "cpu"}, reward_model={"path": str(tmp_path)})
+    engine, reward = examine(Plan(config, **how), ["engine", "reward model"])
+    assert [engine.result, reward.result] == results
+    assert engine.detail.startswith("search.engine = vllm: vllm is not installed: ")
+    assert reward.detail.startswith(f"{tmp_path}: torch is not installed: ")
+    assert all(found.detail.endswith("; a role here needs it") for found in (engine, reward))
+
+
+def test_settings_are_reported_also_if_another_check_says_the_same(example_model):
+    config = config_of(model={"path": str(example_model)}, reward_model={"path": "./nothing"})
+    found = examine(Plan(config), ["settings", "reward model"])
+    assert [(one.check, one.result) for one in found] == [("settings", "fail"), ("reward model", "fail")]
+    assert all("reward_model.path ./nothing does not exist" in one.detail for one in found)
+
+
 @pytest.mark.needs("datasets")
 def test_what_was_not_looked_at_is_unchecked(tmp_path, hub_offline):
     config = config_of(
         run={"dir": tmp_path}, model={"path": "org/model"}, task={"name": "gsm8k", "train": "openai/gsm8k"},
         search={"gpus": "cpu"}, train={"gpu": "cpu"}, buffer={"address": f"ipc://{tmp_path}/b"},
     )  # fmt: skip
-    findings = {row["check"]: row for row in examine(Plan(config))}
-    assert [findings[name]["result"] for name in ("model", "task", "weights directory")] == ["warn"] + ["unchecked"] * 2
-    elsewhere = {row["check"]: row["result"] for row in examine(Plan(config, assumed_gpus("8x80")))}
+    findings = {found.check: found for found in examine(Plan(config))}
+    assert [findings[name].result for name in ("model", "task", "weights directory")] == ["warn"] + ["unchecked"] * 2
+    assert examine(Plan(config, strict=True), ["model"])[0].result == "fail"
+    elsewhere = {found.check: found.result for found in examine(Plan(config, assumed_gpus("8x80")))}
     assert (elsewhere["model"], elsewhere["task"]) == ("unchecked", "unchecked")
-    assert findings["task"]["detail"] == "openai/gsm8k: data of the hub, downloaded at the start"
+    assert findings["task"].detail == "openai/gsm8k: data of the hub, downloaded at the start"
 
 
 def test_a_file_without_the_ending_of_a_data_file_is_no_data_of_the_hub(tmp_path, monkeypatch):
@@ -422,6 +444,6 @@ def test_a_file_of_weights_whose_header_cannot_be_read_is_named(example_model, t
     shutil.copytree(example_model, tmp_path / "model")
     header = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
     (tmp_path / "model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    found = {one["check"]: one for one in examine(Plan(config_of(model={"path": str(tmp_path / "model")})))}
-    assert found["model"]["result"] == "fail"
-    assert "model.safetensors is not a safetensors file: RecursionError" in found["model"]["detail"]
+    (found,) = examine(Plan(config_of(model={"path": str(tmp_path / "model")})), ["model"])
+    assert found.result == "fail"
+    assert "model.safetensors is not a safetensors file: RecursionError" in found.detail

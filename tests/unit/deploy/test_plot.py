@@ -111,3 +111,30 @@ def test_several_runs_are_one_picture_with_the_fronts_that_they_have(tmp_path, a
     ]
     assert [label for line in axes[0].lines if not (label := str(line.get_label())).startswith("_")] == ["a (r)", "b"]
     assert list(axes[2].lines[0].get_xdata()) == [1.0, 2.0]
+
+
+@pytest.mark.slow
+def test_a_report_is_of_the_run_that_the_command_names(tba_here, filled, tmp_path):
+    """`filled` holds the run `test`; next to it are the metrics and an evaluation of the run `r`."""
+    database = filled.rename(write_run(tmp_path / "r", evaluations=[row(0, 0.1)]) / "other.sqlite")
+    for run in ("test", "r"):
+        done = tba_here("report", database, "--run", run, "--out", f"{run}.PNG")
+        assert (done.exit_code, (tmp_path / f"{run}.PNG").read_bytes()[1:4]) == (0, b"PNG"), done.message
+    sets = {"run.dir": "elsewhere", "run.name": "test", "buffer.database": database}
+    done = tba_here("report", *(f"--set={key}={value}" for key, value in sets.items()))
+    assert done.output == f"{database.parent / 'report.html'}\n", done.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["r", "--out", "x.jpg"], "--out x.jpg: name a file that ends in .html, or .png, .svg, .pdf for a picture"),
+        (["r", "--x", "hours"], "--x hours: choose steps, seconds, tokens"),
+        (["r", "r", "--out", "x.png", "--run", "r"], "--run names a run of one file"),
+        (["filled.sqlite", "--out", "x.png", "--run", "r"], "holds the runs test: name one with --run"),
+    ],
+)
+def test_a_report_that_cannot_be_as_asked_is_refused(tba_here, filled, tmp_path, arguments, sentence):
+    refused = tba_here("report", *arguments)
+    assert (refused.exit_code, sentence in refused.message) == (2, True), refused.message
+    assert not list(tmp_path.glob("x.*"))

@@ -149,7 +149,7 @@ def diagnosis(path: object, template: str) -> tuple[str, str]:
     """(result, detail) of `tba doctor`."""
     config = Config.model_validate({"reward_model": {"path": str(path), "template": template}})
     (finding,) = examine(Plan(config), ["reward model"])
-    return finding["result"], finding["detail"]
+    return finding.result, finding.detail
 
 
 @pytest.mark.slow

@@ -112,12 +112,19 @@ Mine = lambda: SimpleNamespace(name="mine", prompts=lambda: prompts, held_out=li
 """
 
 
-# `tba run` starts `tba doctor --only task` for it.
+LACKS_A_PACKAGE = """
+from tba.common.errors import MissingExtra
+def Mine(): raise MissingExtra("reader", "hub")
+"""
+
+
+# `tba run` starts `tba doctor --only task --strict` for it.
 @pytest.mark.parametrize(
     ("command", "source", "sentence"),
     [
         ("run", "", "task.name my_task:Mine: my_task has no Mine; it defines no class"),
         ("run", TWO_EQUAL_KEYS, "task mine: the prompts 1 and 3 have the same key 'a'"),
+        ("run", LACKS_A_PACKAGE, "reader is not installed"),
         ("doctor", TWO_EQUAL_KEYS, "task mine: the prompts 1 and 3 have the same key 'a'"),
     ],
 )

@@ -139,7 +139,7 @@ def test_the_command_exits_with_1_for_an_engine_that_breaks_a_promise(model: Pat
     [
         (f"{__name__}:Right", "nowhere", "MODEL"),
         ("no_such_module:make", ".", "no_such_module"),
-        (f"{__name__}:Nobody", ".", "Nobody"),
+        (f"{__name__}:Missing", ".", "Missing"),
     ],
 )
 def test_an_engine_or_a_model_that_cannot_be_found_is_a_wrong_use(model: Path, capsys, engine, directory, sentence):

@@ -401,6 +401,8 @@ def _prune_tokens(
     if given is not None:
         recorded["run.name"] = given
     settings = resolved.over(recorded, f"recorded in {path}", needs="buffer")
+    if run is not None:
+        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": run})})
     done = prune_tokens(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
     if as_json:
         return print_json(done)

@@ -37,7 +37,7 @@ M = TypeVar("M", bound=messages.Message)
 def _as_first_started(config: Config, recorded: RecordedRun, *, replay: bool) -> RecordedRun:
     """Return the recorded run as the offline run in run.dir first saw it, even if it has continued since.
 
-    Raises UsageError if run.dir belongs to another run, or to an offline run of another source.
+    Raises ConfigError if run.dir belongs to another run, or to an offline run of another source.
     """
     if config.database.resolve() == recorded.path.resolve():
         raise UsageError(f"{recorded.path} is this run's own database: set another run.dir for the offline run")
@@ -51,7 +51,7 @@ def _as_first_started(config: Config, recorded: RecordedRun, *, replay: bool) ->
     source = recorded_source(config.database)
     if source is None:
         if any((config.run.dir / name).exists() for name in (run_files.METRICS, run_files.CHECKPOINTS)):
-            raise UsageError(f"{config.run.dir} holds a run that was not trained offline: set another run.dir")
+            raise ConfigError(f"{config.run.dir} holds a run that was not trained offline: set another run.dir")
         if replay:
             _refuse_compacted(recorded)
         return recorded
@@ -103,7 +103,7 @@ class RecordedBatches:
 class OfflineBuffer:
     """The buffer of an offline run. Several threads may use clients of it.
 
-    Raises UsageError unless run.dir is new, or belongs to an offline run of the same source.
+    Raises ConfigError unless run.dir is new, or belongs to an offline run of the same source.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from tba.buffer.service.pace import StepMetrics
 from tba.common.log import get_logger
-from tba.common.run_status import is_silent, name_of
+from tba.common.run_status import is_silent, live_trainer, name_of
 from tba.common.wire.fields import Role
 from tba.common.wire.messages import STALL_REASONS, ClientStatus, Status
 
@@ -161,7 +161,8 @@ def samples_of(status: Status, steps: StepMetrics, now: float) -> list[Sample]:
         *_of_clients(status),
         *_of_stall(status),
         *_of_searchers(status),
-        *(_of_steps(status, steps) if steps.last else ()),
+        # What a trainer that has ended reported last is no measurement of now.
+        *(_of_steps(status, steps) if steps.last and live_trainer(status) else ()),
     ]
 
 

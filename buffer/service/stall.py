@@ -67,7 +67,7 @@ def find_stall(status: Status) -> Stall | None:
     for rule in (_refused_puts, _failing, _no_trainer, _trainer_at_work, _without_weights, _starving):
         if (stall := rule(status)) is not None:
             # Names and reasons come from the network.
-            return Stall(stall.reason, printable(stall.sentence[:_SENTENCE_CHARACTERS]))
+            return Stall(stall.reason, printable(stall.sentence)[:_SENTENCE_CHARACTERS])
     return None
 
 

@@ -98,7 +98,12 @@ class DatabaseFile:
         self._resources.callback(self._files.close)
         # A process that was killed leaves pages in the kernel's cache that the disk may lack. SQLite reads them as
         # committed, so a trajectory that comes again would be acknowledged as a duplicate.
-        connection.execute("PRAGMA wal_checkpoint(FULL)").fetchone()
+        busy, *_ = connection.execute("PRAGMA main.wal_checkpoint(FULL)").fetchone()
+        if busy:
+            log.warning(
+                "another program reads the database: what a crash left in its log is written to the database later",
+                database=str(self.path),
+            )
         durable.sync(self.path.parent)
 
     def close(self) -> None:
@@ -158,7 +163,7 @@ class DatabaseFile:
         self._written = 0
         try:
             with self._final_failures():
-                self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                self._connection.execute("PRAGMA main.wal_checkpoint(PASSIVE)").fetchone()
         except SyncFailed:
             raise
         except StorageError as error:
@@ -216,7 +221,7 @@ class DatabaseFile:
         """Return free pages to the file system. Raises StorageError if the disk fails."""
         with self._final_failures():
             self._connection.execute("VACUUM")
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._connection.execute("PRAGMA main.wal_checkpoint(TRUNCATE)")
 
     def size_bytes(self) -> int:
         """Return the size of the database and its WAL. Raises SyncFailed if either is not the file that was opened."""

@@ -37,13 +37,14 @@ _OF_RUNS = ("batches", "visits", "curriculum_rows", "held_out_rows", "evaluation
 def prune_tokens(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool) -> dict[str, Any]:
     """Drop the payloads that cannot be sampled under the configured limits.
 
-    Payloads are kept if they can be sampled, belong to a batch that is not trained yet, or to a batch of the last
-    `keep_steps` steps, which a resumed trainer may repeat. Raises LockTaken if a server has the database open,
-    UsageError if the database or the run does not exist, StorageError if the disk is too full for the rebuilt file.
+    Payloads are kept if they can be sampled, belong to a batch that is not trained yet, or to one that a resumed
+    trainer may repeat: of the last `keep_steps` steps, or since the oldest checkpoint. Raises LockTaken if a server has
+    the database open, UsageError if the database or the run does not exist, StorageError if the disk is too full for
+    the rebuilt file.
     """
     with _opened(config.database) as store:
         run = _run_of(store, config.database, config.run.name)
-        first_kept = max(0, store.batches.steps_done(run) - keep_steps)
+        first_kept = max(0, min([store.batches.steps_done(run) - keep_steps, *_checkpoints(config.database)]))
         needed = BufferService(store, run, config, clock).sampleable()
         needed |= store.batches.trajectories(run, since_step=first_kept)
         sizes = store.trajectories.payload_sizes(run)
@@ -113,11 +114,16 @@ def _run_of(store: Store, path: Path, name: str | None) -> Run:
     return runs[choose_run(path, runs, name, "--run")]
 
 
+def _checkpoints(path: Path) -> list[int]:
+    """Return the steps of the checkpoints next to a database."""
+    return [int(name.name[5:]) for name in (path.resolve().parent / run_files.CHECKPOINTS).glob("step_????????")]
+
+
 def _refuse_needed(store: Store, run: Run, before_step: int, keep_steps: int, path: Path) -> None:
     """Raise UsageError if a trainer that resumes may ask for a batch that would be deleted."""
     last = store.batches.steps_done(run) - keep_steps
     why = f"--keep-steps {keep_steps} of {store.batches.steps_done(run)} that were trained"
-    checkpoints = [int(name.name[5:]) for name in (path.resolve().parent / run_files.CHECKPOINTS).glob("step_????????")]
+    checkpoints = _checkpoints(path)
     if checkpoints and min(checkpoints) < last:
         last, why = min(checkpoints), "the oldest checkpoint next to it"
     if before_step > last:

@@ -47,7 +47,7 @@ from tba.common.wire.fields import (
 )
 from tba.common.wire.trajectory import RowNumbers
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):

@@ -51,6 +51,12 @@ def test_prune_of_tokens_keeps_batches_that_a_resumed_trainer_may_repeat(capped,
     assert len(buffer.sample(0, prompts=1, samples=2).frames) == 5
 
 
+def test_prune_of_tokens_keeps_what_the_oldest_checkpoint_may_repeat(capped, tba_buffer):
+    (capped.parent / "checkpoints" / "step_00000000").mkdir(parents=True)
+    done = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0, "--json").json
+    assert done["trajectories_compacted"] == 6
+
+
 def test_prune_of_tokens_keeps_a_batch_that_is_not_trained_on_yet(harness, trajectory, tba_buffer):
     buffer = harness(buffer={"prompt_cap": 2})
     buffer.fill(1, 2)
@@ -103,6 +109,16 @@ def test_prune_of_tokens_uses_the_configuration_that_the_run_recorded_last(cappe
     record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
     done = tba_buffer("prune", "--tokens", "-b", capped, "--keep-steps", 0, "--json").json
     assert (done["run"], done["trajectories_compacted"], done["trajectories_kept"]) == ("test", 8, 2)
+
+
+def test_prune_of_tokens_is_of_the_run_that_is_named_whatever_the_configuration_says(capped, tba_buffer):
+    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
+    store = Store(capped, durability="process")
+    store.open_run("other", seed=0, config={}, software={})
+    store.close()
+    options = ["--set", "run.name=other", "--run", "test", "--keep-steps", 0, "--json"]
+    done = tba_buffer("prune", "--tokens", "-b", capped, *options).json
+    assert (done["run"], done["trajectories_kept"]) == ("test", 2)
 
 
 @pytest.mark.parametrize(("given", "kept"), [("buffer.dedup=false", 2), ("buffer.prompt_cap=4", 4)])

@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from tba.buffer.service.stall import StallWatch, find_stall
@@ -418,3 +419,10 @@ def test_a_stall_is_logged_once_for_each_reason(caplog):
         assert watch.seconds > 80
         spend(10, None)
     assert caplog.messages == ["the run stands still", "the run stands still", "the run moves again"]
+
+
+def test_a_reason_of_characters_that_are_escaped_fits_a_status():
+    status = starved(waiting(reason="\u200b" * 1000, metrics={"paused": 1.0}))
+    stall = find_stall(status)
+    assert stall is not None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(stall), type=Stall) == stall

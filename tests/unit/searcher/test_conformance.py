@@ -132,3 +132,18 @@ def test_the_command_exits_with_1_for_an_engine_that_breaks_a_promise(model: Pat
     assert conformance.main([f"{__name__}:Right", str(model)]) == 0
     assert conformance.main([f"{__name__}:ScoresOneTokenLate", str(model)]) == 1
     assert "broken: score is teacher-forced" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("engine", "directory", "sentence"),
+    [
+        (f"{__name__}:Right", "nowhere", "MODEL"),
+        ("no_such_module:make", ".", "no_such_module"),
+        (f"{__name__}:Missing", ".", "Missing"),
+    ],
+)
+def test_an_engine_or_a_model_that_cannot_be_found_is_a_wrong_use(model: Path, capsys, engine, directory, sentence):
+    with pytest.raises(SystemExit) as ended:
+        conformance.main([engine, str(model / directory)])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err

@@ -32,8 +32,6 @@ from tba.common.errors import SnapshotCorrupt, SnapshotError, quantity
 from tba.common.weights.snapshot import DELTA, MANIFEST, Delta, Manifest, SnapshotKey, describe_file, directory_name
 from tba.common.weights.tensor_file import ITEM_BYTES, Bits, Tensor, content_of, map_tensors
 
-FILE = DELTA
-
 # Level 9 saves 2 % more of the bytes and takes ten times as long (decision 15).
 _LEVEL = 3
 _UNPACK_BYTES = 4 << 20
@@ -249,8 +247,8 @@ class DeltaStore:
             return None
         directory = self._directory / directory_name(version)
         directory.mkdir(parents=True, exist_ok=True)
-        size = write_delta(directory / FILE, changed)
-        return Delta(describe_file(directory / FILE), size, base.version, base.manifest_sha256)
+        size = write_delta(directory / DELTA, changed)
+        return Delta(describe_file(directory / DELTA), size, base.version, base.manifest_sha256)
 
     def publish(self, snapshot: Path, manifest: Manifest) -> None:
         """Serve the delta of a snapshot that is sealed, and delete deltas that no node would use any more."""
@@ -269,7 +267,7 @@ class DeltaStore:
     def _collect(self, whole: int) -> None:
         size = 0
         for directory in sorted(self._directory.glob("v????????"), reverse=True):
-            file = directory / FILE
+            file = directory / DELTA
             size += file.stat().st_size if file.is_file() else 0
             if size >= whole:
                 shutil.rmtree(directory, ignore_errors=True)

@@ -20,7 +20,7 @@ from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.weights import delta
 from tba.common.weights.node_store import VERIFIED, PinnedSnapshot, modified_at, pin_path
-from tba.common.weights.snapshot import MANIFEST, directory_name, read
+from tba.common.weights.snapshot import DELTA, MANIFEST, directory_name, read
 from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.codec import FILE_REQUESTS, Frames, decode_request, encode_plain_reply, request_id_of
 from tba.common.wire.keys import KeyRole, ServerKeys, with_key
@@ -163,7 +163,7 @@ def _files(directory: Path) -> frozenset[str]:
     if directory.parent.name == delta.FOLDER:
         if read(directory).manifest.delta is None:
             raise SnapshotError(f"{directory} has no delta")
-        return frozenset({MANIFEST, delta.FILE})
+        return frozenset({MANIFEST, DELTA})
     return frozenset({MANIFEST, *read(directory).manifest.files})
 
 

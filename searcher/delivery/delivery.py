@@ -260,17 +260,16 @@ def _deliver(spool: Spool, own: BufferClient) -> Generator[bool, None, None]:
 
     The buffer knows each put by sender id and sequence number, so puts that were stored before the death count as
     duplicates. Deliveries keep the dead searcher's leases alive; the Goodbye releases them when everything is stored.
-    One bad put does not stop the others: what cannot be read now stays for the next start.
+    One bad put does not stop the others: what cannot be read, deleted or moved now stays for the next start.
     """
-    owner, counts = spool.owner, Counter[str]()
+    owner, counts, left = spool.owner, Counter[str](), list[str]()
     log.info("delivering the spool of a searcher that died", sender=owner.sender)
 
     def read(id_: int) -> Frames | None:
         try:
             return spool.read(id_)
         except StorageError as error:
-            counts["unread"] += 1
-            log.warning("a put is not readable now, and stays for the next start", reason=str(error))
+            _leave(left, error)
             return None
 
     client = BufferClient(
@@ -288,33 +287,46 @@ def _deliver(spool: Spool, own: BufferClient) -> Generator[bool, None, None]:
             window.post(read)
             while window:
                 for reply in client.poll(0.0):
-                    _accept(spool, window.acknowledge(reply.header.id).id, reply, counts)
+                    _accept(spool, window.acknowledge(reply.header.id).id, reply, counts, left)
                 window.post(read)
                 yield True
             goodbye = client.post(messages.Goodbye())
             while client.is_pending(goodbye):
                 yield True
                 client.poll(0.0)
-            log.info(
-                "delivered the spool of a searcher that died", sender=owner.sender, damaged=spool.damaged, **counts
-            )
+            counts["damaged"] = spool.damaged
+            if left:
+                log.error("puts of a dead searcher wait for the next start", puts=len(left), reason=left[0], **counts)
+                spool.release()
+            else:
+                log.info("delivered the spool of a searcher that died", sender=owner.sender, **counts)
+                spool.close()
         except StorageError as error:
             log.error("a spool is left as it is", sender=owner.sender, reason=str(error))
             spool.release()
-        else:
-            spool.close()
 
 
-def _accept(spool: Spool, id_: int, reply: Reply, counts: Counter[str]) -> None:
+def _leave(left: list[str], error: StorageError) -> None:
+    """Note a put that stays in a dead spool. The first is logged at once: a bad disk may refuse thousands."""
+    left.append(str(error))
+    if len(left) == 1:
+        log.warning("a put of a dead searcher stays for the next start", reason=left[0])
+
+
+def _accept(spool: Spool, id_: int, reply: Reply, counts: Counter[str], left: list[str]) -> None:
     """Release a put of a dead searcher. Raises StorageError if the spool has to stay as it is."""
-    if isinstance(reply.message, messages.PutAck):
-        counts["stored"] += reply.message.stored
-        counts["duplicates"] += reply.message.duplicates
-        spool.acknowledge(id_)
-    elif isinstance(reply.message, messages.Failure):
-        # Not the fault of the put: another searcher, or a later start, may deliver it.
-        if reply.message.code in ("not_allowed", "other_sender"):
-            raise StorageError(f"the buffer does not let this searcher deliver it: {reply.message.message}")
-        counts["refused"] += 1
-        spool.quarantine(id_)
-        log.error("a put of a dead searcher was refused, and kept aside", reason=reply.message.message)
+    message = reply.message
+    # Not the fault of the put: another searcher, or a later start, may deliver it.
+    if isinstance(message, messages.Failure) and message.code in ("not_allowed", "other_sender"):
+        raise StorageError(f"the buffer does not let this searcher deliver it: {message.message}")
+    try:
+        if isinstance(message, messages.PutAck):
+            counts["stored"] += message.stored
+            counts["duplicates"] += message.duplicates
+            spool.acknowledge(id_)
+        elif isinstance(message, messages.Failure):
+            counts["refused"] += 1
+            log.error("a put of a dead searcher was refused", reason=message.message, kept=spool.aside(id_))
+            spool.quarantine(id_)
+    except StorageError as error:
+        _leave(left, error)

@@ -96,20 +96,20 @@ class Spool:
 
     def path(self, id_: int) -> Path:
         """The file of a put."""
-        return Path(self._name(id_))
+        return self.directory / f"{id_:016}{_PUT_SUFFIX}"
 
     def append(self, id_: int, frames: Frames) -> None:
         """Write a put under its request id. Raises StorageError and leaves no trace if the disk refuses it."""
         parts = _encode(frames)
-        name = self._name(id_)
-        temporary = f"{name}.tmp"
+        path = self.path(id_)
+        temporary = f"{path}.tmp"
         size = sum(map(len, parts))
         with _storage_errors(self.directory):
             try:
                 with open(temporary, "wb", buffering=0) as file:
                     if os.writev(file.fileno(), parts) != size:
                         raise OSError("the disk took only a part of a put: it is full, or a limit is reached")
-                os.rename(temporary, name)
+                os.rename(temporary, path)
             except OSError:
                 # A half-written file would keep space that the disk may lack.
                 with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ class Spool:
             return read_put(self.path(id_))
         except RecordLost as error:
             self.damaged += 1
-            log.warning("a put is lost, and kept aside", reason=str(error), kept=self._aside(id_))
+            log.warning("a put is lost, and kept aside", reason=str(error), kept=self.aside(id_))
         # Where it cannot be moved, the next searcher finds it again.
         try:
             self.quarantine(id_)
@@ -145,7 +145,7 @@ class Spool:
 
     def quarantine(self, id_: int) -> None:
         """Move a put to `spool/aside`; a missing file is ignored. Raises StorageError if the disk refuses."""
-        target = self._aside(id_)
+        target = self.aside(id_)
         with _storage_errors(self.path(id_)), contextlib.suppress(FileNotFoundError):
             target.parent.mkdir(exist_ok=True)
             self.path(id_).rename(target)
@@ -161,10 +161,8 @@ class Spool:
         """Release the lock and leave the directory as it is. Releasing twice is fine."""
         self._lock.close()
 
-    def _name(self, id_: int) -> str:
-        return f"{self.directory}/{id_:016}{_PUT_SUFFIX}"
-
-    def _aside(self, id_: int) -> Path:
+    def aside(self, id_: int) -> Path:
+        """The file of a put once it is quarantined."""
         return self.directory.parent / _ASIDE / f"{self.directory.name}-{self.path(id_).name}"
 
     def _count(self, id_: int, size: int) -> None:

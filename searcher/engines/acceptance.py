@@ -16,7 +16,7 @@ from tba.common.errors import CanaryMismatch, EngineError, SnapshotError, Snapsh
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
 from tba.common.weights import adapter
-from tba.common.weights.snapshot import Snapshot
+from tba.common.weights.snapshot import Canary, Snapshot
 from tba.common.wire.trajectory import Float32
 from tba.searcher.engines.engine import Mismatch, in_vocabulary
 
@@ -114,19 +114,26 @@ class Acceptance:
             raise SnapshotRefused(f"{name} does not hold the weights of the model that is served: {difference}")
         if snapshot.adapter is not None and (problem := self._adapter_problem(snapshot.adapter)):
             raise SnapshotRefused(f"{name} is an adapter of another model: {problem}")
-        sequences, logprobs = snapshot.manifest.canary.sequences, snapshot.manifest.canary.logprobs
-        fits = [len(ids) - 1 for ids in sequences] == [len(one) for one in logprobs]
-        if not (sequences and fits and all(in_vocabulary(ids, self.vocabulary) for ids in sequences)):
-            raise SnapshotRefused(
-                f"{name} has an unusable canary: it needs a sequence, token ids of a vocabulary of {self.vocabulary}, "
-                "and one log-probability for each but the first"
-            )
+        if problem := self._canary_problem(snapshot.manifest.canary):
+            raise SnapshotRefused(f"{name} has an unusable canary: {problem}")
 
     def _adapter_problem(self, directory: Path) -> str | None:
         for name, one in adapter.load(directory).factors.items():
             shape = (one.b.shape[0], one.a.shape[1])
             if name not in self._shapes or self._shapes[name][1] != shape:
                 return f"it changes {name!r} of shape {list(shape)}"
+        return None
+
+    def _canary_problem(self, canary: Canary) -> str | None:
+        if not canary.sequences or len(canary.sequences) != len(canary.logprobs):
+            lists = quantity(len(canary.logprobs), "list")
+            return f"it has {quantity(len(canary.sequences), 'sequence')} and {lists} of log-probabilities"
+        for number, (ids, logprobs) in enumerate(zip(canary.sequences, canary.logprobs, strict=True), 1):
+            if not 0 < len(logprobs) == len(ids) - 1:
+                counts = f"{quantity(len(ids), 'token')} and {len(logprobs)} log-probabilities"
+                return f"sequence {number} has {counts}: it needs one for each token but the first"
+            if not in_vocabulary(ids, self.vocabulary):
+                return f"sequence {number} has token ids outside 0 to {self.vocabulary - 1}"
         return None
 
     def check_canary(self, score: Score, snapshot: Snapshot, *, context: int, calibrate: bool = False) -> Mismatch:

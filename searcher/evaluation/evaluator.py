@@ -109,7 +109,7 @@ def read_subject(config: Config) -> Subject:
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
         **_scoring_models(config),
         "eval": config.eval.model_dump(mode="json", exclude=_NOT_MEASURED),
-        "max_tokens": max_tokens(config),
+        "max_tokens": config.search.max_tokens,
         "stop": config.search.stop,
         "seed": config.run.seed,
     }
@@ -127,11 +127,6 @@ def _scoring_models(config: Config) -> dict[str, Any]:
     if gold.configured:
         found["gold_model"] = gold.model_dump(mode="json", include=_OF_CLASSIFIER | served)
     return found
-
-
-def max_tokens(config: Config) -> int:
-    """Return the maximum length of an answer in tokens."""
-    return config.search.max_tokens
 
 
 class GoldModel:
@@ -189,11 +184,14 @@ class GoldModel:
 class Evaluator:
     """Evaluates one snapshot after the other. `open_evaluator` makes it and frees what it holds.
 
-    `serving` releases the snapshot that the engine serves.
+    `asked` are the questions of every evaluation, `texts` the rendered prompts whose responses are stored. `serving`
+    releases the snapshot that the engine serves.
     """
 
     config: Config
     subject: Subject
+    asked: Sequence[Question]
+    texts: Sequence[str]
     engine: Engine
     rewards: Rewards
     references: LogprobsOf | None
@@ -207,8 +205,7 @@ class Evaluator:
         Returns None if `report` returned False. Raises SnapshotError if the engine refuses the snapshot.
         """
         manifest, started = snapshot.manifest, time.monotonic()
-        asked = questions(self.config, self.subject)
-        doing, total = f"v{manifest.version}", len(asked)
+        doing, total = f"v{manifest.version}", len(self.asked)
 
         def step(finished: int) -> bool:
             watchdog.beat(warm=finished > 0)
@@ -232,7 +229,7 @@ class Evaluator:
                 self.rewards,
                 self.subject.stopping.scored_text,
                 self.subject.prompts,
-                asked,
+                self.asked,
                 step,
                 partial(least_reward_for, self.subject.task),
             )
@@ -241,10 +238,8 @@ class Evaluator:
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         if answers is None or measured is None:
             return None
-        most = min(len(self.subject.prompts), _STORED_RESPONSES)
-        texts = [self.subject.renderer.text(prompt) for prompt in self.subject.prompts[:most]]
         row = self._row(manifest, measured, time.monotonic() - started)
-        return row | {"responses": for_storage(texts, self.subject.prompts, answers)}
+        return row | {"responses": for_storage(self.texts, self.subject.prompts, answers)}
 
     def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples
@@ -299,12 +294,11 @@ class Evaluator:
 
 def questions(config: Config, subject: Subject) -> list[Question]:
     """Return the greedy question of every prompt, then `eval.samples` sampled ones of each."""
-    prompts = subject.prompts
+    prompts, section = subject.prompts, config.eval
     ids = [np.asarray(subject.renderer.ids(prompt), np.int32) for prompt in prompts]
-    length, section = max_tokens(config), config.eval
-    greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=length)
+    greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=config.search.max_tokens)
     asked = [Question(number, ids[number], greedy) for number in range(len(prompts))]
-    sampled = {"temperature": section.temperature, "top_p": 1.0, "max_tokens": length}
+    sampled = {"temperature": section.temperature, "top_p": 1.0}
     exploration = Exploration(config.search.model_copy(update=sampled), run_seed=config.run.seed, searcher="eval")
     for number, prompt in enumerate(prompts):
         visit = Visit(lease=NO_VISIT, epoch=_EPOCH, prompt_key=prompt.key)
@@ -356,6 +350,8 @@ def open_evaluator(
         evaluator = Evaluator(
             config=config,
             subject=subject,
+            asked=questions(config, subject),
+            texts=[subject.renderer.text(prompt) for prompt in subject.prompts[:_STORED_RESPONSES]],
             engine=engine,
             rewards=rewards,
             references=references,

@@ -105,7 +105,8 @@ class ReasoningGymTask:
             # The scorers are programs for well-formed answers, and raise many types for others.
             except Exception as error:  # noqa: BLE001
                 _finite(scorer(entry["answer"], entry))
-                log.info("scorer failed", generator=problem["generator"], prompt=prompt.key, error=repr(error)[:200])
+                # The error may quote the response: one warning a minute for each generator.
+                log.warning("scorer failed", by=problem["generator"], prompt=prompt.key, error=repr(error)[:200])
         return Reward(score, {CORRECT: float(score >= 1), "score": score})
 
     @cached_property

@@ -43,6 +43,7 @@ from tba.common.weights.node_store import (
     unmark_verified,
 )
 from tba.common.weights.snapshot import (
+    DELTA,
     MANIFEST,
     FileEntry,
     Snapshot,
@@ -374,7 +375,7 @@ def _fetch_delta(source: Source, part: Path, change: Snapshot) -> None:
     version, unpacked = change.manifest.version, _unpacked(part, change)
     unpacked.parent.mkdir(exist_ok=True)
     packed = unpacked.with_suffix(".zst")
-    _fetch_verified(source, version, delta.FILE, packed, change.manifest.delta.file)
+    _fetch_verified(source, version, DELTA, packed, change.manifest.delta.file)
     delta.unpack_delta(packed, unpacked, change.manifest.delta.bytes)
     packed.unlink()
 

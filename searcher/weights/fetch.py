@@ -18,8 +18,8 @@ from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError, SnapshotError, SnapshotMissing, SnapshotOutdated, WireError
 from tba.common.log import get_logger
 from tba.common.run_snapshots import weights_directory
-from tba.common.weights import delta
 from tba.common.weights.node_store import make_directory
+from tba.common.weights.snapshot import DELTA
 from tba.common.weights.snapshot_server import NodeServer, address_of
 from tba.common.wire.channels import ClientChannel
 from tba.common.wire.codec import PlainReply, decode_plain_reply, encode_request
@@ -233,7 +233,7 @@ class Nodes:
         """Download a file as `Fetcher.fetch` does."""
         again = (version, name) in self._fetched
         self._fetched.add((version, name))
-        while self._nodes and not (again or size is None or name == delta.FILE):
+        while self._nodes and not (again or size is None or name == DELTA):
             try:
                 return self._fetcher(self._nodes[0], _NODE_SECONDS).fetch(version, name, target, size)
             except SnapshotOutdated:

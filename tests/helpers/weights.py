@@ -9,7 +9,7 @@ import numpy as np
 
 from tba.common.system.durable import temporary_directory
 from tba.common.weights import delta, snapshot
-from tba.common.weights.snapshot import MANIFEST, Canary, Delta, Manifest, Snapshot, directory_name
+from tba.common.weights.snapshot import DELTA, MANIFEST, Canary, Delta, Manifest, Snapshot, directory_name
 from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.weights.tensor_file import Tensor, content_of
 from tba.common.wire import messages
@@ -53,15 +53,15 @@ class RandomWeights:
         changed = not_none(delta.build_delta(old, self._tensors, max_bytes=1e12))
         directory = self.directory / delta.FOLDER / directory_name(len(self.refs))
         directory.mkdir(parents=True)
-        size = delta.write_delta(directory / delta.FILE, changed)
-        entry = snapshot.describe_file(directory / delta.FILE)
+        size = delta.write_delta(directory / DELTA, changed)
+        entry = snapshot.describe_file(directory / DELTA)
         ref = self._publish(Delta(entry, size, last.version, last.manifest_sha256))
         shutil.copyfile(Path(ref.path) / MANIFEST, directory / MANIFEST)
         return ref
 
     def path(self, version: int, name: str) -> Path:
         """A published file, or the delta of a version."""
-        return self.directory / (delta.FOLDER if name == delta.FILE else "") / directory_name(version) / name
+        return self.directory / (delta.FOLDER if name == DELTA else "") / directory_name(version) / name
 
     def _change(self, fraction: float) -> None:
         for name, tensor in self._tensors.items():

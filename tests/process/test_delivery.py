@@ -100,15 +100,6 @@ def in_order(run_config) -> dict[str, list[int]]:
     return found
 
 
-def test_the_size_of_the_spool_is_what_its_limit_counts_blocks_of_the_disk(courier):
-    one = courier()
-    one.put(5)
-    files = [path for path in one.delivery._spool.directory.iterdir() if path.name[:16].isdecimal()]
-    assert len(files) == 5
-    blocks = sum(-(-path.stat().st_size // 4096) for path in files)
-    assert one.delivery.metrics["spool_bytes"] == blocks * 4096 == one.delivery._spool.bytes
-
-
 def test_an_acknowledged_put_is_stored_and_leaves_nothing_on_disk(courier, run_config, tmp_path):
     one = courier()
     one.put(5)
@@ -130,19 +121,6 @@ def test_puts_during_a_cut_wait_on_disk_and_are_stored_in_order_and_once(courier
     one.step_until(lambda: one.delivery.is_done)
     assert in_order(run_config) == {one.client.sender: list(range(503 * ROWS))}
     assert not one.delivery.away
-
-
-def test_puts_that_were_stored_before_the_death_count_as_duplicates(courier, run_config):
-    first = courier()
-    # The buffer stores the puts, and their acknowledgements are not read.
-    first.put(3)
-    first.client._channel.receive(60)
-    first.die()
-    second = courier()
-    second.step_until(lambda: second.delivery.is_done)
-    assert in_order(run_config) == {first.client.sender: list(range(3 * ROWS))}
-    status, _ = second.client.call(GetStatus(), Status, deadline_seconds=120)
-    assert status.duplicates > 0
 
 
 def test_the_spool_of_another_database_is_left_alone_even_if_its_run_has_the_same_name(
@@ -171,7 +149,7 @@ def sets(*assignments: str) -> list[str]:
 
 
 def test_a_refused_put_of_a_dead_searcher_is_quarantined_and_the_rest_is_delivered(
-    courier, network, run_config, tmp_path
+    courier, network, run_config, tmp_path, caplog
 ):
     first = courier()
     network.cut()
@@ -186,6 +164,34 @@ def test_a_refused_put_of_a_dead_searcher_is_quarantined_and_the_rest_is_deliver
     (kept,) = (tmp_path / "spool/aside").iterdir()
     assert kept.name.startswith(f"{first.client.sender}-")
     assert b"unknown" in kept.read_bytes()
+    assert [record.fields.get("kept") for record in caplog.records if record.levelname == "ERROR"] == [kept]
+
+
+def test_puts_of_a_dead_searcher_that_the_disk_does_not_delete_stay_and_count_as_duplicates_later(
+    courier, network, run_config, monkeypatch, tmp_path, caplog
+):
+    first = courier()
+    network.cut()
+    first.put(3)
+    first.die()
+    network.heal()
+    monkeypatch.setattr(os, "unlink", refuse)
+    second = courier()
+    second.step_until(lambda: second.delivery.is_done)
+    assert in_order(run_config) == {first.client.sender: list(range(3 * ROWS))}
+    assert left(caplog) == [("WARNING", None), ("ERROR", 3)]
+    monkeypatch.undo()
+    third = courier()
+    third.step_until(lambda: third.delivery.is_done)
+    status, _ = third.client.call(GetStatus(), Status, deadline_seconds=120)
+    assert status.duplicates == 3 * ROWS
+    assert not (tmp_path / "spool" / first.client.sender).exists()
+
+
+def left(caplog) -> list[tuple[str, int | None]]:
+    """What is logged of puts that a dead searcher leaves for the next start: levels, and the number of puts."""
+    found = [record for record in caplog.records if "next start" in record.message]
+    return [(record.levelname, record.fields.get("puts")) for record in found]
 
 
 def test_puts_that_the_disk_refuses_wait_in_memory_and_generation_pauses(courier, network, run_config, monkeypatch):
@@ -251,19 +257,21 @@ def test_a_put_that_is_unreadable_ends_the_searcher_and_the_next_ones_deliver_ev
     first = courier()
     network.cut()
     first.put(100, tokens=100)
-    unread = spooled(first)[50]
-    restore = make_unreadable(unread)
+    unread = spooled(first)[50:52]
+    restore = [make_unreadable(path) for path in unread]
     network.heal()
-    with pytest.raises(StorageError, match=f"{unread.name}: Input/output error"):
+    with pytest.raises(StorageError, match=f"{unread[0].name}: Input/output error"):
         first.step_until(lambda: first.delivery.is_done)
     first.die()
     second = courier()
     second.step_until(lambda: second.delivery.is_done)
-    # One unreadable put does not keep the others of a dead searcher back.
-    lost = range(50 * ROWS, 51 * ROWS)
+    # Unreadable puts do not keep the others of a dead searcher back.
+    assert left(caplog) == [("WARNING", None), ("ERROR", 2)]
+    lost = range(50 * ROWS, 52 * ROWS)
     (stored,) = in_order(run_config).values()
     assert sorted(stored) == [n for n in range(first.made) if n not in lost]
-    restore()
+    for one in restore:
+        one()
     third = courier()
     third.step_until(lambda: third.delivery.is_done)
     (stored,) = in_order(run_config).values()
@@ -280,7 +288,7 @@ def spooled(one: Courier) -> list[Path]:
 def make_unreadable(path: Path) -> Callable[[], object]:
     """Make each read of a file an I/O error, as reading this process's memory at address 0 is, until the result is
     called."""
-    real = path.rename(path.with_name("real"))
+    real = path.rename(path.with_suffix(".real"))
     path.symlink_to("/proc/self/mem")
     return lambda: real.rename(path)
 

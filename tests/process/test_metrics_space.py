@@ -43,6 +43,7 @@ def steps(disk) -> list[int]:
 
 
 def test_lines_wait_for_space_and_are_then_written_whole_and_in_order(metrics, small_disk, caplog):  # noqa: F811
+    caplog.set_level("INFO")
     metrics.record(0, 0.0, NUMBERS)
     fill(small_disk)
     step = record_until_lines_wait(metrics, 1, 20)
@@ -52,7 +53,8 @@ def test_lines_wait_for_space_and_are_then_written_whole_and_in_order(metrics, s
     metrics.record(step, 0.0, NUMBERS)
     assert steps(small_disk) == list(range(step + 1))
     metrics.sync()
-    assert sum("lines of metrics wait in memory" in message for message in caplog.messages) == 1
+    assert caplog.messages == ["lines of metrics wait in memory", "lines of metrics that waited in memory are written"]
+    assert caplog.records[1].fields["lines"] == 20
 
 
 def test_sync_writes_the_waiting_lines(metrics, small_disk):  # noqa: F811

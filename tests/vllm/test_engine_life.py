@@ -8,6 +8,8 @@ import psutil
 import pytest
 
 from tba.common.errors import ConfigError, EngineError, MissingExtra
+from tba.searcher.engines.engine import GenerationRequest, SamplingSettings
+from tba.searcher.engines.vllm import running
 from tba.searcher.engines.vllm.running import LoadFailed
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -39,6 +41,18 @@ def test_an_engine_whose_step_failed_refuses_all_further_work(lab, old, monkeypa
         with pytest.raises(EngineError, match=r"failed in a step .* out of memory"):
             engine.step()
     engine.close()
+
+
+def test_a_second_request_of_an_id_and_a_score_that_is_missing_are_engine_errors(lab, vllm_engine, monkeypatch):
+    request = GenerationRequest(-1, np.asarray([1, 2, 3], np.int32), SamplingSettings(0.0, 1.0, 4))
+    vllm_engine.submit(request)
+    with pytest.raises(EngineError, match="request -1 is already in flight"):
+        vllm_engine.submit(request)
+    assert lab.finish(vllm_engine).keys() == {-1}
+    params = running._params
+    monkeypatch.setattr(running, "_params", lambda **settings: params(**settings | {"prompt_logprobs": None}))
+    with pytest.raises(EngineError, match="no log-probabilities for a sequence to score"):
+        vllm_engine.score([[1, 2, 3]])
 
 
 def test_a_model_that_cannot_be_served_is_an_engine_error(lab, old):

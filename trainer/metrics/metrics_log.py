@@ -70,7 +70,7 @@ class MetricsLog:
         with self._lock:
             self._waiting.append(line.encode() + b"\n")
             try:
-                self._write()
+                self._write(new=1)
             except OSError as error:
                 if self.waiting == 1:
                     log.warning("lines of metrics wait in memory", reason=str(error))
@@ -99,7 +99,8 @@ class MetricsLog:
         for sink in self._sinks:
             sink.close()
 
-    def _write(self) -> None:
+    def _write(self, new: int = 0) -> None:
+        waited = self.waiting - new
         if self._torn:
             self._file.truncate(self._end)
             self._torn = False
@@ -110,6 +111,8 @@ class MetricsLog:
                 rest = rest[self._file.write(rest) or 0 :]
             self._torn = False
             self._end += len(self._waiting.popleft())
+        if waited:
+            log.info("lines of metrics that waited in memory are written", lines=waited)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

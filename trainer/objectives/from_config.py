@@ -23,13 +23,13 @@ from tba.trainer.objectives.advantages import (
 from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance, trajectory_balance_learned_z
 from tba.trainer.objectives.responses import Responses, Terms, row_totals
 
-# A response whose sampler is unknown is left out of their losses.
 # A ratio below 1 - this is clipped.
 _CLIP_LOW = 0.2
 # The maximum importance weight of a token.
 _CISPO_CAP = 5.0
 # Decay rate per optimiser step of the moving average that `kl = "ema"` anchors to.
 _EMA_DECAY = 0.9
+# A response whose sampler is unknown is left out of their losses.
 _NEEDS_SAMPLER = ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo")
 Loss = Callable[..., Tensor]
 Advantage = Callable[[Tensor], Tensor]

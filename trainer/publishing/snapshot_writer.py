@@ -175,7 +175,8 @@ class SnapshotWriter:
     """Copies the policy `model` to the host, and writes snapshots from the copies.
 
     `unwrapped` has the structure of the model as in its files, which are in `model_files`. The training thread uses
-    `copy`, `needs_base` and `is_kept_step`, both threads `release`, the publisher's thread everything else.
+    `copy`, `no_room`, `needs_base` and, after the publisher's thread has ended, `close`; both threads use `release`,
+    `is_kept_step` and `pending`, and the publisher's thread everything else.
     """
 
     def __init__(
@@ -313,8 +314,9 @@ class SnapshotWriter:
             self._deltas.discard(publication.version)
             raise
         self._deltas.publish(full.written.path, full.written.manifest)
-        # Buffers that the next delta needs are released after it.
-        unused, self._last = (self._last, full) if self._keeps_buffers else (full, full)
+        # The next delta needs the last snapshot and its buffers. Without deltas, one on disk is needed by nothing.
+        unused = self._last if self._keeps_buffers else full
+        self._last = full if self._keeps_buffers or self._pool is not None else None
         if unused is not None:
             self._release_buffers(unused.copy)
         return full.written

@@ -74,7 +74,8 @@ class HotReload:
         unable = running.call("tba_start")
         self._served = _own_snapshot(running, own_files)
         self.way = self._self_test(unable)
-        # The complete files that the parameters hold: the base of an adapter. None until a snapshot is loaded.
+        # The complete files that the parameters hold: the base of an adapter. None before the first write and after one
+        # that failed, {} after a rollback to the files that the engine started with.
         self._base: Mapping[str, FileEntry] | None = None
 
     def _self_test(self, unable: list[str | None]) -> str:

@@ -1,6 +1,6 @@
 """A started vLLM: the requests that it works on, its steps, and calls to its workers.
 
-    submit ──► _queue ──► vLLM ──step──► _finished ──► take_finished
+    submit ──► _queue ──► vLLM ──► _finished ──► returned by step
                             ▲
                   score: prompts of its own, which step all other requests too
 
@@ -202,9 +202,11 @@ class RunningVllm:
         return len(self._in_flight)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises EngineError if the prompt does not fit the model's context."""
+        """Queue a request. Raises EngineError if the prompt does not fit the context, or the id is in flight."""
         self.check()
         request = fit_request(request, vocabulary=self.vocabulary, context=self.context)
+        if request.id in self._in_flight:
+            raise EngineError(f"request {request.id} is already in flight")
         self._in_flight[request.id] = _InFlight(request, self._params(request.sampling), time.perf_counter())
         self._queue.append(request.id)
 
@@ -240,6 +242,8 @@ class RunningVllm:
                 # One that is not waiting is left over from a scoring that failed.
                 if name in waiting:
                     index = waiting.pop(name)
+                    if output.prompt_logprobs is None:
+                        raise EngineError("vLLM returned no log-probabilities for a sequence to score")
                     scores[index] = _values(output.prompt_logprobs, len(sequences[index]) - 1)
         return scores
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tba.common.errors import SnapshotCorrupt, SnapshotError
 from tba.common.weights import delta
+from tba.common.weights.snapshot import DELTA
 from tba.common.weights.tensor_file import Tensor, map_tensors, read_layout
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.weights import write_tensor_file
@@ -30,8 +31,8 @@ def random_bits(elements: int, dtype=np.uint16, seed: int = 0):
 def through_a_file(old: dict[str, Tensor], new: dict[str, Tensor], folder: Path) -> dict[str, np.ndarray]:
     """Build and write a delta, and apply it to a file of the old weights."""
     built = not_none(delta.build_delta(old, new, max_bytes=1e12))
-    size = delta.write_delta(folder / delta.FILE, built)
-    delta.unpack_delta(folder / delta.FILE, folder / "delta", size)
+    size = delta.write_delta(folder / DELTA, built)
+    delta.unpack_delta(folder / DELTA, folder / "delta", size)
     write_tensor_file(folder / "weights", old)
     mapped = map_tensors(folder / "weights", writable=True)
     delta.apply_delta(folder / "delta", mapped)
@@ -84,7 +85,7 @@ def test_one_percent_of_small_steps_is_sent_in_a_hundredth_of_the_bytes(tmp_path
     step = np.where(rng.random(len(old)) < 0.5, np.uint16(1), np.uint16(0xFFFF))
     new = np.where(rng.random(len(old)) < 0.01, old + step, old)
     assert np.array_equal(through_a_file({"x": tensor(old)}, {"x": tensor(new)}, tmp_path)["x"], new)
-    assert (tmp_path / delta.FILE).stat().st_size < old.nbytes / 100
+    assert (tmp_path / DELTA).stat().st_size < old.nbytes / 100
 
 
 def test_a_tensor_with_many_changes_is_replaced_and_an_unchanged_one_is_absent():
@@ -102,8 +103,8 @@ def test_no_delta_is_built_if_it_exceeds_the_limit():
 @pytest.fixture
 def packed(tmp_path):
     """A delta file, and the size of its content."""
-    size = delta.write_delta(tmp_path / delta.FILE, {"whole/x": tensor(np.zeros(1 << 20, np.uint16))})
-    return tmp_path / delta.FILE, size
+    size = delta.write_delta(tmp_path / DELTA, {"whole/x": tensor(np.zeros(1 << 20, np.uint16))})
+    return tmp_path / DELTA, size
 
 
 def test_a_delta_is_not_unpacked_to_another_size_than_stated(packed, tmp_path):
@@ -119,9 +120,9 @@ def test_a_frame_that_lies_about_its_size_is_stopped_at_the_stated_size(tmp_path
     content = bytearray(zstandard.ZstdCompressor(level=3).compress(bytes(1 << 20)))
     assert int.from_bytes(content[5:9], "little") == 1 << 20
     content[5:9] = (1000).to_bytes(4, "little")
-    (tmp_path / delta.FILE).write_bytes(content)
+    (tmp_path / DELTA).write_bytes(content)
     with pytest.raises(SnapshotCorrupt):
-        delta.unpack_delta(tmp_path / delta.FILE, tmp_path / "out", 1000)
+        delta.unpack_delta(tmp_path / DELTA, tmp_path / "out", 1000)
     assert (tmp_path / "out").stat().st_size <= 1000
 
 

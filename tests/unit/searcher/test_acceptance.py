@@ -66,13 +66,22 @@ def test_the_largest_and_the_mean_difference_are_bounded(scores, refused):
 
 
 @pytest.mark.parametrize(
-    "canary",
-    [Canary([[1, 0, 1]], [[-1.0]]), Canary([[1, 0]], []), Canary([[1, 2]], [[-1.0]]), Canary([], [])],
+    ("canary", "problem"),
+    [
+        (
+            Canary([[1, 0], [1, 0, 1]], [[-1.0], [-1.0]]),
+            "sequence 2 has 3 tokens and 1 log-probabilities",
+        ),
+        (Canary([[1]], [[]]), "sequence 1 has 1 token and 0 log-probabilities: it needs one"),
+        (Canary([[1, 0], [1, 2]], [[-1.0], [-1.0]]), "sequence 2 has token ids outside 0 to 1"),
+        (Canary([[1, 0]], []), "it has 1 sequence and 0 lists of log-probabilities"),
+        (Canary([], []), "it has 0 sequences"),
+    ],
 )
-def test_a_canary_that_cannot_be_scored_is_refused(canary, tmp_path):
+def test_a_canary_that_cannot_be_scored_is_refused_and_its_first_bad_sequence_named(canary, problem, tmp_path):
     save_file({}, tmp_path / "model.safetensors")
     manifest = Manifest("run", 1, 1, 0.0, {}, canary)
-    with pytest.raises(SnapshotRefused, match="v1 has an unusable canary: it needs a sequence, token ids of a vocab"):
+    with pytest.raises(SnapshotRefused, match=f"v1 has an unusable canary: {problem}"):
         acceptance(1.0).check(Snapshot(tmp_path, manifest, [tmp_path / "model.safetensors"]))
 
 

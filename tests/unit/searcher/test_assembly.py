@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from tba.common.clock import SystemClock
 from tba.common.errors import SnapshotError
-from tba.common.weights import delta, snapshot
+from tba.common.weights import snapshot
 from tba.common.weights.node_store import VERIFIED, clear, delete, mark_verified
-from tba.common.weights.snapshot import SnapshotKey
+from tba.common.weights.snapshot import DELTA, SnapshotKey
 from tba.common.weights.tensor_file import blake3_of, map_tensors
 from tba.searcher.weights import assembly
 from tba.searcher.weights.assembly import SnapshotAssembler
@@ -239,7 +239,7 @@ def test_remove_created_deletes_unfinished_snapshots_too(tmp_path, trainer):
 def test_all_weights_are_fetched_if_a_delta_is_missing_or_damaged(trainer, assembler, damage):
     assembler.assemble(trainer.full())
     trainer.delta()
-    damage(trainer.path(1, delta.FILE))
+    damage(trainer.path(1, DELTA))
     found, _ = assembler.assemble(trainer.delta())
     assert (found.path / WEIGHTS).read_bytes() == trainer.truth[2]
 
@@ -247,7 +247,7 @@ def test_all_weights_are_fetched_if_a_delta_is_missing_or_damaged(trainer, assem
 def test_a_damaged_delta_does_not_matter_after_a_newer_full_snapshot(trainer, assembler):
     assembler.assemble(trainer.full())
     trainer.delta()
-    trainer.path(1, delta.FILE).unlink()
+    trainer.path(1, DELTA).unlink()
     trainer.full()
     found, _ = assembler.assemble(trainer.delta())
     assert (found.path / WEIGHTS).read_bytes() == trainer.truth[3]

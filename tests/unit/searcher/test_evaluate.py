@@ -3,6 +3,7 @@
 import shutil
 from contextlib import closing
 from itertools import count
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import SnapshotCorrupt, SnapshotError, TaskError
+from tba.common.rendering import PromptRenderer
 from tba.common.weights.node_store import pin_path
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
 from tba.common.wire.client import BufferClient
@@ -119,6 +121,26 @@ def test_what_is_stored_of_responses_is_cut_to_their_ends_and_to_a_number_of_byt
     assert (len(stored[0]["response"]), stored[0]["response"][-12:]) == (4000, "so it is 41?")
     assert (stored[0]["prompt"], stored[0]["answer"], stored[0]["error"]) == ("p0", "42", "reward: no")
     assert len(for_storage(["text"] * 7, prompts, [one] * 3000)) == 7
+
+
+def test_held_out_prompts_are_rendered_and_tokenized_once_for_all_snapshots(
+    publisher_harness, tmp_path, example_model, monkeypatch
+):
+    lab = publisher_harness(files=Path(shutil.copytree(example_model, tmp_path / "model")))
+    publisher = lab.publisher()
+    publisher.publish(0)
+    assert publisher.flush(60)
+    changes = {
+        "task": {"held_out_limit": 2, "reward_workers": 0},
+        "search": {"max_tokens": 2, "engine": "transformers"},
+    }
+    config = Config.model_validate(lab.config.model_dump(include={"run", "model"}) | changes)
+    with open_evaluator(config, read_subject(config), device="cpu", name="eval") as (evaluator, _):
+        monkeypatch.delattr(PromptRenderer, "ids")
+        monkeypatch.delattr(PromptRenderer, "text")
+        found = lab.announced()
+        rows = [evaluator.evaluate(found, not_none(pin_path(found.path))) for _ in range(2)]
+    assert [not_none(row)["prompts"] for row in rows] == [2, 2]
 
 
 class Asked(Exception):

@@ -62,9 +62,10 @@ def test_a_right_answer_is_correct_and_one_of_the_right_form_is_not(make_task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("generator", "answer"), [("prime_factorization", "none"), ("coin_flip", "1e999")])
-def test_an_odd_answer_for_which_a_scorer_raises_is_wrong(make_task, generator, answer):
+def test_an_odd_answer_for_which_a_scorer_raises_is_wrong_and_a_worker_says_so(make_task, generator, answer, caplog):
     task = make_task([generator], size=1, held_out_size=0)
     assert task.score(task.prompts()[0], answer, True).parts == {"correct": 0.0, "score": 0.0}
+    assert [(record.levelname, record.fields["by"]) for record in caplog.records] == [("WARNING", generator)]
 
 
 @pytest.mark.slow

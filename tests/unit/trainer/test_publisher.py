@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import weakref
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from tba.common.run_snapshots import weights_directory
 from tba.common.weights import snapshot
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.checks import wait_until
+from tba.trainer.publishing import snapshot_writer
 from tba.trainer.publishing.canary import canary_sequences
+from tba.trainer.publishing.snapshot_writer import as_bits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -109,9 +112,18 @@ def deltas(manifests) -> list[int | None]:
     return [None if manifest.delta is None else manifest.delta.base for manifest in manifests]
 
 
-def test_a_trainer_that_serves_no_snapshots_writes_no_deltas(publisher_harness):
+def test_a_trainer_that_serves_no_snapshots_writes_no_deltas_and_keeps_no_weights(publisher_harness, monkeypatch):
+    made: list[weakref.ref] = []
+
+    def noted(tensor):
+        found = as_bits(tensor)
+        made.append(weakref.ref(found.bits))
+        return found
+
+    monkeypatch.setattr(snapshot_writer, "as_bits", noted)
     lab = publisher_harness(dtype="bfloat16")
     assert deltas(publish_small_changes(lab, lab.publisher(), range(3))) == [None, None, None]
+    assert [one() for one in made] == [None] * 3 * len(lab.weights())
 
 
 def test_a_snapshot_with_a_delta_is_complete_all_the_same(publisher_harness):

@@ -73,7 +73,7 @@ def report(
     if x not in AXES:
         raise UsageError(f"--x {x}: choose {', '.join(AXES)}")
     options = ConfigOptions.of(None, config, sets)
-    found = [_run_of(run, options) for run in runs or [None]]
+    found = [_run_of(run, options) for run in runs or (None,)]
     if name and len(found) > 1:
         raise UsageError("--run names a run of one file: leave it out, or name one RUN")
     if out is not None and kind in _PICTURES:

@@ -107,8 +107,10 @@ def test_the_last_step_is_shown_and_totals_of_all_reports():
         "step_seconds": {(): 2.0},
         "seconds_wait": {},
     }
-    assert {name: values(make_status(2), f"trainer_{name}", steps) for name in shown} == shown
-    assert values(make_status(2), "trainer_steps_total") == {}
+    status = make_status(2, clients=[make_client("trainer")])
+    assert {name: values(status, f"trainer_{name}", steps) for name in shown} == shown
+    assert values(status, "trainer_steps_total") == {}
+    assert values(make_status(2), "trainer_steps_total", steps) == {}, "no trainer is connected"
 
 
 # ---------------------------------------------------------------- deploy/prometheus

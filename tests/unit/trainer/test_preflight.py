@@ -97,7 +97,7 @@ def shape(name: str) -> ModelShape:
 def memory_found(config: Config, node: Any = None) -> tuple[str, str]:
     """(result, detail) of `tba doctor`, for the GPUs of this machine or of another node."""
     (row,) = all_checks(Plan(config, node), ["trainer memory"])
-    return row["result"], row["detail"]
+    return row.result, row.detail
 
 
 def report(

@@ -6,10 +6,10 @@ import graphlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grimp
 import pytest
-import typer
 from typer.main import get_command
 
 from tba.cli import app
@@ -48,7 +48,8 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        return error.args[1]
+        names: list[str] = error.args[1]
+        return names
     return []
 
 
@@ -66,7 +67,7 @@ def words(paths: list[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").split()) for path in paths)
 
 
-def commands(command: typer.core.TyperCommand | typer.core.TyperGroup) -> int:
+def commands(command: Any) -> int:
     """The number of commands that do something, without the groups that hold them."""
     return sum(commands(each) for each in command.commands.values()) if hasattr(command, "commands") else 1
 

@@ -458,7 +458,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint_after_the
     feeder.join()
     assert not_none(checkpoint.newest(run.config.checkpoints)).step == 5
     assert [len(line["skipped_trajectories"]) for line in run.metrics()] == [6] * 5
-    # The next start counts anew, and has fewer steps left.
+    # The next start counts from zero, and has fewer steps left.
     run.train(resume=True)
     assert [len(line["skipped_trajectories"]) for line in run.metrics()] == [6] * STEPS
 

@@ -126,8 +126,7 @@ class Acceptance:
 
     def _canary_problem(self, canary: Canary) -> str | None:
         if not canary.sequences or len(canary.sequences) != len(canary.logprobs):
-            lists = quantity(len(canary.logprobs), "list")
-            return f"it has {quantity(len(canary.sequences), 'sequence')} and {lists} of log-probabilities"
+            return f"it has logprobs for {len(canary.logprobs)} of {quantity(len(canary.sequences), 'sequence')}"
         for number, (ids, logprobs) in enumerate(zip(canary.sequences, canary.logprobs, strict=True), 1):
             if not 0 < len(logprobs) == len(ids) - 1:
                 counts = f"{quantity(len(ids), 'token')} and {len(logprobs)} log-probabilities"

@@ -169,7 +169,10 @@ class TransformersEngine:
     def _exchange(self, snapshot: Snapshot) -> LoadReport:
         """Copy a snapshot's weights and check them. Restores those that serve after any error."""
         times = [time.perf_counter()]
-        targets, values = self._targets(), _read(snapshot)
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        # A tied head is not among them: it is the embedding.
+        targets = {name: state[self._names[name]] for name in self._shapes}
+        values = _read(snapshot)
         calibrate = self._acceptance.uncalibrated and (
             self._acceptance.routed
             or all(torch.equal(one, values[name].to(one.device, one.dtype)) for name, one in targets.items())
@@ -288,12 +291,6 @@ class TransformersEngine:
         if row.tokens[-1] in self._stopping.ids or self._stopping.completes_string(row.tokens):
             return STOP_EOS
         return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
-
-    def _targets(self) -> dict[str, torch.Tensor]:
-        """The tensors that a snapshot overwrites, by name in its files. A tied head is not among them: it is the
-        embedding."""
-        state: dict[str, torch.Tensor] = self._model.state_dict()
-        return {name: state[self._names[name]] for name in self._shapes}
 
     def _unaccounted(self) -> list[str]:
         """Names of parameters that a snapshot does not overwrite, and that are not tied to one that it does."""

@@ -111,19 +111,17 @@ class _Answering:
         """Step the engine, and collect the scores that are there."""
         # One load in the engine and one behind it, as in a searcher.
         while self.waiting and self.engine.in_flight < 2 * self.engine.max_in_flight:
-            self._submit(self.waiting.popleft())
+            number = self.waiting.popleft()
+            question = self.answers[number].question
+            try:
+                self.engine.submit(GenerationRequest(number, question.ids, question.sampling))
+            except EngineError as error:
+                self._finish(number, *failed(f"not generated: {error}"))
         for generation in self.engine.step() if self.engine.in_flight else ():
             self._score(generation)
         if self.rewards.waiting:
             for scored in self.rewards.wait(0.0 if self.engine.in_flight or self.waiting else _WAIT_SECONDS):
                 self._finish(scored.ticket, scored.reward, scored.error)
-
-    def _submit(self, number: int) -> None:
-        question = self.answers[number].question
-        try:
-            self.engine.submit(GenerationRequest(number, question.ids, question.sampling))
-        except EngineError as error:
-            self._finish(number, *failed(f"not generated: {error}"))
 
     def _score(self, generation: Generation) -> None:
         one = self.answers[generation.id]

@@ -29,7 +29,10 @@ class ArithmeticTask:
 
     def __init__(self) -> None:
         problems = sorted(
-            (_problem(a, sign, b) for sign, a, b in product(_OPERATIONS, _OPERANDS, _OPERANDS)),
+            (
+                Prompt(key=f"{a}{sign}{b}", text=f"{a}{sign}{b}=", answer=str(operation(a, b)))
+                for (sign, operation), a, b in product(_OPERATIONS.items(), _OPERANDS, _OPERANDS)
+            ),
             # Python's hash() of a string differs between processes.
             key=lambda problem: hashlib.sha256(problem.key.encode()).digest(),
         )
@@ -49,8 +52,3 @@ class ArithmeticTask:
         correct = float(finished and response == prompt.answer)
         well_formed = float(finished and _INTEGER.fullmatch(response) is not None)
         return Reward(total=correct, parts={"correct": correct, "format": well_formed})
-
-
-def _problem(a: int, sign: str, b: int) -> Prompt:
-    text = f"{a}{sign}{b}"
-    return Prompt(key=text, text=f"{text}=", answer=str(_OPERATIONS[sign](a, b)))

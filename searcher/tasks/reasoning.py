@@ -74,7 +74,11 @@ class ReasoningGymTask:
         seed: int = 0,
         prompt: str = _TEMPLATE,
     ) -> None:
-        self._library = _reasoning_gym()
+        try:
+            import reasoning_gym
+        except ImportError:
+            raise MissingExtra("reasoning_gym", "reasoning") from None
+        self._library = reasoning_gym
         if "{question}" not in prompt:
             raise TaskError(f"task reasoning_gym: prompt = {prompt!r} has no {{question}}: write where it stands")
         self._settings = _settings(generators)
@@ -187,14 +191,6 @@ def _make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         raise TaskError(f"task reasoning_gym: the problems cannot be made: {last}")
     training, held_out = json.loads(made.stdout)
     return training, held_out
-
-
-def _reasoning_gym() -> Any:
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise MissingExtra("reasoning_gym", "reasoning") from None
-    return reasoning_gym
 
 
 def make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

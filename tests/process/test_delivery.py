@@ -131,9 +131,8 @@ def test_the_spool_of_another_database_is_left_alone_even_if_its_run_has_the_sam
     first.put(2)
     first.die()
     other = f"tcp://127.0.0.1:{free_port()}"
-    start_tba(
-        "buffer", "serve", "--config", run_config.file, *sets(f"buffer.address={other}", "buffer.database=other.sqlite")
-    )
+    own = ("--set", f"buffer.address={other}", "--set", "buffer.database=other.sqlite")
+    start_tba("buffer", "serve", "--config", run_config.file, *own)
     second = Courier(other, tmp_path / "spool")
     assert second.delivery.is_done
     second.die()
@@ -142,10 +141,6 @@ def test_the_spool_of_another_database_is_left_alone_even_if_its_run_has_the_sam
     third = courier()
     third.step_until(lambda: third.delivery.is_done)
     assert in_order(run_config) == {first.client.sender: list(range(2 * ROWS))}
-
-
-def sets(*assignments: str) -> list[str]:
-    return [part for assignment in assignments for part in ("--set", assignment)]
 
 
 def test_a_refused_put_of_a_dead_searcher_is_quarantined_and_the_rest_is_delivered(

@@ -221,9 +221,3 @@ def new(lab: Lab) -> Any:
 def engine(request: pytest.FixtureRequest, lab: Lab, old: Any) -> Any:
     """An engine of each kind that started with `old`; other tests of the module may have loaded `new` since."""
     return lab.engine(old) if request.param == "vllm" else lab.transformers_engine(old)
-
-
-@pytest.fixture(scope="module")
-def vllm_engine(lab: Lab, old: Any) -> Any:
-    """A vLLM engine, for tests of behaviour that only vLLM has."""
-    return lab.engine(old)

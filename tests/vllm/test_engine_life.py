@@ -43,16 +43,17 @@ def test_an_engine_whose_step_failed_refuses_all_further_work(lab, old, monkeypa
     engine.close()
 
 
-def test_a_second_request_of_an_id_and_a_score_that_is_missing_are_engine_errors(lab, vllm_engine, monkeypatch):
+def test_a_second_request_of_an_id_and_a_score_that_is_missing_are_engine_errors(lab, old, monkeypatch):
+    engine = lab.engine(old)
     request = GenerationRequest(-1, np.asarray([1, 2, 3], np.int32), SamplingSettings(0.0, 1.0, 4))
-    vllm_engine.submit(request)
+    engine.submit(request)
     with pytest.raises(EngineError, match="request -1 is already in flight"):
-        vllm_engine.submit(request)
-    assert lab.finish(vllm_engine).keys() == {-1}
+        engine.submit(request)
+    assert lab.finish(engine).keys() == {-1}
     params = running._params
     monkeypatch.setattr(running, "_params", lambda **settings: params(**settings | {"prompt_logprobs": None}))
     with pytest.raises(EngineError, match="no log-probabilities for a sequence to score"):
-        vllm_engine.score([[1, 2, 3]])
+        engine.score([[1, 2, 3]])
 
 
 def test_a_model_that_cannot_be_served_is_an_engine_error(lab, old):

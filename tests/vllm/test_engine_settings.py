@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from tba.common.config.search import _OWN, SearchSection, own_argument
+from tba.common.config.search import _OWN, SearchSection, installed_arguments, own_argument
 from tba.common.errors import ConfigError
 from tba.common.system.process import KV_CACHE_NOTICE, NotifySocket
 from tba.searcher.engines.engine import SamplingSettings
@@ -40,10 +40,12 @@ def test_an_unknown_engine_argument_is_refused_with_a_similar_one(lab, old):
         lab.engine(old, vllm={"xyzzy": 1})
 
 
-def test_the_arguments_that_tba_keeps_for_itself_exist():
+def test_the_arguments_in_vllms_source_are_those_of_the_class_and_those_that_tba_keeps_for_itself_exist():
     from vllm import EngineArgs
 
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    assert installed_arguments() == names
+    known = set(names)
     assert _OWN.keys() <= known
     assert {name for name in known if name.startswith("data_parallel")} <= {
         name for name in known if own_argument(name)
@@ -132,13 +134,3 @@ def test_logits_in_float32_are_those_of_the_rounded_factors(lab, old):
         steps[head_dtype] = engine.score([ids])[0]
         engine.close()
     assert 0 < np.abs(steps["float32"] - steps["model"]).max() < 0.5
-
-
-def test_the_names_of_engine_arguments_in_vllms_source_are_those_of_the_class():
-    import dataclasses
-
-    from vllm import EngineArgs
-
-    from tba.common.config.search import installed_arguments
-
-    assert installed_arguments() == [field.name for field in dataclasses.fields(EngineArgs)]

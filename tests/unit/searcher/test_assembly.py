@@ -79,12 +79,6 @@ def test_intermediate_versions_are_not_assembled(trainer, assembler):
     assert not list(assembler._cache.directory.glob("v00000002-*"))
 
 
-def test_the_file_of_an_older_version_stays_as_it_was(trainer, assembler):
-    old, _pinned = assembler.assemble(trainer.full())
-    assembler.assemble(trainer.delta())
-    assert old.weight_files[0].read_bytes() == trainer.truth[0]
-
-
 def test_files_outlive_their_deletion_by_the_trainer(trainer, assembler):
     found, _ = assembler.assemble(trainer.full())
     shutil.rmtree(trainer.directory)

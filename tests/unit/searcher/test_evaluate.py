@@ -3,7 +3,6 @@
 import shutil
 from contextlib import closing
 from itertools import count
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -123,26 +122,6 @@ def test_what_is_stored_of_responses_is_cut_to_their_ends_and_to_a_number_of_byt
     assert len(for_storage(["text"] * 7, prompts, [one] * 3000)) == 7
 
 
-def test_held_out_prompts_are_rendered_and_tokenized_once_for_all_snapshots(
-    publisher_harness, tmp_path, example_model, monkeypatch
-):
-    lab = publisher_harness(files=Path(shutil.copytree(example_model, tmp_path / "model")))
-    publisher = lab.publisher()
-    publisher.publish(0)
-    assert publisher.flush(60)
-    changes = {
-        "task": {"held_out_limit": 2, "reward_workers": 0},
-        "search": {"max_tokens": 2, "engine": "transformers"},
-    }
-    config = Config.model_validate(lab.config.model_dump(include={"run", "model"}) | changes)
-    with open_evaluator(config, read_subject(config), device="cpu", name="eval") as (evaluator, _):
-        monkeypatch.delattr(PromptRenderer, "ids")
-        monkeypatch.delattr(PromptRenderer, "text")
-        found = lab.announced()
-        rows = [evaluator.evaluate(found, not_none(pin_path(found.path))) for _ in range(2)]
-    assert [not_none(row)["prompts"] for row in rows] == [2, 2]
-
-
 class Asked(Exception):
     """Raised in place of starting an engine."""
 
@@ -168,7 +147,7 @@ def test_a_gold_model_without_an_answer_to_compare_with_is_refused_before_anythi
         read_subject(Config.model_validate(sections))
 
 
-def test_what_the_engine_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp_path, example_model):
+def test_what_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp_path, example_model, monkeypatch):
     """The engine restores its weights from these files."""
     settings = {"run": {"dir": str(tmp_path)}, "model": {"path": str(example_model)}, "task": {"reward_workers": 0}}
     settings |= {"search": {"engine": "transformers"}}
@@ -176,6 +155,8 @@ def test_what_the_engine_serves_stays_pinned_when_the_next_snapshot_is_refused(t
     served, refused = (not_none(pin_path(path)) for path in list_snapshots(trainer.directory)[:2])
     with open_evaluator(config, read_subject(config), device="cpu", name="eval") as (evaluator, _):
         evaluator.serving.callback(served.release)
+        # Prompts are tokenized when the evaluator opens, not for each snapshot.
+        monkeypatch.delattr(PromptRenderer, "ids")
         # Of another model than the engine's.
         with pytest.raises(SnapshotError):
             evaluator.evaluate(read(refused.path), refused)

@@ -98,10 +98,11 @@ def test_a_failed_write_is_a_warning_except_for_the_last_checkpoint(tmp_path):
     assert steps(tmp_path) == [1, 2]
 
 
-def test_unfinished_checkpoints_of_a_killed_trainer_are_deleted(tmp_path):
+def test_unfinished_checkpoints_of_a_killed_trainer_are_none_and_are_deleted(tmp_path):
     unfinished = tmp_path / CHECKPOINTS / ".step_00000004.tmp"
     unfinished.mkdir(parents=True)
     (unfinished / "model.safetensors").write_bytes(b"half")
+    assert checkpoint.newest(tmp_path / CHECKPOINTS) is None
     make_writer(tmp_path)
     assert not unfinished.exists()
 

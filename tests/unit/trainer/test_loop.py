@@ -384,21 +384,16 @@ def test_a_trainer_without_data_reports_what_it_waits_for_and_can_be_stopped(mak
 
 
 @pytest.mark.slow
-def test_an_existing_checkpoint_needs_resume(make_run):
-    run = finish(make_run())
-    with pytest.raises(UsageError, match="pass --resume"):
-        run.train()
-    run.train(resume=True)
-    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
-
-
-@pytest.mark.slow
-def test_resume_without_a_checkpoint_starts_at_the_first_step(make_run):
+def test_resume_without_a_checkpoint_starts_at_the_first_step_and_an_existing_checkpoint_needs_it(make_run):
     run = make_run()
     feeder = run.feed()
     run.train(resume=True)
     feeder.join()
     assert len(run.metrics()) == STEPS
+    with pytest.raises(UsageError, match="pass --resume"):
+        run.train()
+    run.train(resume=True)
+    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
 
 
 @pytest.mark.slow

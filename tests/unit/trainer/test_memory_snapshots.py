@@ -96,13 +96,6 @@ def test_a_file_that_is_linked_elsewhere_is_not_written_again(lab, tmp_path):
     assert (tmp_path / "linked").read_bytes() == before
 
 
-def test_a_directory_that_was_deleted_by_hand_costs_its_file_and_no_more(lab):
-    publisher = lab.publisher()
-    shutil.rmtree(publish(lab, publisher, [0, 1]).path)
-    publish(lab, publisher, range(2, 6))
-    assert lab.announced().manifest.step == 5
-
-
 def test_a_trainer_that_stops_keeps_its_newest_snapshot_on_disk_and_in_memory(lab):
     publisher = lab.publisher()
     ref = publish(lab, publisher, range(4))
@@ -127,14 +120,7 @@ def test_the_newest_snapshot_is_found_in_memory_but_not_that_of_an_earlier_run_o
     assert choose(every=False) == [kept]
 
 
-def test_what_an_earlier_trainer_left_is_deleted(lab):
-    left = weights_directory(lab.config) / f"v00000009-{'0' * 16}"
-    left.mkdir(parents=True)
-    publish(lab, lab.publisher(), [0])
-    assert not left.exists()
-
-
-def test_leftovers_make_room_before_the_first_publication_and_the_newest_stays(lab):
+def test_leftovers_make_room_before_the_first_publication_and_the_newest_stays_until_then(lab):
     memory = weights_directory(lab.config)
     for version in (7, 8, 9):
         left = memory / f"v0000000{version}-{'0' * 16}"
@@ -142,8 +128,10 @@ def test_leftovers_make_room_before_the_first_publication_and_the_newest_stays(l
         os.utime(left, (version, version))
     (memory / f".v00000000-{'1' * 16}.part").mkdir()
     (memory / f".deleted-1-v00000006-{'0' * 16}").mkdir()
-    lab.publisher()
+    publisher = lab.publisher()
     assert [path.name[:9] for path in memory.iterdir() if path.name != "deltas"] == ["v00000009"]
+    publish(lab, publisher, [0])
+    assert directories(lab) == ["v00000000"]
 
 
 def test_an_announced_snapshot_is_not_written_again_before_a_newer_one_is_announced(lab):
@@ -177,14 +165,16 @@ def test_a_snapshot_whose_manifest_found_no_space_is_tried_again_and_does_not_na
     assert lab.announced().manifest.files.keys().isdisjoint({MANIFEST, node_store.VERIFIED})
 
 
-def test_a_directory_that_another_process_made_under_the_same_name_is_left_alone(lab):
+def test_a_directory_that_was_deleted_costs_its_file_and_one_that_is_made_under_its_name_is_left_alone(lab):
     publisher = lab.publisher()
-    path = Path(publish(lab, publisher, [0, 1]).path)
+    shutil.rmtree(publish(lab, publisher, [0, 1]).path)
+    path = Path(publish(lab, publisher, range(2, 6)).path)
+    assert lab.announced().path == path
     shutil.rmtree(path)
     path.mkdir()
     (path / "other").touch()
     pinned = not_none(pin_path(path))
-    publish(lab, publisher, range(2, 6))
+    publish(lab, publisher, range(6, 10))
     assert (path / "other").exists()
     pinned.release()
 

@@ -230,16 +230,13 @@ def test_a_group_of_equal_rewards_has_no_advantage(rewards):
     assert torch.equal(centred(torch.tensor([rewards], dtype=torch.float64)), torch.zeros(1, len(rewards)).double())
 
 
-@pytest.mark.parametrize("rewards", [[math.inf, 1.0, 0.0], [math.nan, 1.0, 0.0]])
-def test_a_group_with_a_reward_that_is_not_finite_stays_as_it_is(rewards):
+@pytest.mark.parametrize(
+    "rewards",
+    [[math.inf, 1.0, 0.0], [math.nan, 1.0, 0.0], [0.3, 0.3 + 1e-13, 0.0], [1e-9, 2e-9, 0.0], [1e9, 1e9 + 1e-3, 0.0]],
+)
+def test_rewards_that_are_not_finite_or_differ_by_more_than_rounding_stay_as_they_are(rewards):
     reward_bK = torch.tensor([rewards], dtype=torch.float64)
     assert torch.equal(level(reward_bK).nan_to_num(7.0), reward_bK.nan_to_num(7.0))
-
-
-@pytest.mark.parametrize("rewards", [[0.3, 0.3 + 1e-13, 0.0], [1e-9, 2e-9, 0.0], [1e9, 1e9 + 1e-3, 0.0]])
-def test_rewards_that_differ_by_more_than_rounding_stay_as_they_are(rewards):
-    reward_bK = torch.tensor([rewards], dtype=torch.float64)
-    assert torch.equal(level(reward_bK), reward_bK)
 
 
 def by_hand(lengths: list[int], logprobs: list[float], sampled: list[float], rewards: list[float], **fields):
@@ -320,9 +317,7 @@ def test_oapl_is_zero_at_its_optimum():
     assert loss < 1e-28
     assert gradient.abs().max() < 1e-13
     off = by_hand([1, 2], [optimum[0] + 1.0, *optimum[1:]], [2 * HALF, HALF, HALF], [1.0, 0.0])
-    assert objective("oapl", value_beta="beta").loss(off, BETA).item() == pytest.approx(
-        BETA**2 / (2 * BETA) / 2, rel=1e-12
-    )
+    assert objective("oapl", value_beta="beta").loss(off, BETA).item() == pytest.approx(BETA / 4, rel=1e-12)
 
 
 def test_trajectory_balance_is_zero_at_its_optimum():

@@ -208,12 +208,8 @@ def test_a_prompt_is_computed_once_for_its_samples():
     prompts = sum(len(row.prompt_ids) for row in batch.rows[::4])
     tokens = prompts + sum(len(row.response_ids) - 1 for row in batch.rows)
     assert passes_of_a_step(make_learner(packing="packed"), batch) == [(True, tokens)]
-
-
-def test_the_padded_way_computes_a_prompt_for_each_row():
-    batch = random_batch(0, prompts=3)
-    calls = passes_of_a_step(make_learner(packing="padded"), batch)
-    assert sum(tokens for _, tokens in calls) >= sum(row.tokens for row in batch.rows)
+    padded = sum(tokens for _, tokens in passes_of_a_step(make_learner(packing="padded"), batch))
+    assert padded >= sum(row.tokens for row in batch.rows) > tokens
 
 
 def test_packing_does_not_change_the_canary_of_a_model():
@@ -356,11 +352,8 @@ def test_head_sizes_are_all_that_a_configuration_names():
 
 
 def test_on_a_cpu_rows_are_packed_if_the_model_allows_it():
-    assert [packs(packing, tiny_model(), "cpu", half=False) for packing in ("auto", "padded", "packed")] == [
-        True,
-        False,
-        True,
-    ]
+    found = [packs(packing, tiny_model(), "cpu", half=False) for packing in ("auto", "padded", "packed")]
+    assert found == [True, False, True]
     assert not packs("auto", tiny_lfm2(), "cpu", half=False)
 
 

@@ -211,7 +211,5 @@ def test_a_canary_has_many_distinct_tokens_even_with_a_tiny_tokenizer(example_mo
     sequences = canary_sequences(example_model, vocabulary, long=False)
     assert [len(set(ids)) >= 4 and max(ids) < vocabulary for ids in sequences] == [True] * 3
     assert len(set(map(tuple, sequences))) == 3
-
-
-def test_a_long_canary_has_64_tokens(example_model):
+    # A long one has 64 tokens.
     assert [len(ids) for ids in canary_sequences(example_model, 16, long=True)] == [16] * 4

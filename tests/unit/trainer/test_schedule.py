@@ -46,15 +46,9 @@ def test_constant_linear_and_cosine_schedules_follow_a_linear_warm_up():
     assert rates([5, 10, 60, 110], schedule="cosine", **keys) == pytest.approx([0.5, 1, 0.5, 0])
 
 
-def test_beta_changes_linearly_to_its_final_value():
+def test_beta_changes_linearly_to_its_final_value_and_jumps_there_without_annealing_or_where_it_stops_early():
     config = TrainSection(beta=0.012, beta_final=0.004, beta_anneal_steps=500)
     assert [beta_at(config, step) for step in (0, 250, 500, 900)] == pytest.approx([0.012, 0.008, 0.004, 0.004])
-
-
-def test_beta_without_annealing_is_the_final_value():
     assert beta_at(TrainSection(beta=0.5, beta_final=0.1, beta_anneal_steps=0), 0) == 0.1
-
-
-def test_annealing_that_stops_early_jumps_to_the_final_beta():
     config = TrainSection(beta=1.0, beta_final=0.05, beta_anneal_steps=128, beta_anneal_stop=32)
     assert [beta_at(config, step) for step in (0, 31, 32)] == pytest.approx([1.0, 1 - 0.95 * 31 / 128, 0.05])

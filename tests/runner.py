@@ -2,9 +2,10 @@
 
 Sizes: tests whose full form takes minutes run at a smaller size, and in full where TEST_FULL_SIZE is set
 (`make test-all`). Order: files with the longest tests first, so that workers end together. Ctrl-C: the run prints what
-has failed so far, ends within seconds and leaves no process behind.
+has failed so far, ends within seconds and leaves no process behind. A crash of a worker fails one test.
 """
 
+import functools
 import gc
 import os
 import signal
@@ -100,6 +101,30 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     cache = getattr(session.config, "cache", None)
     if "PYTEST_XDIST_WORKER" not in os.environ and cache is not None:
         cache.set("tba/status", int(exitstatus))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
+    """Count the test of a crashed worker as failed, and hand out what that worker had left.
+
+    xdist's loadfile would repeat that test on each new worker, and hand out the files that the worker had finished as
+    empty lists, after which the others wait for a next test without end.
+    """
+    for unit in sched.workqueue.values():
+        unit.update(dict.fromkeys(unit.keys() & {crashitem}, True))
+    for scope in [scope for scope, unit in sched.workqueue.items() if all(unit.values())]:
+        del sched.workqueue[scope]
+    if not hasattr(sched, "tba_reschedule"):
+        sched.tba_reschedule, sched._reschedule = sched._reschedule, functools.partial(_reschedule, sched)
+    for node in sched.assigned_work:
+        sched._reschedule(node)
+
+
+def _reschedule(sched: Any, node: Any) -> None:
+    """Give a worker files until it has two tests: it runs one when it knows the next, or that there is none."""
+    while sched.workqueue and not node.shutting_down and sched._pending_of(sched.assigned_work[node]) < 2:
+        sched._assign_work_unit(node)
+    sched.tba_reschedule(node)
 
 
 def pytest_keyboard_interrupt() -> None:

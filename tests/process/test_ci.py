@@ -71,6 +71,23 @@ def test_an_installation_that_fails_gets_no_second_chance_from_failures_of_an_ea
     assert lines[-1] == "the tests did not run to their end: no second chance"
 
 
+def test_a_worker_that_crashes_fails_its_test_alone_and_the_run_ends(tmp_path):
+    done_before = "import pytest\n@pytest.mark.parametrize('n', range(4))\ndef test_before(n): pass\n"
+    for number in range(8):
+        (tmp_path / f"test_{number}.py").write_text(done_before)
+    crashing = "import os\ndef test_it(): pass\ndef test_crash(): os.abort()\ndef test_after(): pass\n"
+    (tmp_path / "test_8.py").write_text(crashing)
+    (tmp_path / "test_9.py").write_text(done_before)
+    options = ("-p", "tba.tests.runner", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")
+    environment = {key: value for key, value in clean_environment().items() if not key.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--no-loadscope-reorder", tmp_path],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "1 failed, 38 passed" in done.stdout.splitlines()[-1]
+    assert "crashed while running" in done.stdout
+
+
 def test_a_temporary_directory_with_a_long_path_leaves_room_for_sockets(tmp_path):
     long = tmp_path / "a temporary directory of jobs"
     long.mkdir()

@@ -188,7 +188,7 @@ def test_a_fetch_ends_if_each_reply_comes_after_its_request_was_repeated(
     original, fetched = server._chunk, threading.Event()
 
     def chunk(reader, asked):
-        fetched.wait(0.5)
+        fetched.wait(0.2)
         return original(reader, asked)
 
     trainer.full()

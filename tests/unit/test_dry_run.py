@@ -65,7 +65,7 @@ def test_sizes_follow_from_the_configuration_of_a_model_without_weights(dry_run,
     (tmp_path / "qwen/config.json").write_text(json.dumps(QWEN))
     outcome = dry_run("examples/gsm8k/node.toml", "--assume", "8x80", "--set", "model.path=qwen")
     assert outcome.exit_code == 78
-    assert "would not start: model, trainer memory" in outcome.message
+    assert "would not start: settings, model, trainer memory" in outcome.message
     assert "checkpoints 255.3, snapshots" in row(outcome, "disk"), "three checkpoints of 12 bytes per parameter"
     assert "does not fit: the trainer needs" in row(outcome, "trainer memory")
     assert "has no tokenizer" in row(outcome, "model")

@@ -225,7 +225,7 @@ def test_the_directory_of_the_recorded_file_is_refused_as_run_dir(offline, tmp_p
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints"])
 def test_a_directory_with_files_of_another_run_is_refused(offline, tmp_path, name):
     (tmp_path / "offline" / name).mkdir(parents=True)
-    with pytest.raises(UsageError, match="holds a run that was not trained offline"):
+    with pytest.raises(ConfigError, match="holds a run that was not trained offline"):
         offline()
 
 

@@ -72,7 +72,7 @@ def test_sizes_follow_from_the_configuration_of_a_model_without_weights(dry_run,
     starts_all_the_same = dry_run(
         "examples/gsm8k/node.toml", "--assume", "8x80", "--set", "model.path=qwen", "--set", "train.check_memory=false"
     )
-    assert "would not start: model " in starts_all_the_same.message
+    assert "would not start: settings, model (" in starts_all_the_same.message
 
 
 @NO_GPU

@@ -20,11 +20,8 @@ from tba.tests.helpers.checks import PATIENCE_SECONDS
 from tba.tests.helpers.puts import make_trajectory, put_message
 
 pytest.importorskip("orjson", reason="NeMo Gym's conformance suite needs orjson")
-conformance = pytest.importorskip("nemo_gym.token_id_capture.conformance", reason="nemo-gym is not on the path")
-
-from nemo_gym.token_id_capture.lineage import IncrementalLineageStore
-from nemo_gym.token_id_capture.protocols import TokenCaptureSnapshot
-from nemo_gym.token_id_capture.records import TokenEntry
+gym = pytest.importorskip("nemo_gym.token_id_capture", reason="nemo-gym is not on the path")
+conformance = pytest.importorskip("nemo_gym.token_id_capture.conformance")
 
 
 def rows_of(database, rollout, after=0):
@@ -50,7 +47,7 @@ class BufferCapture:
     async def put(self, entry):
         text = entry.model_dump_json()
         known = {
-            TokenEntry.model_validate_json(row[1]).model_call_id: row[1] for row in self._entries(entry.rollout_id)
+            gym.TokenEntry.model_validate_json(row[1]).model_call_id: row[1] for row in self._entries(entry.rollout_id)
         }
         if entry.model_call_id not in known:
             tokens = {"prompt_ids": entry.prompt_token_ids, "tokens": entry.generation_token_ids}
@@ -66,10 +63,10 @@ class BufferCapture:
 
     async def freeze(self, rollout):
         rows = rows_of(self._database, rollout)
-        entries = [TokenEntry.model_validate_json(row[1]) for row in self._entries(rollout)]
+        entries = [gym.TokenEntry.model_validate_json(row[1]) for row in self._entries(rollout)]
         unfinished = {text for _, text, error in rows if error == "begun"} - {entry.model_call_id for entry in entries}
         incomplete = bool(unfinished) or any(error == "lost" for *_, error in rows)
-        return TokenCaptureSnapshot(rollout, tuple(entries), incomplete, snapshot_id=rollout, version=len(rows))
+        return gym.TokenCaptureSnapshot(rollout, tuple(entries), incomplete, snapshot_id=rollout, version=len(rows))
 
     async def drop(self, rollout, *, snapshot_id, version):
         return (snapshot_id, version) == (rollout, len(rows_of(self._database, rollout)))
@@ -87,7 +84,8 @@ class BufferCapture:
         self._client.call(message, PutAck, frames=frames, deadline_seconds=PATIENCE_SECONDS)
 
 
-class BufferLineage(IncrementalLineageStore):
+# The package is not installed where types are checked.
+class BufferLineage(gym.IncrementalLineageStore):  # type: ignore[misc]
     """Gym's own matcher of continuations, over the rows of the buffer."""
 
     def __init__(self, run):
@@ -96,11 +94,11 @@ class BufferLineage(IncrementalLineageStore):
 
     def _fetch_new_entries(self, rollout, cursor):
         rows = rows_of(self._database, rollout, after=cursor or 0)
-        entries = [(TokenEntry.model_validate_json(text), id_) for id_, text, error in rows if error is None]
+        entries = [(gym.TokenEntry.model_validate_json(text), id_) for id_, text, error in rows if error is None]
         return entries, rows[-1][0] if rows else cursor
 
     def _load_entry(self, rollout, ref):
-        return TokenEntry.model_validate_json(rows_of(self._database, rollout, after=ref - 1)[0][1])
+        return gym.TokenEntry.model_validate_json(rows_of(self._database, rollout, after=ref - 1)[0][1])
 
 
 def test_a_token_store_over_the_buffer_passes_nemo_gyms_conformance_suite(start_tba, run_config):

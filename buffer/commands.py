@@ -213,6 +213,8 @@ def export(
         done = run_export(path, file, where=where, format_=format_, force=force, on_progress=on_progress)
     if as_json:
         return print_json(done)
+    if done["no_trace"]:
+        note(f"left out: {quantity(done['no_trace'], 'trajectory', 'trajectories')} without sampled tokens")
     if done["without_tokens"]:
         more = quantity(done["without_tokens"], "more trajectory has", "more trajectories have")
         note(f"left out: {more} no tokens, since they were pruned")
@@ -223,7 +225,10 @@ def export(
 @app.command("import")
 def import_(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="jsonl, parquet, or the buffer database of another run.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="jsonl, also of OpenEnv traces, parquet, or the buffer database of another run."
+        ),
     ],
     config: ConfigFile = None,
     sets: Sets = None,
@@ -251,6 +256,8 @@ def import_(
         raise
     if as_json:
         return print_json({"file": str(file), "run": settings.run.name, **counts})
+    for check, traces in counts["warnings"].items():
+        note(f"{check}: {quantity(traces, 'trace')}")
     return typer.echo(
         f"{quantity(counts['rows'], 'row')} in {file}: {counts['new']} new in run {settings.run.name}, "
         f"{counts['there_already']} already present"

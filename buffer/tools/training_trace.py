@@ -5,27 +5,37 @@
 
 The checks have the names and levels of OpenEnv's validator: a FATAL one refuses the file, a WARN is counted. A trace
 has no place for its reward, which OpenEnv's `verify` returns apart from it. Here that result is in the metadata of the
-last call, {"verify": {"env_reward": 1.0, "metrics": {}}}. A trace without a reward becomes an error row: what nobody has
-scored is not worth 0.
+last call: {"verify": {"env_reward": 1.0, "metrics": {}}}. A trace without a reward becomes an error row: what nobody
+has scored is not worth 0.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tba.common.errors import UsageError, first_problem, quantity
-from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns
-from tba.common.wire.trajectory import ARRAY_KINDS, STOP_EOS, STOP_LENGTH
+from tba.common.errors import UsageError, first_problem
+from tba.common.wire.episode import SampledTurn, join_turns
+from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH
 
 FATAL, WARN = "FATAL", "WARN"
 _MODEL = re.compile(r"policy@v(\d+)\Z")
+# Entries of the turn table, each also a key of the metadata of a call.
 _DETAILS = ("seconds", "environment_seconds", "reward", "parts", "messages")
-# The keys of an exported trajectory that the calls themselves hold, or other metadata.
-_IN_CALLS = {*(kind.name for kind in ARRAY_KINDS), "turns", "prompt_key", "sampling", "reward_parts"}
+# The fields of an exported row that a trace has no place for: they are in the metadata of its last call.
+_KEPT = (
+    *("run", "run_name", "id", "epoch", "sender", "sequence", "policy_version", "policy_step", "received_at"),
+    *("stop_reason", "created_at", "generation_seconds", "text", "error", "error_kind", "metadata"),
+)
+# Of a message of the environment: people read it, nothing is computed from it.
+_CHARACTERS = 2000
+# Above 0: a probability of 1 in float32.
+_ROUNDING = 1e-4
+_UNSCORED = "the trace has no env_reward: nobody has scored it"
 
 
 class _Part(BaseModel):
@@ -34,20 +44,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class _Span(_Part):
-    version: int
-    start: int
-    end: int
-
-
 class _Choice(_Part):
-    message: Any = None
+    message: dict[str, Any] | None = None
     finish_reason: Any = None
+    # [start, end, version] of the sampled tokens, as search.serve answers.
+    version_spans: list[Annotated[list[int], Field(min_length=3, max_length=3)]] | None = None
 
 
 class _Response(_Part):
     choices: list[_Choice] = []
-    version_spans: list[_Span] | None = None
 
 
 class _Sampling(_Part):
@@ -94,9 +99,9 @@ class Call(BaseModel):
         return self.loss_mask[len(self.prompt_token_ids) :]
 
     @property
-    def finish_reason(self) -> Any:
-        """The server's word for why it stopped, None if the trace lacks it."""
-        return self.response.choices[0].finish_reason if self.response.choices else None
+    def choice(self) -> _Choice:
+        """The server's answer, which a trace may lack."""
+        return next(iter(self.response.choices), _Choice())
 
     @property
     def sampling(self) -> dict[str, float]:
@@ -105,12 +110,11 @@ class Call(BaseModel):
         return {name: 1.0 if value is None else value for name, value in recorded.items()}
 
     @property
-    def version_runs(self) -> list[list[int]] | None:
-        """The policy versions of the sampled tokens, None if no searcher of tba has served them."""
-        if spans := self.response.version_spans:
-            return [[span.version, span.end - span.start] for span in spans]
+    def spans(self) -> list[list[int]]:
+        """[start, end, version] of the sampled tokens; empty if no searcher of tba has served them."""
         served = _MODEL.match(self.metadata.model or "")
-        return [[int(served[1]), len(self.completion_token_ids)]] if served else None
+        whole = [[0, len(self.completion_token_ids), int(served[1])]] if served else []
+        return self.choice.version_spans or whole
 
 
 class Trace(BaseModel):
@@ -138,43 +142,45 @@ def is_trace(fields: Any) -> bool:
 def find(trace: Trace) -> list[Finding]:
     """Return the findings about each call, and those about the whole trace if no call has a fatal one."""
     each = [Finding(level, name, n, what) for n, c in enumerate(trace.turns, 1) for level, name, what in _of_call(c)]
-    return each if any(one.level == FATAL for one in each) else each + [*_of_trace(trace.turns)]
+    return each if any(one.level == FATAL for one in each) else [*each, *_of_trace(trace.turns)]
 
 
 def _of_call(call: Call) -> Iterator[tuple[str, str, str]]:
     prompt, sampled = len(call.prompt_token_ids), len(call.completion_token_ids)
-    logprobs, mask = call.per_token_logps, call.loss_mask
-    negative = min(call.prompt_token_ids, default=0) < 0 or min(call.completion_token_ids, default=0) < 0
-    counts = f"{len(logprobs)} log-probabilities of {quantity(sampled, 'sampled token')}"
+    logprobs, mask, spans = call.per_token_logps, call.loss_mask, call.spans
+    has_gap = bool(spans) and any(a[1] != b[0] for a, b in pairwise([[0, 0], *spans, [sampled]]))
+    negative = min(*call.prompt_token_ids, *call.completion_token_ids, 0, 0) < 0
+    ids = f"{prompt} prompt and {sampled} completion ids"
     checks = (
         (FATAL, "invalid_token_id", negative, "a token id is negative"),
         (FATAL, "no_prompt_ids", not prompt, "prompt_token_ids is empty"),
         (WARN, "no_sampled_ids", not sampled, ""),
         (FATAL, "invalid_logprob", not all(map(math.isfinite, logprobs)), "a log-probability is not finite"),
         (FATAL, "positive_logprob", max(logprobs, default=0) > 0, "a log-probability is above 0"),
-        (WARN, "truncated_turn", call.finish_reason == "length", ""),
-        (FATAL, "logprob_misalign", len(logprobs) != sampled, counts),
-        (FATAL, "length_mismatch", len(mask) != prompt + sampled, f"{len(mask)} in loss_mask, {prompt} + {sampled} ids"),
+        (FATAL, "logprob_misalign", len(logprobs) != sampled, f"{len(logprobs)} log-probabilities for {ids}"),
+        (FATAL, "length_mismatch", len(mask) != prompt + sampled, f"a loss_mask of {len(mask)} for {ids}"),
         (FATAL, "invalid_loss_mask", not {*mask} <= {0, 1}, "loss_mask has other values than 0 and 1"),
         (FATAL, "trainable_prompt", any(mask[:prompt]), "loss_mask counts tokens of the prompt"),
+        (FATAL, "version_spans", has_gap, f"they do not follow each other through {ids}"),
+        (WARN, "truncated_turn", call.choice.finish_reason == "length", ""),
     )
     return ((level, name, what) for level, name, found, what in checks if found)
 
 
 def _of_trace(calls: Sequence[Call]) -> Iterator[Finding]:
     ids = {call.node_id for call in calls}
-    settings = {tuple(call.sampling.values()) for call in calls if any(call.mask)}
     parents = _parents(calls)
-    roots = parents.count(None)
+    roots, discarded = parents.count(None), _discarded(calls, parents)
+    settings = {tuple(c.sampling.values()) for n, c in enumerate(calls) if any(c.mask) and n not in discarded}
     checks = (
         (FATAL, "no_turns", not calls, "there is none"),
         (FATAL, "duplicate_node_ids", len(ids) < len(calls), "two turns have the same node_id"),
-        (FATAL, "nothing_trainable", not settings, "no loss_mask counts a token"),
+        (FATAL, "nothing_trainable", calls and not settings, "no loss_mask counts a token"),
         (FATAL, "sampling_policy_changed", len(settings) > 1, f"temperature and top_p are {sorted(settings)}"),
         (WARN, "degenerate_rollout", len(calls) == 1, ""),
         (WARN, "per_turn_capture_only", 1 < len(calls) == roots, ""),
         (WARN, "multiple_roots", 1 < roots < len(calls), ""),
-        (WARN, "discarded_turns", _discarded(calls, parents), ""),
+        (WARN, "discarded_turns", discarded, ""),
     )
     return (Finding(level, name, 0, what) for level, name, found, what in checks if found)
 
@@ -214,7 +220,117 @@ def read(fields: Any, where: str, run: str) -> tuple[dict[str, Any], list[str]]:
     findings = find(trace)
     for level, name, turn, what in findings:
         if level == FATAL:
-            raise UsageError(f"{where}: {f'turn {turn}' if turn else 'the turns'}: {name}: {what}")
-    line = _line(trace.turns)
-    warnings = {finding.check for finding in findings} | ({"unscored"} if line.get("error_kind") == "imported" else set())
-    return line, sorted(warnings)
+            raise UsageError(f"{where}: {f'turn {turn}' if turn else 'turns'}: {name}: {what}")
+    unscored = {"unscored"} if trace.turns[-1].metadata.verify.env_reward is None else set()
+    return _line(trace.turns, run), sorted({finding.check for finding in findings} | unscored)
+
+
+def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
+    """Return the keys of a row. What an export has kept of the row comes before what is known of the calls."""
+    kept = _trained(calls)
+    is_own = all(call.spans for call in kept)
+    is_cut = kept[-1].choice.finish_reason == "length"
+    is_episode = len(kept) > 1 or not kept[0].metadata.model_fields_set.isdisjoint(_DETAILS)
+    stops = ("completed", "max_tokens") if is_episode else (STOP_EOS, STOP_LENGTH)
+    last = calls[-1].metadata
+    reward, metrics = last.verify.env_reward, last.verify.metrics
+    keys = next((call.metadata.prompt_key for call in calls if call.metadata.prompt_key), None)
+    texts = [call.choice.message.get("content") for call in kept if call.choice.message]
+    line = {
+        "run": run if is_own else None,
+        "prompt_key": keys,
+        "reward": 0.0 if reward is None else reward,
+        "reward_parts": {name: float(value) for name, value in metrics.items() if _is_number(value)},
+        "stop_reason": stops[is_cut],
+        "sampling": kept[0].sampling,
+        "generation_seconds": sum(call.metadata.seconds for call in kept),
+        "text": "\n".join(text for text in texts if isinstance(text, str)) or None,
+        "error": _UNSCORED if reward is None else None,
+        "error_kind": "imported" if reward is None else None,
+        "metadata": {"node_id": calls[0].node_id},
+    }
+    line |= {name: value for name, value in last.tba.items() if name in _KEPT}
+    return line | _tokens(kept, is_own=is_own) | ({} if is_episode else {"turns": []})
+
+
+def _trained(calls: Sequence[Call]) -> list[Call]:
+    """Return the calls with tokens to train on, each before those that extend it: one chain after the other.
+
+    What a call without any has added is the context of the next one.
+    """
+    parents = _parents(calls)
+    discarded = _discarded(calls, parents)
+    order, waiting = list[int](), [n for n, parent in enumerate(parents) if parent is None][::-1]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += [n for n, parent in enumerate(parents) if parent == order[-1]][::-1]
+    return [calls[n] for n in order if n not in discarded and any(calls[n].mask)]
+
+
+def _tokens(kept: Sequence[Call], *, is_own: bool) -> dict[str, Any]:
+    """Return the arrays of the row, and its turn table."""
+    turns = []
+    for call, following in zip(kept, [*kept[1:], None], strict=True):
+        sampled = call.completion_token_ids
+        runs = [(version, end - start) for start, end, version in call.spans] if is_own else [(0, len(sampled))]
+        turns.append(SampledTurn(call.prompt_token_ids, sampled, call.per_token_logps, runs, _details(call, following)))
+    tokens = join_turns(turns)
+    for turn, call in zip(tokens.turns, kept, strict=True):
+        tokens.loss_mask[turn["start"] : turn["start"] + turn["tokens"]] = call.mask
+    tokens.logprobs[tokens.loss_mask == 0] = 0
+    fields = {name: value.tolist() for name, value in tokens._asdict().items() if name != "turns"}
+    return fields | {"turns": tokens.turns} | ({"loss_mask": []} if tokens.loss_mask.all() else {})
+
+
+def _details(call: Call, following: Call | None) -> dict[str, Any]:
+    """Return the entries of a turn table; the environment's answer is what the next request adds to this one."""
+    recorded = call.metadata.model_dump(include={*_DETAILS}, exclude_none=True)
+    before, after = call.request.get("messages"), following.request.get("messages") if following else None
+    if not recorded["messages"] and isinstance(before, list) and isinstance(after, list):
+        # The first message that is new is the model's own.
+        added = [message for message in after[len(before) + 1 :] if isinstance(message, dict)]
+        recorded["messages"] = [[str(m.get("role")), str(m.get("content"))[:_CHARACTERS]] for m in added]
+    return recorded
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def write(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return an exported row as a trace, or None if it is no trace that OpenEnv accepts.
+
+    Those are rows without sampled tokens or log-probabilities, such as failed generations and demonstrations.
+    """
+    response = record["response_ids"]
+    if not response or record["metadata"].get("logprobs") == "absent":
+        return None
+    versions = np.repeat(*np.array(record["version_runs"]).T)
+    mask = record["loss_mask"] or [1] * len(response)
+    calls = []
+    for number, turn in enumerate(record["turns"] or [{"start": 0, "tokens": len(response)}]):
+        start, end = turn["start"], turn["start"] + turn["tokens"]
+        # The context of a turn begins with the segment that it is in, or else with the prompt.
+        segment = max((one for one in record["segments"] if one <= start), default=None)
+        prompt = record["prompt_ids"] + response[:start] if segment is None else response[segment:start]
+        edges = [0, *(np.flatnonzero(np.diff(versions[start:end])) + 1).tolist(), end - start]
+        spans = [[a, b, int(versions[start + a])] for a, b in pairwise(edges)]
+        details = {name: turn[name] for name in _DETAILS if name in turn}
+        call = {
+            "node_id": f"{record['run']}-{record['id']}-{number}",
+            "prompt_token_ids": prompt,
+            "completion_token_ids": response[start:end],
+            "per_token_logps": [0.0 if 0 < one < _ROUNDING else one for one in record["logprobs"][start:end]],
+            "loss_mask": [0] * len(prompt) + mask[start:end],
+            "response": {"choices": [{"finish_reason": "stop", "version_spans": spans}]},
+            "metadata": {"model": f"policy@v{spans[0][2]}", "sampling_params": record["sampling"], **details},
+        }
+        calls.append(call)
+    if record["stop_reason"] in (STOP_LENGTH, "max_tokens"):
+        calls[-1]["response"]["choices"][0]["finish_reason"] = "length"
+    calls[0]["metadata"]["prompt_key"] = record["prompt_key"]
+    reward = None if record["error"] else record["reward"]
+    calls[-1]["metadata"]["verify"] = {"env_reward": reward, "metrics": record["reward_parts"]}
+    calls[-1]["metadata"]["tba"] = {name: record[name] for name in _KEPT}
+    trace = {"schema_version": 1, "turns": calls}
+    return trace if all(one.level == WARN for one in find(Trace.model_validate(trace))) else None

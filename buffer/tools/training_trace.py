@@ -250,7 +250,10 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
         "metadata": {"node_id": calls[0].node_id},
     }
     line |= {name: value for name, value in last.tba.items() if name in _KEPT}
-    return line | _tokens(kept, is_own=is_own) | ({} if is_episode else {"turns": []})
+    tokens = _tokens(kept, is_own=is_own)
+    if not is_episode:
+        tokens |= {"turns": [], "loss_mask": [] if all(tokens["loss_mask"]) else tokens["loss_mask"]}
+    return line | tokens
 
 
 def _trained(calls: Sequence[Call]) -> list[Call]:
@@ -278,8 +281,7 @@ def _tokens(kept: Sequence[Call], *, is_own: bool) -> dict[str, Any]:
     for turn, call in zip(tokens.turns, kept, strict=True):
         tokens.loss_mask[turn["start"] : turn["start"] + turn["tokens"]] = call.mask
     tokens.logprobs[tokens.loss_mask == 0] = 0
-    fields = {name: value.tolist() for name, value in tokens._asdict().items() if name != "turns"}
-    return fields | {"turns": tokens.turns} | ({"loss_mask": []} if tokens.loss_mask.all() else {})
+    return {name: value if name == "turns" else value.tolist() for name, value in tokens._asdict().items()}
 
 
 def _details(call: Call, following: Call | None) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness,
         "rows": 6,
         "new": 6,
         "there_already": 0,
+        "warnings": {},
     }
     assert ask(PAYLOADS) == ask(PAYLOADS, path)
     assert ask(KEPT) == ask(KEPT, path)

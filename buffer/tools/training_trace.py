@@ -4,9 +4,8 @@
     exported row ──► trace ──► the same checks ──► line
 
 The checks have the names and levels of OpenEnv's validator: a FATAL one refuses the file, a WARN is counted. A trace
-has no place for its reward, which OpenEnv's `verify` returns apart from it. Here that result is in the metadata of the
-last call: {"verify": {"env_reward": 1.0, "metrics": {}}}. A trace without a reward becomes an error row: what nobody
-has scored is not worth 0.
+has no place for a reward: the result of OpenEnv's `verify` is in the metadata of its last call. Without one the row is
+an error, because what nobody has scored is not worth 0.
 """
 
 import math
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tba.common.errors import UsageError, first_problem
 from tba.common.wire.episode import SampledTurn, join_turns
+from tba.common.wire.fields import MAX_TURN_MESSAGES, MAX_TURN_TEXT
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH
 
 FATAL, WARN = "FATAL", "WARN"
@@ -31,8 +31,6 @@ _KEPT = (
     *("run", "run_name", "id", "epoch", "sender", "sequence", "policy_version", "policy_step", "received_at"),
     *("stop_reason", "created_at", "generation_seconds", "text", "error", "error_kind", "metadata"),
 )
-# Of a message of the environment: people read it, nothing is computed from it.
-_CHARACTERS = 2000
 # Above 0: a probability of 1 in float32.
 _ROUNDING = 1e-4
 _UNSCORED = "the trace has no env_reward: nobody has scored it"
@@ -106,8 +104,7 @@ class Call(BaseModel):
     @property
     def sampling(self) -> dict[str, float]:
         """The settings of sampling; 1 where none is recorded, which is the default of servers."""
-        recorded = self.metadata.sampling_params.model_dump()
-        return {name: 1.0 if value is None else value for name, value in recorded.items()}
+        return {"temperature": 1.0, "top_p": 1.0} | self.metadata.sampling_params.model_dump(exclude_none=True)
 
     @property
     def spans(self) -> list[list[int]]:
@@ -169,8 +166,8 @@ def _of_call(call: Call) -> Iterator[tuple[str, str, str]]:
 
 def _of_trace(calls: Sequence[Call]) -> Iterator[Finding]:
     ids = {call.node_id for call in calls}
-    parents = _parents(calls)
-    roots, discarded = parents.count(None), _discarded(calls, parents)
+    parents, discarded = _graph(calls)
+    roots = parents.count(None)
     settings = {tuple(c.sampling.values()) for n, c in enumerate(calls) if any(c.mask) and n not in discarded}
     checks = (
         (FATAL, "no_turns", not calls, "there is none"),
@@ -185,24 +182,22 @@ def _of_trace(calls: Sequence[Call]) -> Iterator[Finding]:
     return (Finding(level, name, 0, what) for level, name, found, what in checks if found)
 
 
-def _parents(calls: Sequence[Call]) -> list[int | None]:
-    """Return for each call the one whose prompt and completion are the longest beginning of its prompt."""
+def _graph(calls: Sequence[Call]) -> tuple[list[int | None], set[int]]:
+    """Return the parent of each call, and the calls that led nowhere.
+
+    The parent is the call whose prompt and completion are the longest beginning of the prompt. A call led nowhere if
+    none has it as its parent, although one has another call with the same parent, or the same first prompt.
+    """
     prompts = [np.array(call.prompt_token_ids, np.int64).tobytes() for call in calls]
     ends = [p + np.array(c.completion_token_ids, np.int64).tobytes() for p, c in zip(prompts, calls, strict=True)]
     longest_first = sorted(range(len(calls)), key=lambda one: -len(ends[one]))
-    return [
-        next((one for one in longest_first if len(prompts[one]) < len(p) and p.startswith(ends[one])), None)
-        for p in prompts
-    ]
-
-
-def _discarded(calls: Sequence[Call], parents: Sequence[int | None]) -> set[int]:
-    """Return the calls without a continuation that were made again, by one that has a continuation."""
-    families: dict[Any, set[int]] = {}
-    for number, parent in enumerate(parents):
-        families.setdefault(tuple(calls[number].prompt_token_ids) if parent is None else parent, set()).add(number)
+    parents, families = list[int | None](), dict[int | bytes, set[int]]()
+    for number, prompt in enumerate(prompts):
+        shorter = (one for one in longest_first if len(prompts[one]) < len(prompt))
+        parents.append(next((one for one in shorter if prompt.startswith(ends[one])), None))
+        families.setdefault(prompt if parents[-1] is None else parents[-1], set()).add(number)
     continued = {parent for parent in parents if parent is not None}
-    return set[int]().union(*(family - continued for family in families.values() if family & continued))
+    return parents, {one for family in families.values() if family & continued for one in family - continued}
 
 
 def read(fields: Any, where: str, run: str) -> tuple[dict[str, Any], list[str]]:
@@ -234,13 +229,12 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
     stops = ("completed", "max_tokens") if is_episode else (STOP_EOS, STOP_LENGTH)
     last = calls[-1].metadata
     reward, metrics = last.verify.env_reward, last.verify.metrics
-    keys = next((call.metadata.prompt_key for call in calls if call.metadata.prompt_key), None)
     texts = [call.choice.message.get("content") for call in kept if call.choice.message]
     line = {
         "run": run if is_own else None,
-        "prompt_key": keys,
+        "prompt_key": next((call.metadata.prompt_key for call in calls if call.metadata.prompt_key), None),
         "reward": 0.0 if reward is None else reward,
-        "reward_parts": {name: float(value) for name, value in metrics.items() if _is_number(value)},
+        "reward_parts": {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)},
         "stop_reason": stops[is_cut],
         "sampling": kept[0].sampling,
         "generation_seconds": sum(call.metadata.seconds for call in kept),
@@ -261,8 +255,7 @@ def _trained(calls: Sequence[Call]) -> list[Call]:
 
     What a call without any has added is the context of the next one.
     """
-    parents = _parents(calls)
-    discarded = _discarded(calls, parents)
+    parents, discarded = _graph(calls)
     order, waiting = list[int](), [n for n, parent in enumerate(parents) if parent is None][::-1]
     while waiting:
         order.append(waiting.pop())
@@ -290,13 +283,9 @@ def _details(call: Call, following: Call | None) -> dict[str, Any]:
     before, after = call.request.get("messages"), following.request.get("messages") if following else None
     if not recorded["messages"] and isinstance(before, list) and isinstance(after, list):
         # The first message that is new is the model's own.
-        added = [message for message in after[len(before) + 1 :] if isinstance(message, dict)]
-        recorded["messages"] = [[str(m.get("role")), str(m.get("content"))[:_CHARACTERS]] for m in added]
+        added = [one for one in after[len(before) + 1 :] if isinstance(one, dict)][:MAX_TURN_MESSAGES]
+        recorded["messages"] = [[str(one.get("role")), str(one.get("content"))[:MAX_TURN_TEXT]] for one in added]
     return recorded
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def write(record: dict[str, Any]) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ not block the engine. Without configured reference log-probabilities there is no
 import hashlib
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -22,7 +22,7 @@ from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
-from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Trajectory
+from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Int32, Trajectory
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
@@ -114,6 +114,7 @@ class GenerationStage:
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
         self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(prompts[key]), np.int32))
         self._requests: dict[int, tuple[Group, SamplingSettings]] = {}
+        self._asked: dict[int, Callable[[Generation], None]] = {}
         self._failed: list[Response] = []
         self._next_id = 0
 
@@ -137,11 +138,23 @@ class GenerationStage:
                 self._requests[self._next_id] = group, sampling
             self._next_id += 1
 
+    def ask(self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None]) -> None:
+        """Generate after a context, before the visits that are queued; `done` calls `on_done` with what was generated.
+
+        Raises EngineError like `Engine.submit`.
+        """
+        self._engine.submit(GenerationRequest(self._next_id, ids, sampling, first=True))
+        self._asked[self._next_id] = on_done
+        self._next_id += 1
+
     def done(self) -> list[Response]:
         """Step the engine. Returns the responses that have ended, and those that could not be generated."""
         responses, self._failed = self._failed, []
         for generation in self._engine.step() if self._engine.in_flight else ():
-            responses.append(Response(*self._requests.pop(generation.id), generation))
+            if on_done := self._asked.pop(generation.id, None):
+                on_done(generation)
+            else:
+                responses.append(Response(*self._requests.pop(generation.id), generation))
         return responses
 
 

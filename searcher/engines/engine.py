@@ -26,11 +26,16 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One response to generate. `id` is unique for the lifetime of the engine."""
+    """One response to generate. `id` is unique for the lifetime of the engine.
+
+    A `first` one is started before those that are queued: the next turn of an episode, or a request that somebody
+    waits for.
+    """
 
     id: int
     prompt_ids: Int32
     sampling: SamplingSettings
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from tba.common.wire.trajectory import STOP_EOS, Trajectory
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
 from tba.searcher.engines.engine import Engine, SamplingSettings
 from tba.searcher.engines.stopping import Stopping, read_stopping
+from tba.searcher.episodes import Ask, Episodes, Limits
 from tba.searcher.evaluation import measure
 from tba.searcher.evaluation.answers import Answer, Question, answer, for_storage
 from tba.searcher.pipeline import Exploration
@@ -51,6 +52,7 @@ from tba.searcher.tasks.task import (
     check_answers,
     check_rendering,
     fingerprint,
+    has_environment,
     least_reward_for,
     name_of,
 )
@@ -104,6 +106,7 @@ def read_subject(config: Config) -> Subject:
         raise TaskError("gold_model compares with the answers of the held-out prompts, and none has one: remove it")
     check_answers(task)
     check_rendering(task, prompts, renderer, context_of(config))
+    plays = any(has_environment(task, prompt) for prompt in prompts)
     # What changes no number must not have a curve of evaluations repeated.
     settings = {
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
@@ -111,6 +114,7 @@ def read_subject(config: Config) -> Subject:
         "eval": config.eval.model_dump(mode="json", exclude=_NOT_MEASURED),
         "max_tokens": config.search.max_tokens,
         "stop": config.search.stop,
+        **({"turns": config.search.max_turns, "turn_tokens": config.search.turn_tokens} if plays else {}),
         "seed": config.run.seed,
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -232,6 +236,7 @@ class Evaluator:
                 self.asked,
                 step,
                 partial(least_reward_for, self.subject.task),
+                self._play,
             )
         finally:
             watchdog.stop()
@@ -240,6 +245,11 @@ class Evaluator:
             return None
         row = self._row(manifest, measured, time.monotonic() - started)
         return row | {"responses": for_storage(self.texts, self.subject.prompts, answers)}
+
+    def _play(self, ask: Ask) -> Episodes:
+        subject, engine = self.subject, self.engine
+        limits = Limits.of(self.config)
+        return Episodes(ask, self.rewards, subject.renderer, subject.stopping, limits, lambda: engine.weights_version)
 
     def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples
@@ -295,7 +305,10 @@ class Evaluator:
 def questions(config: Config, subject: Subject) -> list[Question]:
     """Return the greedy question of every prompt, then `eval.samples` sampled ones of each."""
     prompts, section = subject.prompts, config.eval
-    ids = [np.asarray(subject.renderer.ids(prompt), np.int32) for prompt in prompts]
+    ids = [
+        np.asarray([] if has_environment(subject.task, prompt) else subject.renderer.ids(prompt), np.int32)
+        for prompt in prompts
+    ]
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=config.search.max_tokens)
     asked = [Question(number, ids[number], greedy) for number in range(len(prompts))]
     sampled = {"temperature": section.temperature, "top_p": 1.0}
@@ -439,13 +452,20 @@ def ref_of(path: Path) -> WeightsRef:
 
 def _as_row(one: Answer) -> Trajectory:
     """Return an answer as what a reference model scores."""
+    empty = np.zeros(0, np.int32)
+    arrays = one.question.ids, one.response_ids, np.zeros(0, np.float32), empty, np.zeros(0, np.uint8), empty
+    prompt_ids, response_ids, logprobs, version_runs, loss_mask, segments = (
+        one.episode.arrays() if one.episode is not None else arrays
+    )
     return Trajectory(
         prompt_key="",
         lease=NO_VISIT,
-        prompt_ids=one.question.ids,
-        response_ids=one.response_ids,
-        logprobs=np.zeros(0, np.float32),
-        version_runs=np.zeros((0, 2), np.int32),
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        logprobs=logprobs,
+        version_runs=version_runs,
+        loss_mask=loss_mask,
+        segments=segments,
         reward=0.0,
         reward_parts={},
         stop_reason=STOP_EOS,

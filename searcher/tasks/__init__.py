@@ -14,6 +14,7 @@ from tba.common.config.task import MIXTURE, TaskSource
 from tba.common.errors import MissingExtra, TaskError, TbaError
 from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.arithmetic import ArithmeticTask
+from tba.searcher.tasks.games import CalculatorTask, GuessTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
 from tba.searcher.tasks.mixture import MixtureTask
@@ -36,7 +37,9 @@ _ATTRIBUTES = ("name", "prompts", "held_out", "score")
 _SHIPPED: dict[str, Callable[..., Task]] = {
     "answers": AnswersTask,
     "arithmetic": ArithmeticTask,
+    "calculator": CalculatorTask,
     "gsm8k": Gsm8kTask,
+    "guess": GuessTask,
     "math": MathTask,
     "reasoning_gym": ReasoningGymTask,
     "redteam": _make_red_team,

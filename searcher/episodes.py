@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from tba.common.config import Config
 from tba.common.errors import EngineError, TaskError
 from tba.common.rendering import Continuation, Message, PromptRenderer
-from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Float32, Int32, UInt8
+from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns
+from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Int32
 from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.scoring.rewards import Rewards
@@ -72,9 +72,8 @@ class Limits:
 class Episode:
     """One episode, in play or ended; `stop_reason` is empty while it is in play.
 
-    `response_ids`, `logprobs` and `loss_mask` are those of a `Trajectory`: all tokens after the first context, with
-    mask 0 and log-probability 0 where the policy did not sample. `version_runs` are pairs (policy version, tokens).
-    The next turn is generated after `context`. `replies` are (text, finished), one per turn.
+    `turns` are the calls of the engine, with the entries of the turn table as their details, and `replies` their texts,
+    (text, finished). The next turn is generated after `context`. `length` are the tokens after the first context.
     """
 
     ticket: int
@@ -83,13 +82,8 @@ class Episode:
     started: float
     conversation: Sequence[Message] = ()
     context: list[int] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)
-    response_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    version_runs: list[list[int]] = field(default_factory=list)
-    segments: list[int] = field(default_factory=list)
-    turns: list[dict[str, Any]] = field(default_factory=list)
+    length: int = 0
+    turns: list[SampledTurn] = field(default_factory=list)
     replies: list[tuple[str, bool]] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     # Since the last answer of the environment.
@@ -101,57 +95,21 @@ class Episode:
     @property
     def reward(self) -> float:
         """The sum of the rewards of its turns; 0 with an error."""
-        return 0.0 if self.error is not None else float(sum(turn["reward"] for turn in self.turns))
+        return 0.0 if self.error is not None else float(sum(turn.details["reward"] for turn in self.turns))
 
     @property
     def generation_seconds(self) -> float:
         """The seconds that the engine took."""
-        return float(sum(turn["seconds"] for turn in self.turns))
+        return float(sum(turn.details["seconds"] for turn in self.turns))
 
-    def arrays(self) -> tuple[Int32, Int32, Float32, Int32, UInt8, Int32]:
-        """Return prompt_ids, response_ids, logprobs, version_runs [V, 2], loss_mask and segments of its row."""
-        return (
-            np.asarray(self.prompt_ids, np.int32),
-            np.asarray(self.response_ids, np.int32),
-            np.asarray(self.logprobs, np.float32),
-            np.asarray(self.version_runs or [[0, 0]], np.int32),
-            np.asarray(self.loss_mask, np.uint8),
-            np.asarray(self.segments, np.int32),
-        )
-
-    def add_sampled(self, generation: Generation) -> None:
-        """Append the tokens of a turn."""
-        count = len(generation.response_ids)
-        self.turns.append(
-            {
-                "start": len(self.response_ids),
-                "tokens": count,
-                "seconds": generation.seconds,
-                "reward": 0.0,
-                "parts": {},
-            }
-        )
-        self.context += generation.response_ids.tolist()
-        self.response_ids += generation.response_ids.tolist()
-        self.logprobs += generation.logprobs.tolist()
-        self.loss_mask += [1] * count
-        for version, tokens in generation.version_runs.tolist():
-            self._add_run(version, tokens)
-
-    def add_context(self, ids: Sequence[int], version: int, *, anew: bool) -> None:
-        """Append tokens that the policy did not sample; `anew` if they are the whole context from here on."""
-        if anew:
-            self.segments.append(len(self.response_ids))
-        self.response_ids += ids
-        self.logprobs += [0.0] * len(ids)
-        self.loss_mask += [0] * len(ids)
-        self._add_run(version, len(ids))
-
-    def _add_run(self, version: int, tokens: int) -> None:
-        if self.version_runs and self.version_runs[-1][0] == version:
-            self.version_runs[-1][1] += tokens
-        elif tokens:
-            self.version_runs.append([version, tokens])
+    def tokens(self) -> EpisodeTokens:
+        """Return the token fields of its row; of an episode without a turn, those of an empty response."""
+        if self.turns:
+            return join_turns(self.turns)
+        nothing = np.zeros(0, np.int32)
+        runs = np.zeros((1, 2), np.int32)
+        prompt = np.asarray(self.context, np.int32)
+        return EpisodeTokens(prompt, nothing, np.zeros(0, np.uint8), np.zeros(0, np.float32), runs, nothing, [])
 
 
 class Episodes:
@@ -164,15 +122,12 @@ class Episodes:
         renderer: PromptRenderer,
         stopping: Stopping,
         limits: Limits,
-        version: Callable[[], int],
     ) -> None:
         self._ask = ask
         self._rewards = rewards
         self._renderer = renderer
         self._stopping = stopping
         self._limits = limits
-        # Of the policy that generates now.
-        self._version = version
         self._playing: dict[int, Episode] = {}
         self._ended: list[Episode] = []
 
@@ -209,11 +164,10 @@ class Episodes:
 
     def _open(self, episode: Episode, turn: Turn) -> None:
         try:
-            episode.prompt_ids, episode.conversation = self._renderer.begin(episode.prompt, turn.messages)
+            episode.context, episode.conversation = self._renderer.begin(episode.prompt, turn.messages)
         except ValueError as error:
             self._fail(episode, "generation", f"not rendered: {error}", is_open=True)
             return
-        episode.context = list(episode.prompt_ids)
         self._generate(episode)
 
     def _generate(self, episode: Episode, following: Continuation = _NOTHING) -> None:
@@ -223,7 +177,7 @@ class Episodes:
         if seed is not None and number:
             seed = random.Random(f"{seed}:{number}").getrandbits(_SEED_BITS)  # noqa: S311
         context = following.ids if following.broken else episode.context + following.ids
-        left = self._limits.tokens - len(episode.response_ids) - len(following.ids)
+        left = self._limits.tokens - episode.length - len(following.ids)
         sampling = replace(episode.sampling, seed=seed, max_tokens=min(left, self._limits.turn_tokens))
         try:
             self._ask(np.asarray(context, np.int32), sampling, partial(self._replied, episode))
@@ -236,32 +190,34 @@ class Episodes:
             self._fail(episode, "generation", f"not generated: {error}", is_open=True)
         else:
             episode.context = context
-            episode.add_context(following.ids, self._version(), anew=following.broken)
+            episode.length += len(following.ids)
 
     def _replied(self, episode: Episode, generation: Generation) -> None:
         """Give the reply of the policy to the environment."""
-        episode.add_sampled(generation)
+        sampled = generation.response_ids.tolist()
+        details = {"seconds": generation.seconds, "reward": 0.0, "parts": {}, "messages": []}
+        logprobs, runs = generation.logprobs.tolist(), generation.version_runs.tolist()
+        episode.turns.append(SampledTurn(episode.context, sampled, logprobs, runs, details))
+        episode.context = episode.context + sampled
+        episode.length += len(sampled)
         try:
-            text = storable(self._stopping.scored_text(generation.response_ids.tolist()))
+            text = storable(self._stopping.scored_text(sampled))
         # The ids are of another vocabulary.
         except Exception as error:  # noqa: BLE001
             self._fail(episode, "decoding", f"not decoded: {type(error).__name__}: {error}", is_open=True)
             return
         episode.replies.append((text, generation.stop_reason == STOP_EOS))
         episode.turn_started = time.monotonic()
-        is_last = len(episode.turns) >= self._limits.turns or len(episode.response_ids) >= self._limits.tokens
+        is_last = bool(self._reached_limit(episode))
         self._rewards.play(episode.ticket, episode.prompt, episode.replies, last=is_last)
 
     def _go_on(self, episode: Episode, turn: Turn) -> None:
         """Note what a turn led to, and generate the next one unless the episode is over."""
         now = time.monotonic()
         messages = [[role, content[:_MAX_TEXT]] for role, content, *_ in turn.messages]
-        episode.turns[-1] |= {
-            "reward": turn.reward,
-            "parts": dict(turn.parts),
-            "messages": messages,
-            "environment_seconds": round(now - episode.turn_started, 6),
-        }
+        seconds = round(now - episode.turn_started, 6)
+        details = {"reward": turn.reward, "parts": dict(turn.parts), "messages": messages}
+        episode.turns[-1].details.update(details, environment_seconds=seconds)
         for name, value in turn.parts.items():
             episode.parts[name] = episode.parts.get(name, 0.0) + value
         if now - episode.started > self._limits.seconds:
@@ -278,11 +234,11 @@ class Episodes:
     def _reached_limit(self, episode: Episode) -> str:
         if len(episode.turns) >= self._limits.turns:
             return "max_turns"
-        return "max_tokens" if len(episode.response_ids) >= self._limits.tokens else ""
+        return "max_tokens" if episode.length >= self._limits.tokens else ""
 
     def _add_messages(self, episode: Episode, messages: Sequence[Message]) -> None:
         reply, _ = episode.replies[-1]
-        last = episode.response_ids[-1]
+        last = episode.context[-1]
         ended_by = last if last in self._stopping.ids else None
         try:
             following = self._renderer.proceed(
@@ -291,7 +247,7 @@ class Episodes:
         except ValueError as error:
             self._fail(episode, "environment", f"its messages cannot be rendered: {error}", is_open=True)
             return
-        if len(episode.response_ids) + len(following.ids) >= self._limits.tokens:
+        if episode.length + len(following.ids) >= self._limits.tokens:
             self._close(episode, "max_tokens")
             return
         episode.conversation = [*episode.conversation, ("assistant", reply), *messages]
@@ -321,7 +277,7 @@ def transcript(episode: Episode) -> Iterator[str]:
     """Yield the replies of an episode and the messages that the environment answered, as texts in order."""
     for (reply, _), turn in zip(episode.replies, episode.turns, strict=False):
         yield reply
-        yield from (content for _, content in turn.get("messages", ()))
+        yield from (content for _, content in turn.details["messages"])
 
 
 def require_playable(prompts: Sequence[Prompt]) -> None:

@@ -276,29 +276,23 @@ class ScoringStage:
         if episode.error is not None:
             log.warning("episode failed", prompt=group.prompt.key, reason=episode.error, turns=len(episode.turns))
         elif episode.stop_reason in CUT_OFF:
-            scored = self._cut(scored, len(episode.response_ids))
+            scored = self._cut(scored, episode.length)
+        tokens = episode.tokens()
         self.errors += scored.error is not None
         self.trajectories += 1
-        self.tokens += sum(turn["tokens"] for turn in episode.turns)
-        prompt_ids, response_ids, logprobs, version_runs, loss_mask, segments = episode.arrays()
+        self.tokens += int(tokens.loss_mask.sum())
         group.done.append(
             Trajectory(
                 prompt_key=group.prompt.key,
                 lease=group.visit.lease,
-                prompt_ids=prompt_ids,
-                response_ids=response_ids,
-                logprobs=logprobs,
-                version_runs=version_runs,
-                loss_mask=loss_mask,
-                segments=segments,
+                **tokens._asdict(),
                 reward=scored.reward.total,
                 reward_parts=scored.reward.parts,
                 stop_reason=episode.stop_reason,
                 sampling={"temperature": sampling.temperature, "top_p": sampling.top_p},
                 created_at=time.time(),
                 generation_seconds=episode.generation_seconds,
-                turns=episode.turns,
-                text=self._stopping.whole_text(episode.response_ids),
+                text=self._stopping.whole_text(tokens.response_ids.tolist()),
                 error=scored.error and scored.error[:_ERROR_CHARACTERS],
                 error_kind=scored.error_kind,
             )

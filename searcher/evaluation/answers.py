@@ -164,10 +164,10 @@ class _Answering:
 
     def _finish_episode(self, episode: Episode) -> None:
         one = self._answers[episode.ticket]
-        sampled = np.asarray(episode.loss_mask, bool)
+        tokens = episode.tokens()
         one.episode = episode
-        one.response_ids = np.asarray(episode.response_ids, np.int32)[sampled]
-        one.logprob = float(np.asarray(episode.logprobs, np.float64).sum())
+        one.response_ids = tokens.response_ids[tokens.loss_mask != 0]
+        one.logprob = float(tokens.logprobs.astype(np.float64).sum())
         one.unfinished = episode.stop_reason in CUT_OFF
         one.text = "".join(transcript(episode))
         self._finish(episode.ticket, Reward(episode.reward, episode.parts), episode.error)

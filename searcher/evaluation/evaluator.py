@@ -31,6 +31,7 @@ from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import PinnedSnapshot
 from tba.common.weights.pretrained import load_tokenizer
 from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
+from tba.common.wire.episode import EpisodeTokens
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import Visit, WeightsRef
@@ -247,9 +248,7 @@ class Evaluator:
         return row | {"responses": for_storage(self.texts, self.subject.prompts, answers)}
 
     def _play(self, ask: Ask) -> Episodes:
-        subject, engine = self.subject, self.engine
-        limits = Limits.of(self.config)
-        return Episodes(ask, self.rewards, subject.renderer, subject.stopping, limits, lambda: engine.weights_version)
+        return Episodes(ask, self.rewards, self.subject.renderer, self.subject.stopping, Limits.of(self.config))
 
     def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples
@@ -452,20 +451,15 @@ def ref_of(path: Path) -> WeightsRef:
 
 def _as_row(one: Answer) -> Trajectory:
     """Return an answer as what a reference model scores."""
-    empty = np.zeros(0, np.int32)
-    arrays = one.question.ids, one.response_ids, np.zeros(0, np.float32), empty, np.zeros(0, np.uint8), empty
-    prompt_ids, response_ids, logprobs, version_runs, loss_mask, segments = (
-        one.episode.arrays() if one.episode is not None else arrays
+    none, runs = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
+    whole = EpisodeTokens(
+        one.question.ids, one.response_ids, np.zeros(0, np.uint8), np.zeros(0, np.float32), runs, none, []
     )
+    tokens = whole if one.episode is None else one.episode.tokens()
     return Trajectory(
         prompt_key="",
         lease=NO_VISIT,
-        prompt_ids=prompt_ids,
-        response_ids=response_ids,
-        logprobs=logprobs,
-        version_runs=version_runs,
-        loss_mask=loss_mask,
-        segments=segments,
+        **tokens._asdict(),
         reward=0.0,
         reward_parts={},
         stop_reason=STOP_EOS,

@@ -14,7 +14,7 @@ order, is the table of stop reasons in docs/episodes.md.
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -34,6 +34,7 @@ from tba.searcher.tasks.task import Prompt, Turn
 # Of the texts of one turn in the turn table: a longer observation is cut there, and whole in the tokens.
 _MAX_TEXT = 2_000
 _PARSE_ERROR = "parse_error"
+_POLICY = "assistant"
 # Why an episode with an error of this kind ended; with another one it is "error".
 _STOPS = {
     "environment": "environment_error",
@@ -74,6 +75,7 @@ class Episode:
 
     `turns` are the calls of the engine, with the entries of the turn table as their details, and `replies` their texts,
     (text, finished). The next turn is generated after `context`. `length` are the tokens after the first context.
+    `said` are (role, text) of all that was said, as people read it; `conversation` is the template's.
     """
 
     ticket: int
@@ -81,6 +83,7 @@ class Episode:
     sampling: SamplingSettings
     started: float
     conversation: Sequence[Message] = ()
+    said: list[tuple[str, str]] = field(default_factory=list)
     context: list[int] = field(default_factory=list)
     length: int = 0
     turns: list[SampledTurn] = field(default_factory=list)
@@ -138,10 +141,11 @@ class Episodes:
         """Episodes that `begin` has started and `ended` has not returned."""
         return len(self._playing) + len(self._ended)
 
-    def begin(self, ticket: int, prompt: Prompt, sampling: SamplingSettings) -> None:
-        """Start an episode. `ticket` identifies it in the reward workers."""
-        self._playing[ticket] = Episode(ticket, prompt, sampling, time.monotonic())
+    def begin(self, ticket: int, prompt: Prompt, sampling: SamplingSettings) -> Episode:
+        """Start an episode and return it. `ticket` identifies it in the reward workers."""
+        episode = self._playing[ticket] = Episode(ticket, prompt, sampling, time.monotonic())
         self._rewards.play(ticket, prompt, [])
+        return episode
 
     def told(self, scored: Scored) -> None:
         """Continue the episode that an answer of a worker belongs to, or end it."""
@@ -168,6 +172,7 @@ class Episodes:
         except ValueError as error:
             self._fail(episode, "generation", f"not rendered: {error}", is_open=True)
             return
+        episode.said += [message[:2] for message in episode.conversation]
         self._generate(episode)
 
     def _generate(self, episode: Episode, following: Continuation = _NOTHING) -> None:
@@ -207,6 +212,7 @@ class Episodes:
             self._fail(episode, "decoding", f"not decoded: {type(error).__name__}: {error}", is_open=True)
             return
         episode.replies.append((text, generation.stop_reason == STOP_EOS))
+        episode.said.append((_POLICY, text))
         episode.turn_started = time.monotonic()
         is_last = bool(self._reached_limit(episode))
         self._rewards.play(episode.ticket, episode.prompt, episode.replies, last=is_last)
@@ -214,6 +220,7 @@ class Episodes:
     def _go_on(self, episode: Episode, turn: Turn) -> None:
         """Note what a turn led to, and generate the next one unless the episode is over."""
         now = time.monotonic()
+        episode.said += [message[:2] for message in turn.messages]
         messages = [[role, content[:_MAX_TEXT]] for role, content, *_ in turn.messages]
         seconds = round(now - episode.turn_started, 6)
         details = {"reward": turn.reward, "parts": dict(turn.parts), "messages": messages}
@@ -237,9 +244,9 @@ class Episodes:
         return "max_tokens" if episode.length >= self._limits.tokens else ""
 
     def _add_messages(self, episode: Episode, messages: Sequence[Message]) -> None:
-        reply, _ = episode.replies[-1]
-        last = episode.context[-1]
-        ended_by = last if last in self._stopping.ids else None
+        sampled = list(episode.turns[-1].completion_token_ids)
+        ended_by = sampled[-1] if sampled[-1] in self._stopping.ids else None
+        reply = self._stopping.whole_text(sampled if ended_by is None else sampled[:-1])
         try:
             following = self._renderer.proceed(
                 episode.conversation, reply, messages, variables_of=episode.prompt, ended_by=ended_by
@@ -250,7 +257,7 @@ class Episodes:
         if episode.length + len(following.ids) >= self._limits.tokens:
             self._close(episode, "max_tokens")
             return
-        episode.conversation = [*episode.conversation, ("assistant", reply), *messages]
+        episode.conversation = [*episode.conversation, (_POLICY, reply), *messages]
         self._generate(episode, following)
 
     def _fail(self, episode: Episode, kind: str, reason: str, *, is_open: bool = False) -> None:
@@ -271,13 +278,6 @@ class Episodes:
     def _end(self, episode: Episode, stop_reason: str) -> None:
         episode.stop_reason = stop_reason
         self._ended.append(self._playing.pop(episode.ticket))
-
-
-def transcript(episode: Episode) -> Iterator[str]:
-    """Yield the replies of an episode and the messages that the environment answered, as texts in order."""
-    for (reply, _), turn in zip(episode.replies, episode.turns, strict=False):
-        yield reply
-        yield from (content for _, content in turn.details["messages"])
 
 
 def require_playable(prompts: Sequence[Prompt]) -> None:

@@ -12,7 +12,7 @@ from tba.common.log import get_logger
 from tba.common.wire.messages import MAX_RESPONSES, MAX_STORED_TEXT
 from tba.common.wire.trajectory import STOP_EOS, Int32
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
-from tba.searcher.episodes import CUT_OFF, Ask, Episode, Episodes, transcript
+from tba.searcher.episodes import CUT_OFF, Ask, Episode, Episodes
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import failed, storable
 from tba.searcher.tasks.task import Prompt, Reward
@@ -169,7 +169,7 @@ class _Answering:
         one.response_ids = tokens.response_ids[tokens.loss_mask != 0]
         one.logprob = float(tokens.logprobs.astype(np.float64).sum())
         one.unfinished = episode.stop_reason in CUT_OFF
-        one.text = "".join(transcript(episode))
+        one.text = "\n".join(f"{role}: {text}" for role, text in episode.said)
         self._finish(episode.ticket, Reward(episode.reward, episode.parts), episode.error)
 
     def _score(self, generation: Generation) -> None:

@@ -204,7 +204,8 @@ class ScoringStage:
             if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
                 raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {response.error}")
             log.warning("rollout failed", prompt=prompt.key, reason=response.error)
-            self._finish(response, Scored(generation.id, None, Reward(0.0, {}), response.error[:_ERROR_CHARACTERS]))
+            error = response.error[:_ERROR_CHARACTERS]
+            self._finish(response, Scored(generation.id, None, Reward(0.0, {}), error, error_kind="generation"))
             return
         self._failures_in_a_row = 0
         try:
@@ -213,7 +214,7 @@ class ScoringStage:
         except Exception as error:
             log.exception("response not decoded", prompt=prompt.key)
             reason = f"not decoded: {type(error).__name__}: {error}"
-            self._finish(response, Scored(generation.id, None, *failed(reason)))
+            self._finish(response, Scored(generation.id, None, *failed(reason), error_kind="decoding"))
             return
         self._unscored[generation.id] = response
         self._rewards.submit(generation.id, prompt, text, generation.stop_reason == STOP_EOS)

@@ -1,4 +1,4 @@
-"""Tasks: prompts with stable keys, and a scorer for their responses."""
+"""Tasks: prompts with stable keys, and a scorer or an environment for their responses."""
 
 import importlib
 import importlib.util
@@ -31,8 +31,9 @@ def _make_red_team(**options: Any) -> Task:
     return RedTeamTask(**options)
 
 
-# What every task has.
+# What every task has. An episode task has an environment in place of the last.
 _ATTRIBUTES = ("name", "prompts", "held_out", "score")
+_ENVIRONMENT = "environment"
 # The names are those of `tba.common.config.task.TASKS`, without the mixture.
 _SHIPPED: dict[str, Callable[..., Task]] = {
     "answers": AnswersTask,
@@ -84,10 +85,10 @@ def _task(source: TaskSource) -> Task:
     # User code may raise anything.
     except Exception as error:
         raise TaskError(f"task.name {source.name} cannot be loaded: {type(error).__name__}: {error}") from error
-    if missing := [attribute for attribute in _ATTRIBUTES if not hasattr(task, attribute)]:
+    if missing := _lacks(task):
         raise TaskError(
             f"task {source.name} has no {', '.join(missing)}: a task has {', '.join(_ATTRIBUTES)}, as the file that "
-            "`tba task new` writes"
+            f"`tba task new` writes, or {_ENVIRONMENT} in place of score (docs/episodes.md)"
         )
     return task
 
@@ -169,9 +170,11 @@ def _classes(module: ModuleType) -> list[type]:
     return [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
 
 
-def _lacks(kind: type) -> list[str]:
+def _lacks(task: Any) -> list[str]:
+    """Return the attributes that an object, or a class, lacks to be a task."""
     # The name may be set by `__init__`.
-    return [attribute for attribute in _ATTRIBUTES[1:] if not hasattr(kind, attribute)]
+    needed = _ATTRIBUTES[1:] if isinstance(task, type) else _ATTRIBUTES
+    return [one for one in needed if not (hasattr(task, one) or (one == "score" and hasattr(task, _ENVIRONMENT)))]
 
 
 def _found(classes: list[type]) -> str:

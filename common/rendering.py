@@ -223,8 +223,8 @@ class PromptRenderer:
         """
         new = [message_of(message) for message in messages]
         if not self._is_chat(variables_of):
-            ids = self._encode_after("".join(message[1] for message in new))
-            return Continuation(ids, broken=False, conversation=[*conversation, ("assistant", reply), *new])
+            said = self._encode_after("".join(message[1] for message in new))
+            return Continuation(said, broken=False, conversation=[*conversation, ("assistant", reply), *new])
         # One time for both renderings, in templates that write it.
         variables = {_CLOCK: datetime.now().strftime, **self._variables(variables_of)}
         before = [as_map(message) for message in conversation]

@@ -199,7 +199,9 @@ class GymnasiumTask:
             raise MissingExtra("gymnasium", "gymnasium") from None
         self._gymnasium: Any = gymnasium
         self._id, self._options, self._map_size = id, options, map_size
-        number = getattr(self._made("0").action_space, "n", None)
+        # To make one takes up to 100 times as long as to reset it.
+        self._free: list[Any] = []
+        number = getattr(self._reset("0").action_space, "n", None)
         if number is None:
             raise TaskError(f"task gymnasium: {id} has no discrete actions")
         names, rules = _KNOWN.get(id.rpartition("-v")[0], ("", ""))
@@ -218,33 +220,43 @@ class GymnasiumTask:
 
     def environment(self, prompt: Prompt) -> Environment:
         """Return an environment that was reset with the seed of the prompt."""
-        return _Gymnasium(self._made(prompt.key), self._actions)
+        return _Gymnasium(self._reset(prompt.key), self._actions, self._released)
 
     def _prompt(self, key: str) -> Prompt:
-        made = self._made(key)
+        made = self._reset(key)
         text = f"{self._rules}\n{observation(made, self._actions)}"
-        made.close()
+        self._released(made)
         return Prompt(key, text, messages=[("user", text)])
 
-    def _made(self, key: str) -> Any:
+    def _reset(self, key: str) -> Any:
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()) >> (256 - _SEED_BITS)
+        made = self._free.pop() if self._free else self._made(seed)
+        made.reset(seed=seed)
+        return made
+
+    def _released(self, made: Any) -> None:
+        if self._map_size:
+            made.close()
+        else:
+            self._free.append(made)
+
+    def _made(self, seed: int) -> Any:
         options = dict(self._options)
         if self._map_size:
             from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
             options["desc"] = generate_random_map(self._map_size, seed=seed)
         try:
-            made = self._gymnasium.make(self._id, render_mode="ansi", disable_env_checker=True, **options)
+            return self._gymnasium.make(self._id, render_mode="ansi", disable_env_checker=True, **options)
         except (self._gymnasium.error.Error, TypeError) as error:
             raise TaskError(f"task gymnasium: {self._id} is not made: {error}") from error
-        made.reset(seed=seed)
-        return made
 
 
 class _Gymnasium:
-    def __init__(self, made: Any, actions: Sequence[str]) -> None:
+    def __init__(self, made: Any, actions: Sequence[str], released: Callable[[Any], None]) -> None:
         self._made = made
         self._actions = actions
+        self._released = released
 
     def reset(self, prompt: Prompt) -> Sequence[Message]:
         return ()
@@ -259,7 +271,7 @@ class _Gymnasium:
         return Turn([("user", observation(self._made, self._actions))], reward)
 
     def close(self) -> None:
-        self._made.close()
+        self._released(self._made)
 
 
 def action_in(reply: str, actions: Sequence[str]) -> int | None:

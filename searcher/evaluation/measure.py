@@ -200,6 +200,7 @@ def _measure_rewards(
     measured.add(f"{prefix}response_tokens", [sum(len(a.response_ids) for a in group) for group in groups], size)
     measured.add(f"{prefix}unfinished", [sum(a.unfinished for a in group) for group in groups], size)
     measured.add(f"{prefix}failed", [sum(error is not None for error in group) for group in errors], size)
+    _measure_episodes(measured, groups, prefix)
     if not measured.has_scores("sampled responses" if prefix else "responses", list(chain(*errors))):
         return False
     measured.add(f"{prefix}reward", [sum(a.reward.total for a in group) for group in groups], size)
@@ -207,6 +208,18 @@ def _measure_rewards(
         have = [[a.reward.parts[part] for a in group if part in a.reward.parts] for group in groups]
         measured.add(f"{prefix}reward_part_{part}", [sum(h) for h in have], [len(h) for h in have])
     return True
+
+
+def _measure_episodes(measured: Measured, groups: Sequence[Sequence[Answer]], prefix: str) -> None:
+    """Add the mean number of turns, and the share of each reason why an episode ended, over all episodes."""
+    episodes = [[answer.episode for answer in group if answer.episode is not None] for group in groups]
+    if not any(episodes):
+        return
+    counts = [len(group) for group in episodes]
+    measured.add(f"{prefix}turns", [sum(len(one.turns) for one in group) for group in episodes], counts)
+    for reason in sorted({one.stop_reason for group in episodes for one in group}):
+        ended = [sum(one.stop_reason == reason for one in group) for group in episodes]
+        measured.add(f"{prefix}stopped_{reason}", ended, counts)
 
 
 def _errors(groups: Sequence[Sequence[Answer]], graded: Sequence[bool]) -> list[list[str | None]]:

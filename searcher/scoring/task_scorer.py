@@ -18,6 +18,7 @@ from tba.common.config import TaskSection
 from tba.common.errors import TaskError, TbaError, WorkerLost
 from tba.common.log import configure, get_logger
 from tba.common.system.process import SAFE_PATH
+from tba.common.wire.fields import ErrorKind
 from tba.searcher.scoring.player import Answer, Outcome, Player
 from tba.searcher.scoring.scoring import Call, Item, Scored, event_loop, failed, score, score_later, storable
 from tba.searcher.scoring.worker_pool import LOAD_SECONDS, Connection, PoolSettings, Result, WorkerPool
@@ -127,7 +128,7 @@ class TaskScorer(WorkerPool):
             return self._answered(item, outcome)
         total, parts, error, timed_out = result.value
         self.timeouts += timed_out
-        kind = None if error is None else "reward_timeout" if timed_out else "reward"
+        kind: ErrorKind | None = None if error is None else "reward_timeout" if timed_out else "reward"
         return Scored(item.ticket, item.text, Reward(total, parts), error, interrupted=timed_out, error_kind=kind)
 
     def _interrupted(self, result: Result) -> Scored:
@@ -135,7 +136,7 @@ class TaskScorer(WorkerPool):
         item, name = result.item, name_of(self._task, result.item.prompt)
         log.warning("response not scored", task=name, prompt=item.prompt.key, reason=result.error)
         if item.call is None:
-            kind = "reward_timeout" if result.late else "worker"
+            kind: ErrorKind = "reward_timeout" if result.late else "worker"
             reward, error = failed(str(result.error), name)
             return Scored(item.ticket, item.text, reward, error, interrupted=True, error_kind=kind)
         reason = f"{result.doing}: {result.error}" if result.doing else str(result.error)

@@ -15,6 +15,7 @@ from tba.common.errors import MissingExtra, TaskError, TbaError
 from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.environments import GymnasiumTask, environment_task, is_environment_class
+from tba.searcher.tasks.games import CalculatorTask, GuessTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
 from tba.searcher.tasks.mixture import MixtureTask
@@ -38,8 +39,10 @@ _ENVIRONMENT = "environment"
 _SHIPPED: dict[str, Callable[..., Task]] = {
     "answers": AnswersTask,
     "arithmetic": ArithmeticTask,
+    "calculator": CalculatorTask,
     "gsm8k": Gsm8kTask,
     "gymnasium": GymnasiumTask,
+    "guess": GuessTask,
     "math": MathTask,
     "reasoning_gym": ReasoningGymTask,
     "redteam": _make_red_team,

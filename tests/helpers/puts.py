@@ -28,6 +28,7 @@ def make_trajectory(prompt_key: str = "p0", lease: int = 1, version: int = 0, **
         "sampling": {"temperature": 1.0, "top_p": 1.0},
         "created_at": 1000.0,
         "generation_seconds": 0.1,
+        "error_kind": "reward" if changes.get("error") is not None else None,
     }
     return Trajectory(**{**fields, **changes})
 

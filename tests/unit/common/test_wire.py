@@ -124,7 +124,7 @@ def test_log_ratios_of_tokens_have_a_limit_together_that_a_request_has_room_for(
     assert decode_request(views(request(most))).message == most
 
 
-def test_the_bytes_of_numbers_of_rows_are_those_of_protocol_version_2():
+def test_the_bytes_of_numbers_of_rows_are_those_of_protocol_version_3():
     body = msgpack.unpackb(request(REQUESTS["report_step"])[0])["body"]
     assert msgpack.packb(body["rows"]).hex() == (
         "87a76c6f6770726f6291cbc004000000000000a96c6f675f726174696f91cb3fd0000000000000a9616476616e7461676591cbbfe0"
@@ -173,10 +173,10 @@ def test_every_message_of_the_file_server_survives_the_wire():
         assert (reply.header.id, reply.message, [bytes(f) for f in reply.frames]) == (3, FILE_MESSAGES[name], frames)
 
 
-def test_the_bytes_of_a_chunk_are_those_of_protocol_version_2():
+def test_the_bytes_of_a_chunk_are_those_of_protocol_version_3():
     frames = encode_plain_reply(FILE_MESSAGES["chunk"], id=3, run="", frames=[b"abc"])
     assert [frame.hex() for frame in frames] == [
-        "85a17602a474797065a56368756e6ba2696403a372756ea0a4626f647982"
+        "85a17603a474797065a56368756e6ba2696403a372756ea0a4626f647982"
         "a66f6666736574cf0000000200000000aa66696c655f6279746573cf0000000200000003",
         b"abc".hex(),
     ]
@@ -193,11 +193,11 @@ def test_the_buffer_does_not_know_the_messages_of_the_file_server():
         decode_request(views(request(FILE_MESSAGES["fetch_chunk"])))
 
 
-def test_the_bytes_of_a_request_are_those_of_protocol_version_2():
+def test_the_bytes_of_a_request_are_those_of_protocol_version_3():
     header = {
         "role": "searcher",
         "sender": "s.1",
-        "v": 2,
+        "v": 3,
         "type": "lease_prompts",
         "id": 3,
         "run": "r",
@@ -205,7 +205,7 @@ def test_the_bytes_of_a_request_are_those_of_protocol_version_2():
     }
     assert request(REQUESTS["lease_prompts"]) == [msgpack.packb(header)]
     assert request(REQUESTS["goodbye"])[0].hex() == (
-        "87a4726f6c65a87365617263686572a673656e646572a3732e31a17602a474797065a7676f6f64627965"
+        "87a4726f6c65a87365617263686572a673656e646572a3732e31a17603a474797065a7676f6f64627965"
         "a2696403a372756ea172a4626f647980"
     )
 
@@ -229,10 +229,10 @@ def test_a_put_has_a_column_of_reference_logprobs_only_if_a_row_has_one(trajecto
         assert decoded.rows.reference_logprob == message.rows.reference_logprob
         return msgpack.unpackb(sent[0])["body"]["rows"], hashlib.sha256(b"".join(sent)).hexdigest()
 
-    # The bytes of a put of protocol version 1 without the column.
+    # The bytes of a put of protocol version 3 without the column.
     rows, digest = body_of([trajectory(), trajectory(tokens=[9])])
     assert "reference_logprob" not in rows
-    assert digest == "282273560891dd3acabdb755ea6ca146a3b04b5895ba789d329c1178528b3646"
+    assert digest == "02384a659338786192005ba6ee143ef912af53e6bce7a54dd50cc7acb58612ac"
     rows, _ = body_of([trajectory(reference_logprob=-1.5), trajectory()])
     assert rows["reference_logprob"] == [-1.5, None]
 

@@ -9,7 +9,18 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from tba.common.config.section import NonNegative, Positive, PositiveFloat, Section
 
 MIXTURE = "mixture"
-TASKS = ("arithmetic", "answers", "calculator", "gsm8k", "guess", "math", "reasoning_gym", "redteam", MIXTURE)
+TASKS = (
+    "arithmetic",
+    "answers",
+    "calculator",
+    "gsm8k",
+    "guess",
+    "gymnasium",
+    "math",
+    "reasoning_gym",
+    "redteam",
+    MIXTURE,
+)
 FROM_FILES = ("answers", "gsm8k", "math")
 _WITHOUT_CODE = ("answers", "arithmetic", "calculator", "gsm8k", "guess")
 _OWN_TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|[^:]+\.py(:[A-Za-z_]\w*)?")
@@ -32,13 +43,13 @@ class TaskSource(Section):
     """One task: where its prompts and its scorer come from."""
 
     name: str = "arithmetic"
-    """The task: arithmetic, answers, calculator, gsm8k, guess, math, reasoning_gym, redteam, mixture, or your own as
-    `path/to/file.py`, `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH, see docs/tasks.md."""
+    """The task: arithmetic, answers, calculator, gsm8k, guess, gymnasium, math, reasoning_gym, redteam, mixture, or your
+    own as `path/to/file.py`, `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH, see docs/tasks.md."""
     train: str = ""
-    """answers, gsm8k, math: a local jsonl, csv or parquet file with questions and answers, or a hub id such as
-    openai/gsm8k."""
+    """answers, gsm8k, math, an environment of SkyRL-gym's or TRL's shape: a local jsonl, csv or parquet file with
+    questions and answers, or a hub id such as openai/gsm8k."""
     test: str = ""
-    """answers, gsm8k, math: the held-out file; empty uses the test split of the hub id."""
+    """The held-out file for `train`; empty uses the test split of the hub id."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further settings of the task: keyword arguments of its class, listed in docs/tasks.md for the built-in ones."""
     limit: NonNegative = 0

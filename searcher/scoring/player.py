@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from tba.common.data_files import require_unicode
-from tba.common.rendering import message_of
+from tba.common.rendering import Message, message_of
 from tba.common.wire.fields import MAX_REWARD_PARTS
 from tba.searcher.scoring.scoring import checked_numbers, described, failed, timed_out
 from tba.searcher.tasks.task import Environment, Prompt, Task, Turn, is_random, name_of
@@ -27,7 +27,7 @@ _DIGEST_BYTES = 8
 class Answer(NamedTuple):
     """The fields of a checked Turn."""
 
-    messages: list[tuple[str, ...]]
+    messages: Sequence[Message]
     reward: float
     done: bool
     parts: dict[str, float]
@@ -124,7 +124,7 @@ class Player:
         task: Any = self._task
         environment = await self._call(ticket, "environment()", lambda: task.environment(prompt))
         self._held[ticket] = prompt, environment
-        answer = await self._call(ticket, "reset()", lambda: environment.reset(prompt), _of_reset)
+        answer: Answer = await self._call(ticket, "reset()", lambda: environment.reset(prompt), _of_reset)
         for number, reply in enumerate(replies):
             if _digest(answer) != told[number]:
                 raise _Failed(
@@ -171,9 +171,10 @@ def _checked(turn: Any) -> Answer:
     """Return what an environment answered, checked. Raises TypeError, ValueError."""
     if not isinstance(turn, Turn):
         raise TypeError(f"{type(turn).__name__} returned, not a Turn")
-    if isinstance(turn.messages, str) or not isinstance(turn.messages, Sequence):
-        raise TypeError(f"{type(turn.messages).__name__} returned, not a list of messages")
-    messages = [message_of(message) for message in turn.messages]
+    answered: Any = turn.messages
+    if isinstance(answered, str) or not isinstance(answered, Sequence):
+        raise TypeError(f"{type(answered).__name__} returned, not a list of messages")
+    messages = [message_of(message) for message in answered]
     require_unicode(messages)
     # The third field of a message is all of it.
     size = sum(len(text.encode()) for message in messages for text in (message[2:] or message))

@@ -155,7 +155,9 @@ class TaskScorer(WorkerPool):
         if answer is None:
             interrupted = outcome.kind != "environment"
             return Scored(item.ticket, None, Reward(0.0, {}), outcome.error, interrupted, outcome.kind)
-        turn = Turn(tuple(map(tuple, answer.messages)), answer.reward, answer.done, answer.parts)
+        # Lists, if they come from a worker.
+        messages: Any = tuple(map(tuple, answer.messages))
+        turn = Turn(messages, answer.reward, answer.done, answer.parts)
         return Scored(item.ticket, None, Reward(answer.reward, answer.parts), None, turn=turn)
 
     def _check_least(self, scored: list[Scored]) -> None:

@@ -14,6 +14,7 @@ from tba.common.config.task import MIXTURE, TaskSource
 from tba.common.errors import MissingExtra, TaskError, TbaError
 from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.arithmetic import ArithmeticTask
+from tba.searcher.tasks.environments import GymnasiumTask, environment_task, is_environment_class
 from tba.searcher.tasks.games import CalculatorTask, GuessTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
@@ -40,6 +41,7 @@ _SHIPPED: dict[str, Callable[..., Task]] = {
     "arithmetic": ArithmeticTask,
     "calculator": CalculatorTask,
     "gsm8k": Gsm8kTask,
+    "gymnasium": GymnasiumTask,
     "guess": GuessTask,
     "math": MathTask,
     "reasoning_gym": ReasoningGymTask,
@@ -77,6 +79,9 @@ def _task(source: TaskSource) -> Task:
         arguments |= {"train": source.train, "test": source.test}
     try:
         make = shipped or _find_own(source.name)
+        if is_environment_class(make) and _lacks(make):
+            make = environment_task(make)
+            arguments |= {"train": source.train, "test": source.test}
         _check_options(source, make)
         task = make(**arguments)
     # A shortage of memory may be transient, so it must not count as a mistake of the configuration.
@@ -189,6 +194,9 @@ def _found(classes: list[type]) -> str:
 def _only_task(module: ModuleType, place: str) -> Callable[..., Any]:
     classes = _classes(module)
     tasks = [kind for kind in classes if not _lacks(kind)]
+    # An episode task has its environment in the same file.
+    if not any(hasattr(kind, "prompts") for kind in classes):
+        tasks = [kind for kind in classes if is_environment_class(kind)]
     if len(tasks) > 1:
         names = ", ".join(task.__name__ for task in tasks)
         raise TaskError(f"task.name {place} has several tasks, {names}: name one, as {place}:{tasks[-1].__name__}")

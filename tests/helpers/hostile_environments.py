@@ -52,7 +52,7 @@ class Counter:
         nonsense = {
             "nan": Turn(reward=float("nan")),
             "large": Turn([("user", "x" * (10 << 20))]),
-            "strings": Turn(["hello"]),
+            "strings": Turn(["hello"]),  # type: ignore[list-item]
             "tuple": ([("user", "hello")], 1.0),
         }
         if self.method == "step" and self.misdeed in nonsense:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -65,8 +66,9 @@ def _is_ours(process):
 
 def play(rewards, keys, replies=REPLIES):
     """Play an episode for each key, all at the same time, until it is done or fails. Returns the results by key."""
-    found, tickets = {key: [] for key in keys}, dict(enumerate(keys))
-    given = {key: [] for key in keys}
+    tickets = dict(enumerate(keys))
+    found: dict[str, list[Any]] = {key: [] for key in keys}
+    given: dict[str, list[Any]] = {key: [] for key in keys}
     for ticket, key in tickets.items():
         rewards.play(ticket, Prompt(key, "question"), [])
     while rewards.waiting:
@@ -133,8 +135,8 @@ def test_coroutines_of_several_environments_run_together_and_each_has_its_deadli
 def test_an_episode_can_end_with_a_last_turn_or_by_closing_it(make):
     rewards = make()
     for ticket, how in enumerate([{"last": True}, {"close": True}]):
-        prompt, replies = Prompt("close raises", "question"), []
-        rewards.play(ticket, prompt, replies)
+        prompt = Prompt("close raises", "question")
+        rewards.play(ticket, prompt, [])
         assert _next(rewards).error is None
         rewards.play(ticket, prompt, [("a", True)], **how)
         assert _next(rewards).error == "environment of hostile: close(): ValueError: no such move"

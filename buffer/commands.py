@@ -53,7 +53,9 @@ Database = Annotated[
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen without keys where other machines can connect.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, and change nothing.")]
-Format = Annotated[str | None, typer.Option("--format", help="jsonl or parquet; default: by the file's suffix.")]
+Format = Annotated[
+    str | None, typer.Option("--format", help="jsonl, parquet, or openenv for traces; default: by the file's suffix.")
+]
 _TABLE_ROWS = 100
 # The largest integer of SQLite.
 _LARGEST_ID = (1 << 63) - 1

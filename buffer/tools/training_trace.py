@@ -145,11 +145,12 @@ def find(trace: Trace) -> list[Finding]:
 def _of_call(call: Call) -> Iterator[tuple[str, str, str]]:
     prompt, sampled = len(call.prompt_token_ids), len(call.completion_token_ids)
     logprobs, mask, spans = call.per_token_logps, call.loss_mask, call.spans
-    has_gap = bool(spans) and any(a[1] != b[0] for a, b in pairwise([[0, 0], *spans, [sampled]]))
-    negative = min(*call.prompt_token_ids, *call.completion_token_ids, 0, 0) < 0
+    is_whole = not spans or all(a[1] == b[0] for a, b in pairwise([[0, 0], *spans, [sampled]]))
+    has_versions = is_whole and all(0 <= version < 1 << 31 for *_, version in spans)
+    all_ids = {*call.prompt_token_ids, *call.completion_token_ids, 0}
     ids = f"{prompt} prompt and {sampled} completion ids"
     checks = (
-        (FATAL, "invalid_token_id", negative, "a token id is negative"),
+        (FATAL, "invalid_token_id", min(all_ids) < 0 or max(all_ids) >= 1 << 31, "a token id is below 0 or above 2^31"),
         (FATAL, "no_prompt_ids", not prompt, "prompt_token_ids is empty"),
         (WARN, "no_sampled_ids", not sampled, ""),
         (FATAL, "invalid_logprob", not all(map(math.isfinite, logprobs)), "a log-probability is not finite"),
@@ -158,7 +159,7 @@ def _of_call(call: Call) -> Iterator[tuple[str, str, str]]:
         (FATAL, "length_mismatch", len(mask) != prompt + sampled, f"a loss_mask of {len(mask)} for {ids}"),
         (FATAL, "invalid_loss_mask", not {*mask} <= {0, 1}, "loss_mask has other values than 0 and 1"),
         (FATAL, "trainable_prompt", any(mask[:prompt]), "loss_mask counts tokens of the prompt"),
-        (FATAL, "version_spans", has_gap, f"they do not follow each other through {ids}"),
+        (FATAL, "version_spans", not has_versions, f"they are not versions of all tokens, in order, of {ids}"),
         (WARN, "truncated_turn", call.choice.finish_reason == "length", ""),
     )
     return ((level, name, what) for level, name, found, what in checks if found)

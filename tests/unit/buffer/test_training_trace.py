@@ -274,10 +274,11 @@ def test_versions_are_of_this_run_only_if_it_served_every_call(models, spans, ve
     assert searcher.startswith("import.")
 
 
-def test_spans_of_versions_must_cover_the_sampled_tokens(import_into):
+@pytest.mark.parametrize("spans", [[[0, 1, 0]], [[0, 2, -1]], [[0, 2, 1 << 31]], [[0, 1, 0], [0, 2, 0]]])
+def test_spans_of_versions_must_cover_the_sampled_tokens(spans, import_into):
     trace = episode()
-    trace["turns"][1]["response"]["choices"][0]["version_spans"] = [[0, 1, 0]]
-    assert "traces.jsonl:1: turn 2: version_spans: they do not" in import_into(trace).message
+    trace["turns"][1]["response"]["choices"][0]["version_spans"] = spans
+    assert "traces.jsonl:1: turn 2: version_spans: they are not" in import_into(trace).message
 
 
 def test_turns_sampled_with_different_settings_are_refused(import_into):

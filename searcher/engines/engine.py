@@ -156,6 +156,10 @@ class Engine(Protocol):
         """Free the device."""
 
 
+class ContextOverflow(EngineError):
+    """The context has no room for one token after a prompt."""
+
+
 def fit_request(request: GenerationRequest, *, vocabulary: int, context: int) -> GenerationRequest:
     """Return a request with at most the tokens that the context has room for after the prompt.
 
@@ -164,7 +168,7 @@ def fit_request(request: GenerationRequest, *, vocabulary: int, context: int) ->
     """
     sampling, prompt = request.sampling, len(request.prompt_ids)
     if prompt >= context:
-        raise EngineError(
+        raise ContextOverflow(
             f"the prompt leaves no room for a response in the context of {context} tokens: raise "
             "search.max_model_len, or drop the prompt"
         )

@@ -16,6 +16,8 @@ from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
+from tba.searcher.completions import Completions
+from tba.searcher.endpoint import open_endpoint
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.loop import LoadedTask, Searcher
 from tba.searcher.pipeline import Exploration
@@ -26,10 +28,11 @@ from tba.searcher.tasks.task import check_prompts, check_rendering
 log = get_logger(__name__)
 
 
-def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None:
+def search(config: Config, *, device: str, label: str, stop: StopSignal, index: int = 0) -> None:
     """Generate until the run is finished or `stop()`. `device` is `cpu` or the visible `cuda`.
 
-    `label` distinguishes the searchers of this machine: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU.
+    `label` distinguishes the searchers of this machine: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU. `index` is the
+    searcher's place among those of its command.
 
     Raises ConfigError for a model or task that cannot be loaded, WorkerLost if loading a reward model or a task failed
     for a reason that may be transient, and Refused if the buffer rejects this searcher.
@@ -55,6 +58,14 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         ending.callback(rewards.close)
         if stop():
             return
+        # Before the engine, too: it tells that there are no weights yet.
+        endpoint = None
+        if config.search.serve:
+            token = config.search.serve_token.get_secret_value()
+            completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config))
+            endpoint = open_endpoint(config.search.serve_address, index, token=token, completions=completions)
+        if endpoint is not None:
+            ending.callback(endpoint.close)
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
             prompt_tokens = mean_tokens(task.prompts(), loaded.renderer)
@@ -77,6 +88,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,
+            endpoint=endpoint,
         )
         ending.callback(searcher.close)
         searcher.run(stop)

@@ -34,11 +34,10 @@ def test_the_example_agent_trains_the_policy_that_it_asks(make_config, start_tba
     run = make_config(
         **arithmetic(
             model={"path": str(model)},
-            # A step has more prompts than the task, so the trainer waits for the agent.
-            task={"limit": 2, "held_out_limit": 2},
+            task={"limit": 4, "held_out_limit": 2},
             buffer={"dedup": False},
             search={"serve": address},
-            train={"steps": 1000, "prompts_per_step": 4},
+            train={"steps": 5000, "prompts_per_step": 4},
         )
     )
     start_tba("run", run.file)
@@ -47,8 +46,10 @@ def test_the_example_agent_trains_the_policy_that_it_asks(make_config, start_tba
     agent = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert agent.returncode == 0, agent.stderr
     assert "40 rows in traces-0.jsonl: 40 new in run test" in agent.stdout
-    games = "FROM trajectories WHERE searcher LIKE 'import.%'"
-    assert run.query(f"SELECT COUNT(*), MIN(policy_version), COUNT(error), COUNT(DISTINCT prompt) {games}") == [
-        (40, 0, 0, 10)
-    ]
-    wait_until(lambda: run.query(f"SELECT 1 FROM consumption WHERE trajectory IN (SELECT id {games}) AND NOT skipped"))
+    games = "FROM trajectories t JOIN payloads ON trajectory = t.id WHERE t.searcher LIKE 'import.%'"
+    columns = "COUNT(*), COUNT(t.error), COUNT(DISTINCT t.prompt), SUM(LENGTH(segments)), MAX(t.turns)"
+    assert run.query(f"SELECT {columns} {games}") == [(40, 0, 10, 0, 4)]
+    assert run.query(f"SELECT COUNT(*) {games} AND t.policy_version < 0") == [(0,)]
+    wait_until(
+        lambda: run.query(f"SELECT 1 FROM consumption WHERE trajectory IN (SELECT t.id {games}) AND NOT skipped")
+    )

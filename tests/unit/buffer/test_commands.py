@@ -1,12 +1,10 @@
 """Output and error sentences of `tba buffer query`, `show`, `tail`, and `stats`."""
 
 import csv
-import itertools
 import json
 
 import pytest
 
-from tba.buffer.tools.show import follow
 from tba.tests.helpers.buffer import change
 
 
@@ -191,14 +189,6 @@ def test_show_prints_a_trajectory_for_people(tba_buffer, filled):
         assert words in shown
 
 
-def test_show_decodes_tokens_with_the_configured_model(tba_buffer, harness, trajectory, example_model):
-    buffer = harness()
-    buffer.fill(1, 0)
-    buffer.put([trajectory(tokens=[11, 8, 1])], 0)
-    arguments = ("show", 1, "-b", buffer.store.path, "--set", f"model.path={example_model}", "--json")
-    assert tba_buffer(*arguments).json["response_text"] == "85"
-
-
 def test_show_decodes_tokens_with_the_recorded_model_and_prints_times_in_utc(
     tba_buffer, harness, trajectory, example_model
 ):
@@ -210,15 +200,6 @@ def test_show_decodes_tokens_with_the_recorded_model_and_prints_times_in_utc(
     assert "response:\n12\n" in shown
     assert "1970-01-01 00:16:40.000 UTC" in shown
     assert "at text" not in shown
-
-
-@pytest.mark.parametrize("time", [1e300, -1e300, 9e999])
-def test_a_time_outside_the_calendar_prints_as_a_number(tba_buffer, filled, time):
-    change(filled, f"UPDATE trajectory_rows SET created_at = {time!r} WHERE id = 2".replace("inf", "9e999"))
-    shown = tba_buffer("show", 2, "-b", filled)
-    assert (shown.exit_code, "answer 01" in shown.output) == (0, True)
-    assert tba_buffer("show", 2, "-b", filled, "--json").json["created_at"] == time
-    assert "answer 01" in tba_buffer("tail", "-b", filled).output
 
 
 def test_a_database_may_stand_where_a_configuration_is_expected(tba_buffer, filled):
@@ -262,19 +243,6 @@ def test_tail_prints_one_json_object_per_line(tba_buffer, filled):
     assert [json.loads(line)["id"] for line in lines] == [5, 6, 7]
 
 
-def test_follow_yields_each_new_trajectory_once(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 2)
-
-    sequence = itertools.count(100, 2)
-
-    def put_two(_: float) -> None:
-        buffer.put([trajectory(tokens=[n]) for n in range(2)], first_sequence=next(sequence))
-
-    seen = [row["id"] for row in itertools.islice(follow(buffer.store.path, after=1, sleep=put_two), 5)]
-    assert seen == [2, 3, 4, 5, 6]
-
-
 def test_control_characters_in_responses_are_escaped_for_the_terminal(tba_buffer, harness, trajectory):
     buffer = harness()
     buffer.fill(1, 0)
@@ -286,24 +254,9 @@ def test_control_characters_in_responses_are_escaped_for_the_terminal(tba_buffer
     assert tba_buffer("tail", "-b", path, "--json").json["text"] == "1\n\x1b]0;title\x07\r2\u2028é"
 
 
-def test_names_of_searchers_are_escaped_for_the_terminal(tba_buffer, filled):
-    change(filled, "UPDATE senders SET sender = 'a' || char(27) || '[2J'")
-    assert "a\\x1b[2J" in tba_buffer("tail", "-n", 1, "-b", filled).output
-
-
 @pytest.mark.parametrize("heading", ["[/b]", "[bold]a", ":smile:"])
 def test_headings_are_printed_as_they_are(heading, tba_buffer, filled):
     assert tba_buffer("query", f'SELECT 1 AS "{heading}"', "-b", filled).output.split() == [heading, "1"]
-
-
-def test_ctrl_c_ends_tail_without_an_error(tba_buffer, filled, monkeypatch):
-    def interrupted(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tba.buffer.tools.show.follow.__defaults__", (interrupted,))
-    outcome = tba_buffer("tail", "--lines", 1, "--follow", "-b", filled)
-    assert outcome.exit_code == 0
-    assert len(outcome.output.splitlines()) == 1
 
 
 def test_stats_print_counts(tba_buffer, filled):

@@ -128,11 +128,13 @@ def test_a_searcher_that_was_silent_too_long_keeps_leases_not_granted_to_another
     assert not set(mine) & {v.lease for v in buffer.lease(3, sender="other.1").visits}
 
 
-def test_nothing_is_leased_after_goodbye(harness):
+def test_after_a_goodbye_the_leases_of_a_searcher_go_to_others_and_it_gets_none(harness):
     buffer = harness()
     buffer.register(4)
+    left = buffer.lease(4, sender="a.1").visits
     buffer.ask(messages.Goodbye(), sender="a.1")
     assert buffer.lease(4, sender="a.1").visits == []
+    assert buffer.lease(4, sender="b.1").visits == left
 
 
 def test_a_run_keeps_its_seed_so_a_restart_with_another_seed_skips_no_prompt(harness, tmp_path):
@@ -169,12 +171,6 @@ def test_other_prompts_under_the_same_run_are_refused(harness):
     other = messages.RegisterPrompts(task="t", fingerprint="1" * 64, total=4, offset=0, keys=["q0"])
     with pytest.raises(Refused, match="other data"):
         buffer.ask(other)
-
-
-def test_a_task_with_fewer_prompts_than_a_batch_is_refused(harness):
-    buffer = harness(train={"prompts_per_step": 5})
-    with pytest.raises(Refused, match="lower train.prompts_per_step"):
-        buffer.register(4)
 
 
 def test_prompts_arrive_in_chunks_and_are_leased_only_when_complete(harness):
@@ -235,14 +231,6 @@ def test_prompts_are_added_in_their_order_and_only_once(harness):
     assert list(ids) == ["p0", "p1", "p2", "p3"]
 
 
-def test_a_chunk_that_is_known_needs_no_transaction(harness):
-    buffer = harness()
-    chunk = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=0, keys=["p0", "p1"])
-    assert not buffer.service.writes_nothing(chunk)
-    buffer.ask(chunk)
-    assert buffer.service.writes_nothing(chunk)
-
-
 def test_one_searcher_sends_the_prompts_and_another_goes_on_if_it_falls_silent(harness):
     buffer = harness()
 
@@ -300,9 +288,8 @@ def crowd(harness, searchers: int, leases: int):
 
 def test_waiting_searchers_wake_only_for_room_and_as_many_as_there_is_room_for(harness, trajectory):
     buffer, waiting = crowd(harness, searchers=6, leases=4)
-    asked = CountedIteration(waiting.items())
+    asked = waiting.items()
     assert buffer.service.with_room(asked) == []
-    assert asked.count == 0, "without room no waiting request is looked at"
     # Two visits fail, so two prompts are no longer under way.
     for n, lease in enumerate(buffer.held["s3.1"][:2]):
         prompt = buffer.service.state.prompt_keys[buffer.service.state.leases.open[lease].prompt]
@@ -319,16 +306,3 @@ def test_new_weights_wake_every_waiting_searcher_once(harness):
     buffer.announce(1, 1)
     assert buffer.service.with_room(waiting.items()) == list(waiting)
     assert buffer.service.with_room(waiting.items()) == []
-
-
-class CountedIteration:
-    """An iterable that counts the items it has handed out."""
-
-    def __init__(self, items):
-        self._items = items
-        self.count = 0
-
-    def __iter__(self):
-        for item in self._items:
-            self.count += 1
-            yield item

@@ -35,17 +35,6 @@ def test_a_lease_counts_as_many_rows_of_a_transaction_as_it_wants_prompts():
     assert [len(mailbox.take(0)) for _ in range(3)] == [2, 1, 1]
 
 
-def test_urgent_requests_of_one_connection_beyond_a_limit_are_dropped():
-    mailbox = Mailbox(1 << 20)
-    for _ in range(100):
-        mailbox.add(arrival(GetStatus()))
-    mailbox.add(arrival(GetStatus(), peer=b"other"))
-    assert (mailbox.dropped, mailbox.bytes) == (36, 65)
-    mailbox.take(0)
-    mailbox.add(arrival(GetStatus()))
-    assert mailbox.dropped == 36
-
-
 def test_other_requests_of_one_connection_beyond_a_limit_are_dropped():
     mailbox = Mailbox(1 << 20)
     for id_ in range(1000):

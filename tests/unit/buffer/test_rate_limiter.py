@@ -145,12 +145,3 @@ def test_searchers_are_held_back_again_after_the_trainer_that_lacked_prompts_is_
     again = messages.SampleBatch(step=0, prompts=2, samples=2, reference="initial", wait_seconds=0.0)
     assert buffer.ask(again, role="trainer", sender="t.2") is None
     assert len(buffer.lease(2, held=[1, 2]).visits) == 2, "another trainer lacks prompts"
-
-
-def test_a_rebuilt_index_keeps_the_same_entries_under_a_limit_on_bytes(harness, trajectory):
-    buffer = harness(buffer={"max_payload_bytes": 200})
-    buffer.fill(1, 0)
-    buffer.put([trajectory(tokens=[n]) for n in range(30)], 0)
-    before = buffer.service.state.index.entries(1)
-    buffer.service.state.rebuild()
-    assert buffer.service.state.index.entries(1) == before

@@ -11,15 +11,6 @@ from tba.common.wire.messages import GetStatus
 from tba.common.wire.trajectory import RESPONSE_IDS
 
 
-def test_a_put_is_stored_and_a_repeated_put_is_not(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
-    first = buffer.put([trajectory(), trajectory(tokens=[9])], first_sequence=0)
-    again = buffer.put([trajectory(), trajectory(tokens=[9])], first_sequence=0)
-    assert (first.stored, first.duplicates) == (2, 0)
-    assert (again.stored, again.duplicates) == (0, 2)
-
-
 def test_the_new_rows_of_an_overlapping_put_keep_their_own_values(harness, trajectory):
     buffer = harness()
     buffer.fill(3, 0)
@@ -38,18 +29,6 @@ def test_the_new_rows_of_an_overlapping_put_keep_their_own_values(harness, traje
     index = buffer.service.state.index
     entries = sorted((e.id, e.reward) for prompt in index.prompts() for e in index.entries(prompt))
     assert entries == sorted((row[0], row[3]) for row in rows)
-
-
-def test_payloads_are_returned_in_the_requested_order_with_repetitions(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
-    buffer.put([trajectory(tokens=[n]) for n in range(4)], first_sequence=0)
-    ids = [id_ for (id_,) in buffer.store.database.all("SELECT id FROM trajectory_rows ORDER BY id")]
-    requested = [ids[n] for n in (3, 0, 3, 2)]
-    tokens = [
-        np.frombuffer(blobs[RESPONSE_IDS], "<i4").tolist() for blobs in buffer.store.trajectories.payloads(requested)
-    ]
-    assert tokens == [[3], [0], [3], [2]]
 
 
 def test_a_put_of_an_unknown_prompt_or_version_is_refused(harness, trajectory):
@@ -172,14 +151,6 @@ def test_the_memory_equals_a_memory_rebuilt_from_the_file(harness, trajectory):
     before = memory()
     buffer.service.state.rebuild()
     assert memory() == before
-
-
-def test_columns_of_different_lengths_are_not_inserted(harness):
-    """Otherwise values would end up in the wrong rows."""
-    store = harness().store
-    with pytest.raises(ValueError, match="columns of prompts are not equally long"), store.transaction():
-        store.database.insert("prompts", ("run", "key"), ([1, 1], ["a", "b", "c"]))
-    assert store.database.all("SELECT * FROM prompts") == []
 
 
 def test_a_sender_of_another_run_is_refused(harness):

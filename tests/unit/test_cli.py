@@ -27,20 +27,6 @@ def settings(**values: object) -> list[str]:
     return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
 
 
-@pytest.mark.parametrize("command", [[], ["buffer"], *([name] for name in ("config", *TOP_LEVEL))])
-def test_every_command_has_help(tba_here, command):
-    result = tba_here(*command, "--help")
-    assert result.exit_code == 0
-    assert "Usage" in result.output
-
-
-@pytest.mark.parametrize("command", [*BUFFER_COMMANDS, "query", "show", "export", "import", "backup", "prune"])
-def test_every_buffer_command_has_help_and_accepts_a_database(tba_here, command):
-    result = tba_here("buffer", command, "--help")
-    assert result.exit_code == 0
-    assert "--buffer" in result.output
-
-
 @pytest.mark.parametrize(
     ("command", "successor"),
     [
@@ -85,14 +71,6 @@ def examined(tba_here, example_model, tmp_path):
         return result.exit_code, {row["check"]: (row["result"], row["detail"]) for row in result.json}
 
     return examine
-
-
-@pytest.mark.slow
-@NO_GPU
-def test_doctor_names_the_setting_that_asks_for_a_gpu(examined):
-    exit_code, findings = examined(search__gpus="cpu")
-    assert exit_code == 1
-    assert 'installed): set train.gpu = "cpu"' in findings["gpus"][1]
 
 
 def test_doctor_reports_every_check(examined):

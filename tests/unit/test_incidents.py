@@ -1,10 +1,8 @@
 """Faults of other systems, brought into this one: each is found, and someone is told (docs/incidents.md)."""
 
-import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 
 from tba.buffer.sampling.index import SamplingIndex
-from tba.buffer.tools.check import check
 from tba.common.clock import SystemClock
 from tba.common.config import ObjectiveSection
 from tba.common.errors import CanaryMismatch
@@ -167,20 +164,6 @@ def test_after_a_kill_no_prompt_is_skipped_and_no_response_is_lost(harness, traj
     assert again == {f"p{n}" for n in range(6)} - answered
     batch = restarted.sample(0, prompts=1, samples=1).message
     assert len(batch.trajectory_ids) == 1
-
-
-def test_prompts_that_a_run_has_skipped_are_found_by_the_check_of_its_database(harness):
-    """The same fault, in the table of visits."""
-    buffer = harness()
-    buffer.register(4)
-    buffer.announce(0, 0)
-    held = [one.lease for one in buffer.lease(4).visits]
-    assert buffer.lease(2, held=held).visits
-    buffer.store.close()
-    with closing(sqlite3.connect(buffer.store.path)) as connection, connection:
-        connection.execute("DELETE FROM visits WHERE epoch = 0 AND place = 3")
-    failed = {row["check"] for row in check(buffer.store.path) if row["result"] == "fail"}
-    assert failed == {"past epochs are complete"}
 
 
 def test_a_buffer_that_offers_only_its_first_group_says_that_prompts_are_missing(harness, monkeypatch):

@@ -2,13 +2,10 @@
 
 import importlib
 import json
-import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -46,23 +43,6 @@ def test_recent_data_of_the_papers_buffer_is_at_most_2k_minus_1_steps_old(benchm
     )
     found = ages(benchmark.sources.PaperBuffer(RecordingSearcher(), setting), setting)
     assert found[5:] == [[5 + step % 5] for step in range(5, 40)]
-
-
-def test_without_recency_the_papers_buffer_returns_data_of_any_age(benchmark):
-    setting = benchmark.setting.Setting(
-        objective="tb", rate=1e-4, seed=1, beta=0.1, steps=40, sync_every=5, recency=0.0, generated=8, fill=2
-    )
-    found = ages(benchmark.sources.PaperBuffer(RecordingSearcher(), setting), setting)
-    assert max(found[-1]) > 9
-
-
-def test_priority_prefers_responses_of_high_reward(benchmark):
-    setting = benchmark.setting.Setting(
-        objective="tb", rate=1e-4, seed=1, beta=0.1, samples=4, sync_every=5, recency=0.0, generated=16, fill=4,
-        priority=9.0,
-    )  # fmt: skip
-    source = benchmark.sources.PaperBuffer(RecordingSearcher(), setting)
-    assert np.mean([one.reward for group in source.batch(0) for one in group]) > 0.9
 
 
 def test_a_penalty_lowers_rewards_and_changes_no_response(benchmark, example_model):
@@ -112,13 +92,6 @@ def test_the_best_rate_is_chosen_by_all_seeds_of_the_sweep_and_by_no_other(bench
     assert panels.best_rate(results, template) is None
 
 
-def test_seeds_of_the_sweep_are_measured_on_other_problems_than_reported_ones(benchmark):
-    task = benchmark.tasks.load_task("arithmetic")
-    choosing, reporting, training = (set(part) for part in (*task.held_out.values(), task.training))
-    assert len(choosing | reporting | training) == len(choosing) + len(reporting) + len(training)
-    assert not set(benchmark.setting.SWEEP_SEEDS) & set(benchmark.setting.REPORT_SEEDS)
-
-
 def test_measurements_from_probabilities_agree_with_samples(benchmark, example_model):
     import torch
     from transformers import AutoModelForCausalLM
@@ -157,30 +130,3 @@ def test_gains_are_relative_to_fresh_data_of_the_objective_and_of_tb(benchmark):
     lines = report.table(results, cells, seeds)
     assert "| dr_grpo | D = 64 | 1e-04 (not swept) | 2 | 0.562 ± 0.000 | 50% | 25% | 0.500 |" in lines[4]
     assert "took 4 CPU minutes" in lines[-1]
-
-
-def test_the_picture_shows_what_is_in_the_file_whatever_was_asked_for(benchmark, tmp_path, monkeypatch):
-    command = importlib.import_module("benchmarks.off_policy.__main__")
-    ends = {(name, column): 0.75 for name in ("tb", "dr_grpo") for column in ("fresh", "D = 64")}
-    results = ended(benchmark, benchmark.panels.PANELS["staleness"], ends, benchmark.setting.REPORT_SEEDS[:2])
-    file, picture = tmp_path / "results.jsonl", tmp_path / "off_policy_staleness_arithmetic.png"
-    rows = [asdict(setting) | asdict(result) for setting, result in results.items()]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def drawn(*arguments):
-        monkeypatch.setattr(sys, "argv", ["off_policy", "staleness", "--results", str(file), *arguments])
-        command.main()
-        return picture.read_bytes()
-
-    every = drawn("--objectives", "tb", "dr_grpo", "--columns", "fresh", "D = 64", "--seeds", "2")
-    assert drawn("--objectives", "tb", "--columns", "fresh", "--seeds", "1") == every
-    picture.write_bytes(b"kept")
-    assert drawn("--tables-only") == b"kept"
-
-
-def test_the_red_team_benchmark_samples_with_the_same_code(benchmark):
-    redteam = importlib.import_module("benchmarks.redteam")
-    model = importlib.import_module("tba.tests.helpers.trainer").tiny_model()
-    responses = redteam.sample(model, [[3, 4], [5, 6]], 4, 2, None)
-    assert [response.problem.prompt for response in responses] == [(3, 4), (5, 6)]
-    assert all(1 <= len(response.tokens) <= 4 for response in responses)

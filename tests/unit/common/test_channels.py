@@ -73,18 +73,6 @@ def test_a_socket_file_that_cannot_be_created_is_a_configuration_error(tmp_path,
         ServerChannel(f"ipc://{tmp_path}/{path}")
 
 
-def test_a_server_on_a_socket_file_receives(tmp_path):
-    address = f"ipc://{tmp_path}/socket"
-    with closing(ServerChannel(address)) as server, closing(ClientChannel(address)) as client:
-        deadline = time.monotonic() + 60
-        while not client.connections:
-            assert time.monotonic() < deadline
-            server.receive(0.1, 0)
-        assert client.send([b"hello"])
-        ((_, frames),) = server.receive(60, 1)
-        assert bytes(frames[0]) == b"hello"
-
-
 def opened(server: ServerChannel, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
     """Open a connection, and return when the server's monitor has announced it to `receive`."""
     client = context.socket(zmq.DEALER)
@@ -329,31 +317,6 @@ def test_a_large_reply_has_left_when_its_peer_reads_and_not_before(tmp_path):
         for _ in sent:
             client.recv_multipart()
         wait_until(lambda: all(has_left() for has_left in sent))
-
-
-LARGE_REPLY = """
-import contextlib, os, sys
-from tba.common.wire.channels import ClientChannel, ServerChannel
-server, client = ServerChannel(sys.argv[1]), ClientChannel(sys.argv[1])
-while not client.send([b"request"]):
-    server.receive(0.01, 1)
-((peer, _),) = server.receive(60, 1)
-with contextlib.suppress(OSError):
-    while True:
-        os.dup(0)
-assert server.send_large(peer, [b"header", bytes(1 << 20)])
-while (frames := client.receive(60)) is None:
-    pass
-print(len(frames[1]), flush=True)
-os._exit(0)
-"""
-
-
-def test_the_first_large_reply_needs_no_descriptor(tmp_path):
-    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)){LARGE_REPLY}"
-    command = [sys.executable, "-c", limited, f"ipc://{tmp_path}/socket"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == f"{1 << 20}\n", done.stderr
 
 
 @pytest.mark.parametrize(

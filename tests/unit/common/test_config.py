@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import Config
-from tba.common.config.layers import REMOVED, fields, resolve, value_of
+from tba.common.config.layers import fields, resolve, value_of
 from tba.common.config.paths import check_data, check_directories, check_gpus_apart, nearest_existing
 from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
@@ -18,8 +18,6 @@ from tba.common.system.devices import Gpu
 from tba.common.weights.model_files import check_model
 from tba.tests.helpers.users import closed_directory
 
-# Keys whose value None means that it is derived from other keys.
-OPTIONAL = {"security.keys", "buffer.database", "search.spool_dir", "search.canary_tolerance", "search.weights_dir"}
 ROOT = Path(__file__).parents[3]
 NOT_UTF8 = os.fsdecode(b"h\xe4user")
 
@@ -142,10 +140,6 @@ def test_the_largest_group_that_fits_a_message_is_accepted():
     resolve(None, environment={}, assignments=["search.samples_per_prompt=1024", "search.max_tokens=8192"])
 
 
-def test_a_key_that_was_removed_is_none_that_exists():
-    assert not {key for key, _ in fields()} & REMOVED.keys()
-
-
 def test_a_directory_or_a_variable_in_the_wrong_place_is_refused_with_what_to_type(tmp_path):
     assert f"name the TOML file of the run, and the directory with --set run.dir={tmp_path}" in refusal(tmp_path)
     assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
@@ -221,15 +215,6 @@ def test_engine_arguments_pass_through_as_a_table_from_every_layer(tmp_path):
 
 def test_every_field_is_documented():
     assert [key for key, field in fields() if not field.description] == []
-
-
-def test_every_key_has_a_value():
-    assert all(value_of(Config(), key) is not None for key, _ in fields() if key not in OPTIONAL)
-
-
-@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/**/*.toml")), ids=lambda path: path.name)
-def test_every_shipped_configuration_is_valid(file):
-    assert resolve(file, environment={}).config.model.path
 
 
 def test_the_run_by_hand_is_the_demo_in_another_directory():

@@ -1,6 +1,5 @@
 """Memory, garbage collection and signals of a process, and the command that started it."""
 
-import gc
 import os
 import platform
 import pty
@@ -10,13 +9,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import weakref
 from pathlib import Path
 
 import pytest
 
 from tba.common.system.orphan_guard import session_of
-from tba.common.system.process import NotifySocket, StopSignal, notify_systemd, objects_frozen
+from tba.common.system.process import NotifySocket, StopSignal, notify_systemd
 from tba.common.terminal import own_command
 from tba.tests.helpers.checks import not_none, wait_until
 
@@ -44,27 +42,6 @@ def test_kept_memory_causes_no_page_faults_again():
     pages = sum(range(8, 24)) * (1 << 20) // resource.getpagesize()
     assert faults("plain") > 0.9 * pages
     assert faults("keep") < 0.2 * pages
-
-
-class Node:
-    """Something that only the collector can free."""
-
-    def __init__(self):
-        self.itself = self
-
-
-@pytest.mark.slow
-def test_only_later_objects_are_collected():
-    before = Node()
-    old = weakref.ref(before)
-    with objects_frozen():
-        new = weakref.ref(Node())
-        del before
-        gc.collect()
-        assert old() is not None
-        assert new() is None
-    gc.collect()
-    assert old() is None
 
 
 def test_a_stopped_process_asks_systemd_for_the_time_that_its_work_may_take(monkeypatch):

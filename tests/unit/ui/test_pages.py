@@ -15,8 +15,7 @@ from tba.common.system.durable import exclusive_lock
 from tba.common.wire import messages
 from tba.tests.helpers.browser import change, client, select
 from tba.tests.helpers.puts import numbers_of
-from tba.tests.helpers.statuses import make_client, make_status
-from tba.ui.pages.run import _doing, describe
+from tba.ui.pages.run import describe
 from tba.ui.report import write_report
 from tba.ui.runs import find_runs
 from tba.ui.trajectory_filter import _plan, statements
@@ -342,12 +341,6 @@ def test_totals_count_every_client_and_the_trainer_is_listed(harness, trajectory
         facts = describe(run, rows)
     assert facts["totals"] == {"trajectories": 4, "errors": 0, "response_tokens": 4, "mean_reward": 1.5}
     assert [client["role"] for client in facts["clients"]] == ["trainer", "searcher"]
-
-
-@pytest.mark.parametrize(("waits", "doing"), [("", "is training"), ("32 prompts", "waits for data: 32 prompts")])
-def test_the_warning_of_the_trainer_follows_what_it_does(waits, doing):
-    status = make_status(5, clients=[make_client("trainer", warning="lower the rate")], trainer_waits_for=waits)
-    assert _doing(status) == f"the trainer {doing}; lower the rate"
 
 
 def test_a_report_is_one_file_without_scripts(filled, tmp_path):

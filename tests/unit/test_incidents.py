@@ -150,9 +150,7 @@ def test_a_grader_in_a_thread_gives_errors_and_no_zeros(tmp_path, monkeypatch):
 
 def test_after_a_kill_no_prompt_is_skipped_and_no_response_is_lost(harness, trajectory, tmp_path):
     """OpenRLHF #1322, NeMo-RL #3820: the position in the prompts was ahead of what had been trained on."""
-    killed = harness(tmp_path / "buffer.sqlite")
-    killed.register(6)
-    killed.announce(0, 0)
+    killed = harness(tmp_path / "buffer.sqlite", fill=(6, 0))
     first, second, *_ = killed.lease(4, sender="a.1").visits
     killed.put([trajectory(one.prompt_key, one.lease) for one in (first, second)], 0, sender="a.1")
     killed.store.close()
@@ -170,8 +168,7 @@ def test_a_buffer_that_offers_only_its_first_group_says_that_prompts_are_missing
     """TRL #6804: only the first group of a batch reached the replay buffer."""
     extend = SamplingIndex.extend
     monkeypatch.setattr(SamplingIndex, "extend", lambda self, block: None if self.prompt_ids else extend(self, block))
-    buffer = harness()
-    buffer.fill(4, 4)
+    buffer = harness(fill=(4, 4))
     assert buffer.sample(0, prompts=4, samples=4) is None
     assert buffer.ask(GetStatus()).message.trainer_waits_for == "1 of 4 prompts have trajectories"
 

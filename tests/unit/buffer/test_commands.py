@@ -244,8 +244,7 @@ def test_tail_prints_one_json_object_per_line(tba_buffer, filled):
 
 
 def test_control_characters_in_responses_are_escaped_for_the_terminal(tba_buffer, harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     buffer.put([trajectory(lease=0, text="1\n\x1b]0;title\x07\r2\u2028é")], 0)
     path = buffer.store.path
     assert tba_buffer("tail", "-b", path).output.endswith("p0: 1\\n\\x1b]0;title\\x07\\r2\\u2028é\n")
@@ -275,8 +274,7 @@ def test_stats_tail_and_check_print_csv(tba_buffer, filled):
 
 
 def test_stats_count_only_reported_steps_as_training(tba_buffer, harness):
-    buffer = harness()
-    buffer.fill(2, 2)
+    buffer = harness(fill=(2, 2))
     buffer.sample(0, prompts=1, samples=1)
     buffer.sample(1, prompts=2, samples=2)
     buffer.report(0)

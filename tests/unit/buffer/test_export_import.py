@@ -43,8 +43,7 @@ KEPT = (
 def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness, trajectory, target, ask, tmp_path):
     import numpy as np
 
-    buffer = harness()
-    buffer.fill(2, 2)
+    buffer = harness(fill=(2, 2))
     logprobs = np.array([-0.1, -1e-7, -3.3333333], np.float32)
     odd = {"text": 'a "b"\n\u2028é', "metadata": {"deep": [{"x": 1.5}]}, "loss_mask": np.array([1, 0, 1], np.uint8)}
     runs = np.array([[0, 1], [0, 2]], np.int32)

@@ -46,9 +46,7 @@ def open_leases(buffer) -> set[int]:
 
 
 def test_a_put_closes_no_visit_of_another_sender_and_none_of_another_prompt(harness, trajectory):
-    buffer = harness()
-    buffer.register(2)
-    buffer.announce(0, 0)
+    buffer = harness(fill=(2, 0))
     theirs, mine = (buffer.lease(1, sender=sender).visits[0] for sender in ("a.1", "b.1"))
     rows = [trajectory(theirs.prompt_key, theirs.lease), trajectory(theirs.prompt_key, mine.lease, tokens=[9])]
     assert buffer.put(rows, 0, sender="b.1").stored == 2
@@ -58,9 +56,7 @@ def test_a_put_closes_no_visit_of_another_sender_and_none_of_another_prompt(harn
 
 
 def test_rows_already_stored_close_no_visit(harness, trajectory):
-    buffer = harness()
-    buffer.register(1)
-    buffer.announce(0, 0)
+    buffer = harness(fill=(1, 0))
     # The same prompt in two epochs.
     first, second = buffer.lease(2).visits
     buffer.put([trajectory(first.prompt_key, first.lease)], 0)
@@ -69,9 +65,7 @@ def test_rows_already_stored_close_no_visit(harness, trajectory):
 
 
 def test_a_late_put_closes_its_visit_unless_it_is_leased_to_another_searcher(harness, trajectory):
-    buffer = harness(buffer={"lease_seconds": 30})
-    buffer.register(2)
-    buffer.announce(0, 0)
+    buffer = harness(buffer={"lease_seconds": 30}, fill=(2, 0))
     first, second = buffer.lease(2, sender="slow.1").visits
     buffer.clock.advance(31)
     buffer.service.expire_leases()
@@ -149,16 +143,14 @@ def test_a_run_keeps_its_seed_so_a_restart_with_another_seed_skips_no_prompt(har
 
 
 def test_the_first_fill_is_not_held_back_by_max_staleness(harness):
-    buffer = harness(buffer={"max_staleness": 0, "min_fill": 100}, train={"prompts_per_step": 4, "publish_every": 1})
-    buffer.register(50)
-    buffer.announce(0, 0)
+    buffer = harness(
+        buffer={"max_staleness": 0, "min_fill": 100}, train={"prompts_per_step": 4, "publish_every": 1}, fill=(50, 0)
+    )
     assert len(buffer.lease(30).visits) == 30
 
 
 def test_a_request_with_old_weights_is_answered_immediately_and_not_parked(harness):
-    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 1, "publish_every": 1})
-    buffer.register(4)
-    buffer.announce(0, 0)
+    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 1, "publish_every": 1}, fill=(4, 0))
     buffer.lease(1)
     assert buffer.lease(1, held=[1]) is None
     buffer.announce(1, 0)
@@ -182,17 +174,13 @@ def test_prompts_arrive_in_chunks_and_are_leased_only_when_complete(harness):
 
 
 def test_max_staleness_limits_leases(harness):
-    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 4, "publish_every": 1})
-    buffer.register(20)
-    buffer.announce(0, 0)
+    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 4, "publish_every": 1}, fill=(20, 0))
     assert len(buffer.lease(10).visits) == 4
     assert buffer.lease(10, held=[1, 2, 3, 4], sender="s.1") is None
 
 
 def test_max_staleness_grants_no_lease_to_searchers_with_old_weights(harness, trajectory):
-    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 1, "publish_every": 1})
-    buffer.register(20)
-    buffer.announce(0, 0)
+    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 1, "publish_every": 1}, fill=(20, 0))
     visit = buffer.lease(1).visits[0]
     buffer.put([trajectory(visit.prompt_key, visit.lease, tokens=[n]) for n in range(2)], 0)
     assert buffer.sample(0, 1, 2) is not None
@@ -203,9 +191,7 @@ def test_max_staleness_grants_no_lease_to_searchers_with_old_weights(harness, tr
 
 
 def test_a_trainer_ahead_of_an_old_copy_of_the_database_gets_new_data(harness, trajectory):
-    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 1, "publish_every": 1})
-    buffer.register(20)
-    buffer.announce(0, 0)
+    buffer = harness(buffer={"max_staleness": 0}, train={"prompts_per_step": 1, "publish_every": 1}, fill=(20, 0))
     visit = buffer.lease(1).visits[0]
     buffer.put([trajectory(visit.prompt_key, visit.lease, tokens=[n]) for n in range(2)], 0)
     # The stored data was recent for step 0, but the trainer's checkpoint is of step 20.

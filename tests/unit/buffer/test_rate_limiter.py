@@ -99,8 +99,9 @@ def limited(harness, prompts: int, **buffer: object):
 
 
 def test_the_trainer_waits_for_inserts(harness):
-    buffer = harness(buffer={"samples_per_insert": 1}, train={"prompts_per_step": 2, "samples_per_prompt": 2})
-    buffer.fill(2, 3)
+    buffer = harness(
+        buffer={"samples_per_insert": 1}, train={"prompts_per_step": 2, "samples_per_prompt": 2}, fill=(2, 3)
+    )
     assert buffer.sample(0, prompts=2, samples=2) is not None
     assert buffer.sample(1, prompts=2, samples=2) is None
     assert buffer.ask(GetStatus()).message.trainer_waits_for == "", "it still trains on step 0"

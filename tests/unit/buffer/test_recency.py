@@ -157,8 +157,7 @@ def test_within_a_prompt_the_newest_tier_with_enough_entries_is_drawn(window, re
 
 
 def test_a_batch_without_recent_data_is_counted_and_named_until_one_finds_some(harness, trajectory, monkeypatch):
-    buffer = harness(buffer={"recency_window": 3, "recency_fraction": 1.0}, train={"prompts_per_step": 1})
-    buffer.fill(1, 0)
+    buffer = harness(buffer={"recency_window": 3, "recency_fraction": 1.0}, train={"prompts_per_step": 1}, fill=(1, 0))
     buffer.put([trajectory(tokens=[n]) for n in range(2)], 0)
     warnings: list[int] = []
     monkeypatch.setattr(pace.log, "warning", lambda *_, **fields: warnings.append(fields["step"]))

@@ -20,7 +20,6 @@ from tba.common.errors import AddressInUse, ConfigError
 from tba.common.wire.channels import ClientChannel, Peer, ServerChannel
 from tba.common.wire.socket_files import is_local, is_private, make_socket_directory, socket_of
 from tba.tests.helpers.checks import not_none, wait_until
-from tba.tests.helpers.users import closed_directory
 
 
 def outcome(address: str, all_ready: threading.Barrier, all_tried: threading.Barrier) -> str:
@@ -147,54 +146,6 @@ def test_a_peer_that_leaves_with_unread_requests_does_not_end_the_server():
 def test_addresses_without_a_file_are_bound():
     for address in ("ipc://*", "ipc://@tba-test-channels", "ipc://@tba-test/channels", "tcp://127.0.0.1:*"):
         ServerChannel(address).close()
-
-
-@pytest.mark.parametrize("name", ["@socket", "*socket"])
-def test_a_socket_file_is_kept_if_its_name_begins_with_a_wildcard(tmp_path, name):
-    first = ServerChannel(f"ipc://{tmp_path}/{name}")
-    with pytest.raises(AddressInUse):
-        ServerChannel(f"ipc://{tmp_path}/{name}")
-    first.close()
-
-
-@pytest.fixture
-def held():
-    """Lock directories, as any program that may read them can."""
-    held = []
-
-    def hold(directory: Path):
-        held.append(os.open(directory, os.O_RDONLY))
-        fcntl.flock(held[-1], fcntl.LOCK_SH)
-
-    yield hold
-    for descriptor in held:
-        os.close(descriptor)
-
-
-def test_a_directory_locked_by_another_program_is_an_address_in_use(tmp_path, held, monkeypatch):
-    monkeypatch.setattr("tba.common.wire.socket_files._LOCK_SECONDS", 0.05)
-    held(tmp_path)
-    with pytest.raises(
-        AddressInUse, match=rf"{re.escape(str(tmp_path))}/socket cannot be bound: another program keeps a lock"
-    ):
-        ServerChannel(f"ipc://{tmp_path}/socket")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def closed_folder():
-    """A directory that its user may enter and write to but not read."""
-    with closed_directory(0o300) as folder:
-        yield folder
-
-
-def test_an_unreadable_directory_can_hold_a_socket_file(closed_folder):
-    with pytest.raises(PermissionError):
-        os.listdir(closed_folder)
-    first = ServerChannel(f"ipc://{closed_folder}/socket")
-    with pytest.raises(AddressInUse, match="is in use"):
-        ServerChannel(f"ipc://{closed_folder}/socket")
-    first.close()
 
 
 def test_the_socket_of_a_run_is_in_its_directory_or_in_memory_if_the_path_is_too_long(tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ from tba.common.config.paths import check_data, check_directories, check_gpus_ap
 from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
 from tba.common.system.devices import Gpu
-from tba.common.weights.model_files import check_model
 from tba.tests.helpers.users import closed_directory
 
 ROOT = Path(__file__).parents[3]
@@ -51,11 +50,6 @@ def test_set_assigns_values_parsed_as_toml():
     resolved = resolve(None, environment={}, assignments=["train.adam_betas=[0.8, 0.9]", "search.gpus=cpu"])
     assert resolved.config.train.adam_betas == (0.8, 0.9)
     assert resolved.config.search.gpus == "cpu"
-
-
-def test_an_unknown_key_names_the_nearest_one(tmp_path):
-    file = write(tmp_path, "[train]\nlearning_rat = 1.0")
-    assert refusal(file) == f"unknown key train.learning_rat ({file}): did you mean train.learning_rate?"
 
 
 ALERTS = "Alertmanager calls for help (docs/operations.md, deploy/prometheus/alerts.yml)"
@@ -305,14 +299,6 @@ def test_a_path_in_a_directory_without_access_is_not_writable(closed_folder):
     with pytest.raises(ConfigError, match=f"run.dir .*/one is not writable: {re.escape(str(closed_folder))} belongs"):
         check_directories(config)
     assert nearest_existing(config.run.dir) == closed_folder
-
-
-def test_a_model_or_prompt_file_in_a_directory_without_access_does_not_exist(closed_folder):
-    with pytest.raises(ConfigError, match="model.path .* does not exist"):
-        check_model(str(closed_folder / "model"))
-    task = Config.model_validate({"task": {"name": "gsm8k", "train": str(closed_folder / "train.jsonl")}}).task
-    with pytest.raises(ConfigError, match=r"task.train .*/train.jsonl does not exist"):
-        check_data(task)
 
 
 def test_prompt_files_are_checked_only_for_a_task_that_reads_them():

@@ -9,9 +9,6 @@ import pytest
 from tba.common.config.layers import resolve
 from tba.common.system.devices import list_gpus
 
-# Commands that take the configuration as an argument.
-TOP_LEVEL = ("run", "search", "train", "eval", "status", "doctor")
-BUFFER_COMMANDS = ("serve", "stats", "tail", "check")
 NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
 
 
@@ -30,15 +27,22 @@ def settings(**values: object) -> list[str]:
 @pytest.mark.parametrize(
     ("command", "successor"),
     [
-        ("compact", "`tba buffer prune --tokens`"),
-        ("migrate", "one schema"),
-        ("restore", "copy the backup there"),
-        ("search", "`tba buffer query "),
-        ("serve-queries", "`ssh HOST tba buffer query SQL`"),
+        (["buffer", "compact", "x"], "buffer compact` was removed: `tba buffer prune --tokens`"),
+        (["buffer", "migrate", "x"], "one schema"),
+        (["buffer", "restore", "x"], "copy the backup there"),
+        (["buffer", "search", "x"], "`tba buffer query "),
+        (["buffer", "serve-queries", "x"], "`ssh HOST tba buffer query SQL`"),
+        (
+            ["buffer", "query", "SELECT 1", "--address", "tcp://a"],
+            "--address was removed: query the file on its own machine",
+        ),
+        (["config", "check", "-c", "run.toml"], "check` was removed: `tba doctor --only settings --only model --"),
+        (["plot", "runs/a"], "plot` was removed: `tba report RUN --out run.png` draws"),
+        (["task", "show"], "show` was removed: `tba task check` shows prompts"),
     ],
 )
-def test_a_removed_buffer_command_names_its_successor(tba_here, command, successor):
-    refused(tba_here("buffer", command, "anything"), 2, f"buffer {command}` was removed: ", successor)
+def test_a_removed_command_names_its_successor(tba_here, command, successor):
+    refused(tba_here(*command), 2, successor)
 
 
 def test_version_is_printed(tba_here):
@@ -113,18 +117,6 @@ def test_a_check_alone_has_the_exit_code_of_its_error(tba_here, example_model):
     refused(elsewhere, 2, "there is no check compiler with --assume: the checks are settings, gpus")
 
 
-def test_a_removed_command_names_its_successor(tba_here):
-    refused(
-        tba_here("config", "check", "-c", "run.toml"),
-        2,
-        "check` was removed: `tba doctor --only settings --only model --",
-    )
-    refused(tba_here("plot", "runs/a"), 2, "plot` was removed: `tba report RUN --out run.png` draws")
-    query = tba_here("buffer", "query", "SELECT 1", "--address", "tcp://a:5757")
-    refused(query, 2, "--address was removed: ", "`ssh HOST tba buffer query SQL`")
-    refused(tba_here("task", "show"), 2, "show` was removed: `tba task check` shows prompts")
-
-
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
     """A directory with incomplete copies of the example's model, a file, and a weights directory that is not one."""
@@ -174,12 +166,6 @@ def test_the_check_of_settings_names_the_key_and_the_path(tba_here, example_mode
 def test_a_missing_model_setting_is_refused_before_anything_is_created(tba_here, tmp_path, command):
     refused(tba_here(*command, *settings(run__dir=tmp_path / "run")), 78, "model.path is not set")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("command", [*([one] for one in TOP_LEVEL), *(["buffer", one] for one in BUFFER_COMMANDS)])
-def test_the_configuration_is_an_argument_or_an_option(tba_here, command):
-    for way in (["nowhere.toml"], ["--config", "nowhere.toml"], ["-c", "nowhere.toml"]):
-        refused(tba_here(*command, *way), 78, "nowhere.toml does not exist")
 
 
 @pytest.mark.parametrize(

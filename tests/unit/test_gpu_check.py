@@ -94,6 +94,13 @@ def test_a_stage_that_hangs_or_raises_is_ended_and_the_rest_go_on(run):
     assert "ValueError: a wrong" in (report.folder / "log.txt").read_text()
 
 
+def test_a_stage_that_cannot_run_is_skipped_with_a_reason(run, gpu_check):
+    def skips(*_: object) -> None:
+        raise gpu_check.findings.Skip("no room")
+
+    assert run(skips=skips).stages["skips"].result == "skipped: no room"
+
+
 def checks_of_the_page() -> set[str]:
     """What the page names as the check of a claim: `gpu-check STAGE`, or a test of tests/gpu."""
     rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]

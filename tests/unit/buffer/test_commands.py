@@ -8,9 +8,18 @@ import pytest
 from tba.tests.helpers.buffer import change
 
 
-def test_query_prints_a_table_for_people(tba_buffer, filled):
-    lines = tba_buffer("query", "SELECT id, reward FROM trajectories WHERE id < 3", "-b", filled).output.splitlines()
-    assert [line.split() for line in lines] == [["id", "reward"], ["1", "0"], ["2", "0.25"]]
+@pytest.mark.parametrize(
+    ("sql", "words"),
+    [
+        ("SELECT id, reward FROM trajectories WHERE id < 3", ["id", "reward", "1", "0", "2", "0.25"]),
+        ("SELECT prompt_ids AS b FROM payloads WHERE trajectory = 1", ["b", "<8", "bytes>"]),
+        ("SELECT 12345.678 AS n, 99999.5 AS n", ["n", "n", "12345.678", "99999.5"]),
+        ("SELECT 28020.0 AS n, 0.123456 AS n, 1e18 AS n", ["n", "n", "n", "28020", "0.1235", "1e+18"]),
+        ('SELECT 1 AS "[/b]", 2 AS "[bold]a", 3 AS ":smile:"', ["[/b]", "[bold]a", ":smile:", "1", "2", "3"]),
+    ],
+)
+def test_query_prints_a_table_for_people(tba_buffer, filled, sql, words):
+    assert tba_buffer("query", sql, "-b", filled).output.split() == words
 
 
 def test_a_query_without_an_answer_says_so_to_people_only(tba_buffer, filled):
@@ -30,11 +39,6 @@ def test_query_prints_json_and_csv_for_machines(tba_buffer, filled):
     assert (
         tba_buffer("query", sql, "-b", filled, "--csv").output == "id,reward,error\n1,0.0,\n7,0.0,reward: no number\n"
     )
-
-
-def test_blobs_print_as_their_size_in_tables(tba_buffer, filled):
-    sql = "SELECT prompt_ids FROM payloads WHERE trajectory = 1"
-    assert "<8 bytes>" in tba_buffer("query", sql, "-b", filled).output
 
 
 @pytest.mark.parametrize(
@@ -60,11 +64,10 @@ def test_a_note_reports_that_rows_were_left_out(tba_buffer, filled):
     assert tba_buffer("query", "SELECT id FROM trajectories", "-b", filled, "--limit", 7).message == ""
 
 
-def test_two_columns_of_the_same_name_are_a_table_and_no_json_object(tba_buffer, filled):
+def test_two_columns_of_the_same_name_are_no_json_object(tba_buffer, filled):
     refused = tba_buffer("query", "SELECT 1 AS a, 2 AS a", "-b", filled, "--json")
     assert (refused.exit_code, refused.output) == (2, "")
     assert "two columns are named 'a'" in refused.message
-    assert tba_buffer("query", "SELECT 1 AS a, 2 AS a", "-b", filled).output.split() == ["a", "a", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -208,14 +211,6 @@ def test_a_database_may_stand_where_a_configuration_is_expected(tba_buffer, fill
     assert "exclude each other" in tba_buffer("stats", filled, "-b", filled).message
 
 
-@pytest.mark.parametrize(
-    ("number", "printed"),
-    [(12345.678, "12345.678"), (99999.5, "99999.5"), (28020.0, "28020"), (0.123456, "0.1235"), (1e18, "1e+18")],
-)
-def test_numbers_are_printed_as_people_write_them(number, printed, tba_buffer, filled):
-    assert tba_buffer("query", f"SELECT {number!r} AS n", "-b", filled).output.split() == ["n", printed]
-
-
 def test_show_reports_that_no_step_trained_on_a_trajectory(tba_buffer, filled):
     assert "no step has trained on it" in tba_buffer("show", 7, "-b", filled).output
 
@@ -251,11 +246,6 @@ def test_control_characters_in_responses_are_escaped_for_the_terminal(tba_buffer
     assert "\nresponse:\n1\n\\x1b]0;title\\x07\\r2\\u2028é\n" in tba_buffer("show", 1, "-b", path).output
     assert "\x1b" not in tba_buffer("query", "SELECT text FROM trajectories", "-b", path).output
     assert tba_buffer("tail", "-b", path, "--json").json["text"] == "1\n\x1b]0;title\x07\r2\u2028é"
-
-
-@pytest.mark.parametrize("heading", ["[/b]", "[bold]a", ":smile:"])
-def test_headings_are_printed_as_they_are(heading, tba_buffer, filled):
-    assert tba_buffer("query", f'SELECT 1 AS "{heading}"', "-b", filled).output.split() == [heading, "1"]
 
 
 def test_stats_print_counts(tba_buffer, filled):

@@ -160,13 +160,6 @@ def test_prune_of_tokens_ignores_the_local_configuration_if_the_database_is_name
     assert (done["run"], done["trajectories_kept"]) == ("test", 5)
 
 
-def test_prune_of_tokens_uses_the_local_configuration_otherwise(capped, tba_buffer, tmp_path):
-    record_start(capped, buffer={"prompt_cap": 5}, run={"name": "test"})
-    (tmp_path / "tba.toml").write_text(f'[buffer]\nprompt_cap = 1\ndatabase = "{capped}"\n')
-    done = tba_buffer("prune", "--tokens", "--keep-steps", 0, "--json").json
-    assert (done["run"], done["trajectories_kept"]) == ("test", 1)
-
-
 def test_prune_of_tokens_checks_the_free_disk_space_first(capped, tba_buffer, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     refused = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0)

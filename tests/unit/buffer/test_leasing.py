@@ -7,8 +7,7 @@ from tba.common.wire import messages
 
 
 def test_every_prompt_of_an_epoch_is_leased_once_before_the_next_epoch(harness):
-    buffer = harness()
-    buffer.register(10)
+    buffer = harness(fill=(10, 0))
     visits = [visit for _ in range(4) for visit in buffer.lease(5, held=list(range(1, 100))).visits]
     assert sorted(v.prompt_key for v in visits[:10]) == sorted(v.prompt_key for v in visits[10:])
     assert [v.epoch for v in visits] == [0] * 10 + [1] * 10
@@ -18,22 +17,19 @@ def test_every_prompt_of_an_epoch_is_leased_once_before_the_next_epoch(harness):
 def test_epochs_are_shuffled_by_the_seed(harness):
     orders = []
     for seed in (0, 0, 1):
-        buffer = harness(run={"seed": seed})
-        buffer.register(20)
+        buffer = harness(run={"seed": seed}, fill=(20, 0))
         orders.append([v.prompt_key for v in buffer.lease(20).visits])
     assert orders[0] == orders[1] != orders[2]
 
 
 def test_leases_whose_reply_was_lost_are_granted_again(harness):
-    buffer = harness()
-    buffer.register(10)
+    buffer = harness(fill=(10, 0))
     lost = buffer.lease(3).visits
     assert buffer.lease(3, held=[]).visits == lost
 
 
 def test_an_expired_lease_goes_to_another_searcher_unchanged(harness):
-    buffer = harness(buffer={"lease_seconds": 30})
-    buffer.register(4)
+    buffer = harness(buffer={"lease_seconds": 30}, fill=(4, 0))
     visits = buffer.lease(4, sender="dead.1").visits
     buffer.clock.advance(31)
     buffer.service.expire_leases()
@@ -76,8 +72,7 @@ def test_a_late_put_closes_its_visit_unless_it_is_leased_to_another_searcher(har
 
 
 def test_a_heartbeat_keeps_leases(harness):
-    buffer = harness(buffer={"lease_seconds": 30})
-    buffer.register(4)
+    buffer = harness(buffer={"lease_seconds": 30}, fill=(4, 0))
     buffer.lease(2, sender="slow.1")
     buffer.clock.advance(29)
     buffer.ask(messages.Heartbeat(activity="generating", reason="", weights_version=0, metrics={}), sender="slow.1")
@@ -91,8 +86,7 @@ HELLO = messages.Hello(host="h", pid=1)
 
 
 def test_a_restarted_searcher_soon_gets_the_leases_of_its_earlier_start(harness):
-    buffer = harness(buffer={"lease_seconds": 120})
-    buffer.register(4)
+    buffer = harness(buffer={"lease_seconds": 120}, fill=(4, 0))
     before = {v.lease for v in buffer.lease(4, sender="node-cpu0.aaaa").visits}
     buffer.ask(HELLO, sender="node-cpu0.bbbb")
     buffer.clock.advance(4)
@@ -101,8 +95,7 @@ def test_a_restarted_searcher_soon_gets_the_leases_of_its_earlier_start(harness)
 
 
 def test_two_living_searchers_with_one_name_keep_their_own_leases(harness):
-    buffer = harness()
-    buffer.register(8)
+    buffer = harness(fill=(8, 0))
     first = {v.lease for v in buffer.lease(4, sender="node-cpu0.aaaa").visits}
     buffer.ask(HELLO, sender="node-cpu0.bbbb")
     buffer.clock.advance(2)
@@ -113,8 +106,7 @@ def test_two_living_searchers_with_one_name_keep_their_own_leases(harness):
 
 
 def test_a_searcher_that_was_silent_too_long_keeps_leases_not_granted_to_another(harness):
-    buffer = harness(buffer={"lease_seconds": 30})
-    buffer.register(8)
+    buffer = harness(buffer={"lease_seconds": 30}, fill=(8, 0))
     mine = [v.lease for v in buffer.lease(4, sender="slow.1").visits]
     buffer.clock.advance(31)
     buffer.service.expire_leases()
@@ -123,8 +115,7 @@ def test_a_searcher_that_was_silent_too_long_keeps_leases_not_granted_to_another
 
 
 def test_after_a_goodbye_the_leases_of_a_searcher_go_to_others_and_it_gets_none(harness):
-    buffer = harness()
-    buffer.register(4)
+    buffer = harness(fill=(4, 0))
     left = buffer.lease(4, sender="a.1").visits
     buffer.ask(messages.Goodbye(), sender="a.1")
     assert buffer.lease(4, sender="a.1").visits == []
@@ -133,8 +124,7 @@ def test_after_a_goodbye_the_leases_of_a_searcher_go_to_others_and_it_gets_none(
 
 def test_a_run_keeps_its_seed_so_a_restart_with_another_seed_skips_no_prompt(harness, tmp_path):
     path = tmp_path / "same.sqlite"
-    first = harness(path, run={"seed": 0})
-    first.register(10)
+    first = harness(path, run={"seed": 0}, fill=(10, 0))
     before = [v.prompt_key for v in first.lease(5).visits]
     first.store.close()
     second = harness(path, run={"seed": 1})
@@ -158,8 +148,7 @@ def test_a_request_with_old_weights_is_answered_immediately_and_not_parked(harne
 
 
 def test_other_prompts_under_the_same_run_are_refused(harness):
-    buffer = harness()
-    buffer.register(4)
+    buffer = harness(fill=(4, 0))
     other = messages.RegisterPrompts(task="t", fingerprint="1" * 64, total=4, offset=0, keys=["q0"])
     with pytest.raises(Refused, match="other data"):
         buffer.ask(other)

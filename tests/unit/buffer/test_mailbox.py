@@ -27,6 +27,17 @@ def test_a_transaction_takes_some_of_each_queue_and_one_batch():
     assert [taken.header.type for taken in mailbox.take(0)] == [*["get_status"] * 18, "sample_batch"]
 
 
+def test_other_requests_of_one_connection_beyond_a_limit_are_dropped():
+    mailbox = Mailbox(1 << 20)
+    for id_ in range(1000):
+        mailbox.add(arrival(LEASE, role="searcher", id_=id_))
+    mailbox.add(arrival(LEASE, peer=b"other", role="searcher"))
+    assert (mailbox.dropped, mailbox.bytes) == (872, 129)
+    assert {taken.peer for taken in mailbox.take(0)} == {Peer(b"p"), Peer(b"other")}
+    mailbox.add(arrival(LEASE, role="searcher"))
+    assert mailbox.dropped == 872
+
+
 def parked_lease(sender: str, peer: bytes = b"1", deadline: float = 1.0) -> Arrival:
     return arrival(LEASE, peer=peer, role="searcher", sender=sender, deadline=deadline)
 

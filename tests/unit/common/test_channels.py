@@ -148,6 +148,18 @@ def test_addresses_without_a_file_are_bound():
         ServerChannel(address).close()
 
 
+def test_a_directory_locked_by_another_program_is_an_address_in_use(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.common.wire.socket_files._LOCK_SECONDS", 0.05)
+    directory = os.open(tmp_path, os.O_RDONLY)
+    # As any program that may read the directory can.
+    fcntl.flock(directory, fcntl.LOCK_SH)
+    sentence = rf"{re.escape(str(tmp_path))}/socket cannot be bound: another program keeps a lock"
+    with pytest.raises(AddressInUse, match=sentence):
+        ServerChannel(f"ipc://{tmp_path}/socket")
+    os.close(directory)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_socket_of_a_run_is_in_its_directory_or_in_memory_if_the_path_is_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr("tba.common.wire.socket_files._MEMORY", tmp_path)
     monkeypatch.setattr("os.getuid", lambda: 7)

@@ -154,6 +154,12 @@ def test_other_prompts_under_the_same_run_are_refused(harness):
         buffer.ask(other)
 
 
+def test_a_task_with_fewer_prompts_than_a_batch_is_refused(harness):
+    buffer = harness(train={"prompts_per_step": 5})
+    with pytest.raises(Refused, match="lower train.prompts_per_step"):
+        buffer.register(4)
+
+
 def test_prompts_arrive_in_chunks_and_are_leased_only_when_complete(harness):
     buffer = harness()
     half = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=0, keys=["p0", "p1"])

@@ -29,11 +29,17 @@ def row(producer: int, sequence: int, tokens: int) -> Trajectory:
     return make_trajectory(lease=0, tokens=response, logprobs=logprobs)
 
 
+def put_of(producer: int, first: int, tokens: int) -> tuple[messages.PutTrajectories, list[bytes]]:
+    """Return a put of `ROWS` rows and its frames."""
+    return put_message([row(producer, first + k, tokens) for k in range(ROWS)], first)
+
+
 @dataclass
 class Producer:
     """A searcher that puts without pause, in a thread, with up to `window` pending puts, and `limit` puts in all.
 
-    `posted` counts puts; `acknowledged` has their first sequence numbers in the order of the replies.
+    `posted` counts puts; `acknowledged` has their first sequence numbers in the order of the replies, and `duplicates`
+    counts the rows that were stored before.
     """
 
     address: str
@@ -45,6 +51,7 @@ class Producer:
     acknowledged: list[int] = field(default_factory=list)
     troubles: set[str] = field(default_factory=set)
     refused: list[str] = field(default_factory=list)
+    duplicates: int = 0
 
     def start(self) -> None:
         self._enough, self._given_up = threading.Event(), threading.Event()
@@ -74,14 +81,14 @@ class Producer:
                 self.troubles |= {client.trouble} - {""}
 
     def _post(self, client: BufferClient) -> None:
-        first = self.posted * ROWS
-        client.post(*put_message([row(self.number, first + k, self.tokens) for k in range(ROWS)], first))
+        client.post(*put_of(self.number, self.posted * ROWS, self.tokens))
         self.posted += 1
 
     def _note(self, replies) -> None:
         for reply in replies:
             if isinstance(reply.message, messages.PutAck):
                 self.acknowledged.append(reply.message.first_sequence)
+                self.duplicates += reply.message.duplicates
             else:
                 self.refused.append(repr(reply.message))
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import zlib
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +33,32 @@ def tokens_of(sender: str, sequence: int, count: int) -> np.ndarray:
     return np.resize(np.array([zlib.crc32(sender.encode()) >> 1, sequence], np.int32), count)
 
 
+def episode_of(sequence: int, count: int) -> dict[str, Any]:
+    """Return what makes a row an episode of two turns in two sequences, unique to it. Every other row is one."""
+    if sequence % 2 or count < 5:
+        return {}
+    mask = np.ones(count, np.uint8)
+    mask[2:4] = 0
+    same = {"seconds": 0.5, "parts": {"n": sequence}, "messages": [["user", f"answer {sequence}"]]}
+    turns = [{"start": 0, "tokens": 2, "reward": sequence}, {"start": 4, "tokens": count - 4, "reward": -1}]
+    return {
+        "loss_mask": mask,
+        "segments": np.array([2], np.int32),
+        "turns": [turn | same for turn in turns],
+        "stop_reason": "completed",
+    }
+
+
 def put_of(sender: str, first: int, visit: messages.Visit, tokens: int) -> tuple[messages.PutTrajectories, list[bytes]]:
     """Return the put with the group of one visit."""
     group = [
-        make_trajectory(visit.prompt_key, visit.lease, tokens=tokens_of(sender, first + k, tokens), reward=float(k % 2))
+        make_trajectory(
+            visit.prompt_key,
+            visit.lease,
+            tokens=tokens_of(sender, first + k, tokens),
+            reward=float(k % 2),
+            **episode_of(first + k, tokens),
+        )
         for k in range(ROWS)
     ]
     return put_message(group, first)

@@ -1,5 +1,6 @@
 """SIGKILL at random moments under load: every acknowledged row is stored once, and all else is consistent with it."""
 
+import json
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.clock import ManualClock
-from tba.tests.helpers.producers import PROMPTS, tokens_of
+from tba.tests.helpers.producers import PROMPTS, episode_of, tokens_of
 from tba.tests.helpers.puts import connected, prepare
 from tba.tests.process.conftest import clean_environment
 from tba.tests.runner import size
@@ -187,7 +188,7 @@ def check_rows(database: Path, load: Load) -> None:
     with closing(sqlite3.connect(database)) as connection, connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         stored = connection.execute(
-            "SELECT s.sender, t.sequence, p.response_ids FROM trajectory_rows t "
+            "SELECT s.sender, t.sequence, p.response_ids, t.turns, p.segments FROM trajectory_rows t "
             "JOIN senders s ON s.id = t.sender LEFT JOIN payloads p ON p.trajectory = t.id"
         ).fetchall()
         assert connection.execute("SELECT COUNT(*) FROM payloads").fetchone() == (len(stored),)
@@ -198,11 +199,14 @@ def check_rows(database: Path, load: Load) -> None:
                 "SELECT DISTINCT visit FROM trajectory_rows",
             )
         )
-    times = Counter((sender, sequence) for sender, sequence, _ in stored)
+    times = Counter((sender, sequence) for sender, sequence, *_ in stored)
     assert max(times.values()) == 1
     assert acknowledged <= set(times), f"{len(acknowledged - set(times))} acknowledged rows are lost"
-    for sender, sequence, response in stored:
+    for sender, sequence, response, turns, segments in stored:
         assert np.array_equal(np.frombuffer(response, "<i4"), tokens_of(sender, sequence, TOKENS))
+        episode = episode_of(sequence, TOKENS)
+        assert json.loads(turns) == episode.get("turns", [])
+        assert np.frombuffer(segments, "<i4").tolist() == list(episode.get("segments", []))
     assert done == with_rows, "a visit is closed by the transaction with its rows"
     assert len(acks) > 10 * KILLS
     assert sum(duplicates for *_, duplicates in acks) > 0, "no kill came between a commit and its acknowledgement"

@@ -180,6 +180,7 @@ def test_a_sound_database_passes_every_check(filled, tba_buffer):
 
 
 NO_SUCH_ROW = check._REFERENCES
+TURNS = "the turns of an episode follow each other in its response"
 # Each statement with the rule that it breaks.
 BREAKAGES = {
     "DELETE FROM trajectory_rows WHERE id = 7": NO_SUCH_ROW,
@@ -191,6 +192,9 @@ BREAKAGES = {
     "UPDATE trajectory_rows SET compacted_at = 1.0 WHERE id = 3": "compacted trajectories have no tokens",
     "UPDATE trajectory_rows SET response_tokens = 4 WHERE id = 3": "token counts match the stored arrays",
     "UPDATE consumption_rows SET token_log_ratios = x'0000' WHERE slot = 0": "one log-ratio per token",
+    """UPDATE trajectory_rows SET turns = '[{"start": 0, "tokens": 4}]'""": TURNS,
+    """UPDATE trajectory_rows SET turns = '[{"start": 0, "tokens": 2}, {"start": 1, "tokens": 1}]'""": TURNS,
+    "UPDATE trajectory_rows SET error_kind = NULL WHERE id = 7": "exactly the errors have a kind",
     "UPDATE prompts SET run = 2 WHERE id = 1": "a trajectory and its prompt belong to the same run",
     "UPDATE trajectory_rows SET policy_version = 5 WHERE id = 3": "every policy version was announced",
     "DELETE FROM consumption_rows WHERE slot = 5": "each batch has prompts × samples slots",

@@ -22,7 +22,7 @@ import numpy as np
 
 from tba.common.config import Config
 from tba.common.errors import EngineError, TaskError
-from tba.common.rendering import Continuation, Message, PromptRenderer
+from tba.common.rendering import Message, PromptRenderer
 from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns
 from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Int32
 from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSettings
@@ -44,7 +44,6 @@ _STOPS = {
 }
 _SEED_BITS = 63
 
-_NOTHING = Continuation([], False)
 # What cuts an episode off: `task.truncated` applies.
 CUT_OFF = ("max_tokens", "context_overflow")
 
@@ -175,17 +174,18 @@ class Episodes:
         episode.said += [message[:2] for message in episode.conversation]
         self._generate(episode)
 
-    def _generate(self, episode: Episode, following: Continuation = _NOTHING) -> None:
-        """Have the next turn generated, after what follows the last one."""
+    def _generate(self, episode: Episode, following: Sequence[int] = (), *, anew: bool = False) -> None:
+        """Have the next turn generated, after the ids that follow the last one; `anew`: that are a new context."""
         number = len(episode.turns)
         seed = episode.sampling.seed
         if seed is not None and number:
             seed = random.Random(f"{seed}:{number}").getrandbits(_SEED_BITS)  # noqa: S311
-        context = following.ids if following.broken else episode.context + following.ids
-        left = self._limits.tokens - episode.length - len(following.ids)
+        episode.context = [*following] if anew else [*episode.context, *following]
+        episode.length += len(following)
+        left = self._limits.tokens - episode.length
         sampling = replace(episode.sampling, seed=seed, max_tokens=min(left, self._limits.turn_tokens))
         try:
-            self._ask(np.asarray(context, np.int32), sampling, partial(self._replied, episode))
+            self._ask(np.asarray(episode.context, np.int32), sampling, partial(self._replied, episode))
         except ContextOverflow as error:
             if number:
                 self._close(episode, "context_overflow")
@@ -193,9 +193,6 @@ class Episodes:
                 self._fail(episode, "generation", f"not generated: {error}", is_open=True)
         except EngineError as error:
             self._fail(episode, "generation", f"not generated: {error}", is_open=True)
-        else:
-            episode.context = context
-            episode.length += len(following.ids)
 
     def _replied(self, episode: Episode, generation: Generation) -> None:
         """Give the reply of the policy to the environment."""
@@ -257,8 +254,8 @@ class Episodes:
         if episode.length + len(following.ids) >= self._limits.tokens:
             self._close(episode, "max_tokens")
             return
-        episode.conversation = [*episode.conversation, (_POLICY, reply), *messages]
-        self._generate(episode, following)
+        episode.conversation = following.conversation
+        self._generate(episode, following.ids, anew=following.broken)
 
     def _fail(self, episode: Episode, kind: str, reason: str, *, is_open: bool = False) -> None:
         """End an episode with an error, the first one it has; an environment that is still open is closed before."""

@@ -129,9 +129,10 @@ def _row(task: "Task", prompt: "Prompt", response: str) -> dict[str, Any]:
     from tba.searcher.tasks.task import Reward, has_environment
 
     if has_environment(task, prompt):
-        reward, error = Reward(0.0, {}), "episodes: tba generate --play"
+        scored: tuple[Reward, str | None] = Reward(0.0, {}), "episodes: tba generate --play"
     else:
-        reward, error = score(task, prompt, response, finished=True)
+        scored = score(task, prompt, response, finished=True)
+    reward, error = scored
     text = prompt.text or "\n".join(f"{role}: {content}" for role, content, *_ in prompt.messages)
     return {
         "key": prompt.key,

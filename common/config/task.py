@@ -43,8 +43,8 @@ class TaskSource(Section):
     """One task: where its prompts and its scorer come from."""
 
     name: str = "arithmetic"
-    """The task: arithmetic, answers, calculator, gsm8k, guess, gymnasium, math, reasoning_gym, redteam, mixture, or
-    your own as `path/to/file.py`, `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH (docs/tasks.md)."""
+    """The task: answers, arithmetic, calculator, gsm8k, guess, gymnasium, math, mixture, reasoning_gym, redteam, or
+    your own as `path/to/file.py`, `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH: docs/tasks.md."""
     train: str = ""
     """answers, gsm8k, math, an environment of SkyRL-gym's or TRL's shape: a local jsonl, csv or parquet file with
     questions and answers, or a hub id such as openai/gsm8k."""

@@ -226,7 +226,8 @@ def _errors(groups: Sequence[Sequence[Answer]], graded: Sequence[bool]) -> list[
     """Return why each answer has no score, or lacks the part that others of its task have; None if it has."""
     lacks = f"the reward has no part `{CORRECT}`"
     return [
-        [a.error or (lacks if demanded and CORRECT not in a.reward.parts else None) for a in group]
+        # The parts of an episode are sums over its turns, in which one that is not given is 0.
+        [a.error or (lacks if demanded and CORRECT not in a.reward.parts and not a.episode else None) for a in group]
         for group, demanded in zip(groups, graded, strict=True)
     ]
 

@@ -84,7 +84,7 @@ def _task(source: TaskSource) -> Task:
             make = environment_task(make)
             arguments |= {"train": source.train, "test": source.test}
         _check_options(source, make)
-        task = make(**arguments)
+        task: Task = make(**arguments)
     # A shortage of memory may be transient, so it must not count as a mistake of the configuration.
     except (MemoryError, TbaError):
         raise

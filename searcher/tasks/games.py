@@ -79,7 +79,7 @@ class GuessGame:
         if guess == self._number:
             return Turn(reward=1.0, done=True, parts={CORRECT: 1.0})
         hint = ("higher" if guess < self._number else "lower") if self._hints else "wrong"
-        return Turn((("user", f" {hint} :"),))
+        return Turn((("user", f" {hint} :"),), parts={CORRECT: 0.0})
 
     def close(self) -> None:
         pass
@@ -126,7 +126,7 @@ class Calculator:
 
     def step(self, reply: str, finished: bool) -> Turn:
         if call := _CALL.search(reply):
-            return Turn((("user", f" = {calculate(call[1])}\n"),), parts={"calls": 1.0})
+            return Turn((("user", f" = {calculate(call[1])}\n"),), parts={CORRECT: 0.0, "calls": 1.0})
         numbers = _NUMBER.findall(reply)
         right = float(bool(numbers) and numbers[-1] == self._answer)
         return Turn(reward=right, done=True, parts={CORRECT: right, "parse_error": float(not numbers)})

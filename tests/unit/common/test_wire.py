@@ -22,10 +22,10 @@ from tba.common.wire.codec import (
     request_id_of,
 )
 from tba.common.wire.messages import GetStatus
-from tba.common.wire.trajectory import MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers, pack, unpack_arrays
+from tba.common.wire.trajectory import MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers, pack, sequences, unpack_arrays
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.examples import FILE_MESSAGES, REPLIES, REQUESTS, STATE
-from tba.tests.helpers.puts import put_message
+from tba.tests.helpers.puts import make_episode, put_message
 
 COUNTS = {f"{name}_count": [1] for name in ("prompt_ids", "response_ids", "logprobs", "version_runs")}
 
@@ -242,6 +242,69 @@ def test_a_column_of_reference_logprobs_has_a_number_or_none_for_each_row(trajec
     columns, frames = pack([trajectory(), trajectory()])
     with pytest.raises(WireError, match="reference_logprob"):
         decode_put(columns | {"reference_logprob": column}, frames)
+
+
+def test_an_episode_survives_the_wire_and_other_rows_carry_nothing_for_it(trajectory):
+    message, frames = put_message([make_episode(), trajectory(), trajectory(error="no", error_kind="worker")])
+    decoded = decode_request(views(request(message, frames)))
+    assert isinstance(decoded.message, messages.PutTrajectories)
+    turns, *others = not_none(decoded.message.rows.turns)
+    assert [asdict(turn) for turn in turns] == [
+        turn | {"messages": [("user", "on")], "environment_seconds": None} for turn in make_episode().turns
+    ]
+    assert (others, decoded.message.rows.error_kind) == ([[], []], [None, None, "worker"])
+    assert [a.tolist() for a in unpack_arrays(asdict(decoded.message.rows), decoded.frames)["segments"]] == [
+        [4, 9],
+        [],
+        [],
+    ]
+    columns, _ = pack([trajectory()] * 2)
+    assert not {"turns", "error_kind"} & columns.keys()
+
+
+TURN = make_episode().turns[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *(
+            ({"segments": np.array(at, np.int32)}, "segments")
+            for at in ([0], [4, 4], [9, 4], [3], [4, 12], [-1], [4, 5])
+        ),
+        ({"loss_mask": np.zeros(0, np.uint8)}, "segments"),
+        ({"loss_mask": np.array([1, 1, 0, 1, *[0] * 8], np.uint8)}, "segments"),
+        ({"turns": [TURN, TURN]}, "turn 1 of row 0 is not after the one before it"),
+        ({"turns": [TURN | {"start": 10, "tokens": 3}]}, "turn 0 of row 0 .* inside the response"),
+        ({"turns": [TURN | {"start": -1}]}, "start"),
+        ({"turns": [TURN | {"tokens": 0}]}, "tokens"),
+        ({"turns": [TURN | {"reward": math.nan}]}, "reward"),
+        ({"turns": [TURN | {"parts": {"x": math.inf}}]}, "parts"),
+        ({"turns": [TURN | {"messages": [["user", "x" * (fields.MAX_TURN_TEXT + 1)]]}]}, "messages"),
+        ({"turns": [TURN | {"messages": [["user", "x"]] * (fields.MAX_TURN_MESSAGES + 1)}]}, "messages"),
+        ({"turns": [TURN | {"note": 1}]}, "note"),
+        ({"turns": [TURN] * (fields.MAX_TURNS + 1)}, "turns"),
+        ({"error": "no", "error_kind": None}, "an error has a kind"),
+        ({"error_kind": "reward"}, "an error has a kind"),
+        ({"error": "no", "error_kind": "boredom"}, "error_kind"),
+        *(({"stop_reason": reason}, "only a row with an error ends by") for reason in sorted(fields.ERROR_STOPS)),
+    ],
+)
+def test_an_impossible_episode_is_refused(changes, words):
+    columns, frames = pack([make_episode(**changes)])
+    with pytest.raises(WireError, match=words):
+        decode_put(columns, frames)
+
+
+def test_the_sequences_of_an_episode_are_what_the_model_saw_and_share_its_sampled_tokens(trajectory):
+    episode = make_episode()
+    found = [(one.context_ids.tolist(), one.response_ids.tolist(), one.mask.tolist()) for one in sequences(episode)]
+    assert found == [([1, 2], [5, 6, 9, 7], [1, 1, 0, 1]), ([1, 2, 9], [8, 3], [1, 1]), ([1, 6], [4], [1])]
+    assert sum(float(one.logprobs.sum()) for one in sequences(episode)) == float(episode.logprobs.sum())
+    (only,) = sequences(trajectory(tokens=[5, 6]))
+    assert (only.context_ids.tolist(), only.response_ids.tolist(), only.mask.tolist()) == ([1, 2], [5, 6], [1, 1])
+    (empty,) = sequences(trajectory(tokens=[], error="no"))
+    assert (len(empty.context_ids), len(empty.response_ids)) == (2, 0)
 
 
 STATUS = request(GetStatus())

@@ -100,7 +100,7 @@ class _SkyRl(_Wrapped):
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         """Return what `init` adds to the prompt. Raises ValueError if it changes the prompt, whose tokens are fixed."""
         given = [as_map(message) for message in prompt.messages or [("user", prompt.text)]]
-        conversation: list[Message]
+        conversation: list[Any]
         conversation, _ = await _awaited(self._environment.init([dict(message) for message in given]))
         if conversation[: len(given)] != given:
             raise ValueError("init() changes the messages of the prompt: write the rows so that it only adds some")

@@ -168,7 +168,8 @@ class ScoringStage:
             if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
                 raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {response.error}")
             log.warning("rollout failed", prompt=prompt.key, reason=response.error)
-            self._finish(response, Scored(generation.id, None, Reward(0.0, {}), response.error[:_ERROR_CHARACTERS]))
+            error = response.error[:_ERROR_CHARACTERS]
+            self._finish(response, Scored(generation.id, None, Reward(0.0, {}), error, error_kind="generation"))
             return
         self._failures_in_a_row = 0
         try:
@@ -177,7 +178,7 @@ class ScoringStage:
         except Exception as error:
             log.exception("response not decoded", prompt=prompt.key)
             reason = f"not decoded: {type(error).__name__}: {error}"
-            self._finish(response, Scored(generation.id, None, *failed(reason)))
+            self._finish(response, Scored(generation.id, None, *failed(reason), error_kind="decoding"))
             return
         self._unscored[generation.id] = response
         self._rewards.submit(generation.id, prompt, text, generation.stop_reason == STOP_EOS)
@@ -216,6 +217,7 @@ class ScoringStage:
             generation_seconds=generation.seconds,
             text=scored.text,
             error=scored.error,
+            error_kind=scored.error_kind,
         )
         group.done.append(row)
         if len(group.done) == group.size:
@@ -225,7 +227,7 @@ class ScoringStage:
         """Apply `task.truncated` to a response that was cut off. A row with an error is stored and not trained on."""
         if self._truncated == "mask":
             reason = f'not trained on: cut off after {tokens} tokens, and task.truncated is "mask"'
-            return replace(scored, error=reason)
+            return replace(scored, error=reason, error_kind="masked")
         if self._truncated == "score":
             return scored
         return replace(scored, reward=Reward(self._truncated, scored.reward.parts))

@@ -96,8 +96,9 @@ def _sum(scored: Scored, by_model: Result, weight: float) -> Scored:
     if scored.error is not None:
         return scored
     if by_model.error is not None:
-        return Scored(scored.ticket, scored.text, *failed(f"model: {by_model.error}"))
+        return Scored(scored.ticket, scored.text, *failed(f"model: {by_model.error}"), error_kind="reward_model")
     total, parts = scored.reward.total + weight * by_model.value, {**scored.reward.parts, MODEL_PART: by_model.value}
     if not abs(total) <= LARGEST_REWARD:
-        return Scored(scored.ticket, scored.text, *failed(f"model: the reward would be {total}"))
+        reason = f"model: the reward would be {total}"
+        return Scored(scored.ticket, scored.text, *failed(reason), error_kind="reward_model")
     return Scored(scored.ticket, scored.text, Reward(total, parts), None)

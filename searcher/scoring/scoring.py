@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from tba.common.log import get_logger
-from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS
+from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, ErrorKind
 from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import Int32, Trajectory
 from tba.searcher.tasks.task import Prompt, Reward, Task, name_of
@@ -37,7 +37,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A scored response: its reward, or a reward of 0 and an error.
+    """A scored response: its reward, or a reward of 0 and an error of some `ErrorKind`.
 
     `interrupted` if the task did not return or raise: it exceeded its time limit, or its worker died.
     """
@@ -47,6 +47,7 @@ class Scored:
     reward: Reward
     error: str | None
     interrupted: bool = False
+    error_kind: ErrorKind | None = None
 
 
 @dataclass(slots=True)

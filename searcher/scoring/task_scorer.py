@@ -16,7 +16,8 @@ from tba.common.config import TaskSection
 from tba.common.errors import TaskError, TbaError, WorkerLost
 from tba.common.log import configure, get_logger
 from tba.common.system.process import SAFE_PATH
-from tba.searcher.scoring.scoring import Item, Scored, failed, score, score_later, storable
+from tba.common.wire.fields import ErrorKind
+from tba.searcher.scoring.scoring import Item, Scored, failed, score, score_later, storable, timed_out
 from tba.searcher.scoring.worker_pool import LOAD_SECONDS, Connection, PoolSettings, Result, WorkerPool
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt, Reward, Task, least_reward, name_of, scores_concurrently
@@ -59,7 +60,8 @@ class TaskScorer(WorkerPool):
             super().submit(item)
         else:
             reward, error = score(self._task, item.prompt, item.text, item.finished)
-            self._scored.append(Scored(item.ticket, item.text, reward, error))
+            kind: ErrorKind | None = "reward" if error is not None else None
+            self._scored.append(Scored(item.ticket, item.text, reward, error, error_kind=kind))
 
     def done(self) -> list[Scored]:
         """The responses scored since the last call. Never blocks.
@@ -83,10 +85,14 @@ class TaskScorer(WorkerPool):
         if result.error is not None:
             name = name_of(self._task, item.prompt)
             log.warning("response not scored", task=name, prompt=item.prompt.key, reason=result.error)
-            return Scored(item.ticket, item.text, *failed(result.error, name), interrupted=True)
-        total, parts, error, timed_out = result.value
-        self.timeouts += timed_out
-        return Scored(item.ticket, item.text, Reward(total, parts), error, interrupted=timed_out)
+            late = result.error == timed_out(self.settings.work_seconds)
+            return Scored(
+                item.ticket, item.text, *failed(result.error, name), True, "reward_timeout" if late else "worker"
+            )
+        total, parts, error, is_late = result.value
+        self.timeouts += is_late
+        kind: ErrorKind | None = None if error is None else "reward_timeout" if is_late else "reward"
+        return Scored(item.ticket, item.text, Reward(total, parts), error, is_late, kind)
 
     def _check_least(self, scored: list[Scored]) -> None:
         """Log once that a reward is lower than the task says."""

@@ -40,7 +40,12 @@ def cases(draw):
     limit, overhead = draw(st.integers(1, 400)), draw(st.none() | st.integers(0, 100))
     plans = [
         micro_batches(
-            lengths, samples, limit=limit, split=partial(forward_passes, overhead=overhead), rank=rank, ranks=ranks
+            [[n] for n in lengths],
+            samples,
+            limit=limit,
+            split=partial(forward_passes, overhead=overhead),
+            rank=rank,
+            ranks=ranks,
         )
         for rank in range(ranks)
     ]
@@ -90,7 +95,7 @@ def test_loads_of_ranks_differ_by_at_most_one_item(sizes, ranks):
 @pytest.mark.parametrize(("limit", "expected"), [(30, [[0, 2, 1]]), (22, [[0, 2], [1]]), (18, [[0], [2, 1]])])
 def test_micro_batches_are_whole_groups_within_the_limit(limit, expected):
     plan = micro_batches(
-        [3, 9, 4, 4, 8, 2], 2, limit=limit, split=partial(forward_passes, overhead=None), rank=0, ranks=1
+        [[3], [9], [4], [4], [8], [2]], 2, limit=limit, split=partial(forward_passes, overhead=None), rank=0, ranks=1
     )
     assert [micro_batch.groups for micro_batch in plan] == expected
 

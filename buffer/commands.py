@@ -53,9 +53,7 @@ Database = Annotated[
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen without keys where other machines can connect.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, and change nothing.")]
-Format = Annotated[
-    str | None, typer.Option("--format", help="jsonl, parquet, or openenv for traces; default: by the file's suffix.")
-]
+Format = Annotated[str | None, typer.Option("--format", help="jsonl, parquet or openenv; default: by the suffix.")]
 _TABLE_ROWS = 100
 # The largest integer of SQLite.
 _LARGEST_ID = (1 << 63) - 1
@@ -215,11 +213,10 @@ def export(
         done = run_export(path, file, where=where, format_=format_, force=force, on_progress=on_progress)
     if as_json:
         return print_json(done)
-    if done["no_trace"]:
-        note(f"left out: {quantity(done['no_trace'], 'trajectory', 'trajectories')} without sampled tokens")
     if done["without_tokens"]:
         more = quantity(done["without_tokens"], "more trajectory has", "more trajectories have")
-        note(f"left out: {more} no tokens, since they were pruned")
+        why = "sampled tokens with log-probabilities" if format_ == "openenv" else "tokens, since they were pruned"
+        note(f"left out: {more} no {why}")
     written = quantity(done["trajectories"], "trajectory", "trajectories")
     return typer.echo(f"{written}, {quantity(done['bytes'], 'byte')} in {file}")
 
@@ -227,10 +224,7 @@ def export(
 @app.command("import")
 def import_(
     file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="jsonl, also of OpenEnv traces, parquet, or the buffer database of another run."
-        ),
+        Path, typer.Argument(metavar="FILE", help="jsonl, also of traces, parquet, or another run's database.")
     ],
     config: ConfigFile = None,
     sets: Sets = None,

@@ -75,19 +75,17 @@ def export(
     format_ = format_of(target, format_)
     check_target(source, target, force=force)
     write = {JSONL: _write_jsonl, OPENENV: _write_traces}.get(format_) or _parquet_writer()
-    read = 0
-
-    def counted() -> Iterator[dict[str, Any]]:
-        nonlocal read
-        for read, record in enumerate(records, 1):
-            yield record
-            if read % _PROGRESS_ROWS == 0:
-                on_progress("exporting", read, None)
-
     with open_records(source, where) as (records, matching), replacing(target) as temporary:
-        written = write(temporary, counted())
-    counts = {"trajectories": written, "without_tokens": matching() - read, "no_trace": read - written}
-    return {"file": str(target), **counts, "bytes": target.stat().st_size}
+        written = write(temporary, _counted(records, on_progress))
+    size = target.stat().st_size
+    return {"file": str(target), "trajectories": written, "without_tokens": matching() - written, "bytes": size}
+
+
+def _counted(records: Iterator[dict[str, Any]], on_progress: OnProgress) -> Iterator[dict[str, Any]]:
+    for count, record in enumerate(records, 1):
+        yield record
+        if count % _PROGRESS_ROWS == 0:
+            on_progress("exporting", count, None)
 
 
 def format_of(path: Path, given: str | None) -> str:

@@ -57,9 +57,7 @@ def import_file(
     *,
     on_progress: OnProgress,
 ) -> dict[str, Any]:
-    """Import a file. Returns the number of its rows, of new ones, and of those that the run already had.
-
-    `warnings` are the checks that warn of a trace, each with the number of traces.
+    """Import a file. Returns the number of its rows, of new ones, of those that the run already had, and of warnings.
 
     Raises UsageError for an invalid row before anything is imported; BufferFault or StorageError if the buffer fails,
     with the number of rows imported until then.
@@ -96,10 +94,7 @@ def import_file(
 
 
 def _check(rows: Iterable[SourceRow], parser: Parser, on_progress: OnProgress) -> tuple[int, Counter[str]]:
-    """Parse every row. Returns their number, and that of each warning.
-
-    Raises UsageError for an invalid row, or one that occurs twice.
-    """
+    """Parse every row. Returns the number of rows and warnings. Raises UsageError for a wrong row, or a second copy."""
     count = 0
     warnings: Counter[str] = Counter()
     seen: defaultdict[str, set[int]] = defaultdict(set)

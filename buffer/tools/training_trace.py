@@ -1,7 +1,6 @@
 """OpenEnv's `TrainingTrace` v1, read and written: one episode of an agent, as the calls of the model that it made.
 
     line ──► trace ──► checks ──► the calls that are trained on ──► the keys of one row (import_row.Line)
-    exported row ──► trace ──► the same checks ──► line
 
 The checks have the names and levels of OpenEnv's validator: a FATAL one refuses the file, a WARN is counted. A trace
 has no place for a reward: the result of OpenEnv's `verify` is in the metadata of its last call. Without one the row is
@@ -15,7 +14,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from tba.common.errors import UsageError, first_problem
 from tba.common.wire.episode import SampledTurn, join_turns
@@ -31,15 +30,14 @@ _KEPT = (
     *("run", "run_name", "id", "epoch", "sender", "sequence", "policy_version", "policy_step", "received_at"),
     *("stop_reason", "created_at", "generation_seconds", "text", "error", "error_kind", "metadata"),
 )
-# Above 0: a probability of 1 in float32.
-_ROUNDING = 1e-4
-_UNSCORED = "the trace has no env_reward: nobody has scored it"
 
 
-class _Part(BaseModel):
+class _Part(BaseModel, strict=True):
     """A part of a trace of which only some keys matter here."""
 
-    model_config = ConfigDict(strict=True)
+
+class _Request(_Part):
+    messages: list[dict[str, Any]] | None = None
 
 
 class _Choice(_Part):
@@ -64,8 +62,6 @@ class _Verify(_Part):
 
 
 class _Metadata(_Part):
-    """The keys of a call's metadata that an import reads; docs/database.md explains them."""
-
     model: str | None = None
     sampling_params: _Sampling = _Sampling()
     prompt_key: str | None = None
@@ -78,16 +74,15 @@ class _Metadata(_Part):
     messages: list[list[str]] = []
 
 
-class Call(BaseModel):
+class Call(_Part, extra="forbid"):
     """One call of the model: its prompt [P], what it sampled [C], and a mask over both [P + C]."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     node_id: Annotated[str, Field(min_length=1)]
     prompt_token_ids: list[int]
     completion_token_ids: list[int]
     per_token_logps: list[float]
     loss_mask: list[int]
-    request: dict[str, Any] = {}
+    request: _Request = _Request()
     response: _Response = _Response()
     metadata: _Metadata = _Metadata()
 
@@ -114,10 +109,9 @@ class Call(BaseModel):
         return self.choice.version_spans or whole
 
 
-class Trace(BaseModel):
+class Trace(_Part, extra="forbid"):
     """The calls of one episode."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     schema_version: Literal[1] = 1
     turns: list[Call]
 
@@ -166,13 +160,12 @@ def _of_call(call: Call) -> Iterator[tuple[str, str, str]]:
 
 
 def _of_trace(calls: Sequence[Call]) -> Iterator[Finding]:
-    ids = {call.node_id for call in calls}
-    parents, discarded = _graph(calls)
-    roots = parents.count(None)
+    paths, discarded = _graph(calls)
+    roots = sum(len(path) == 1 for path in paths.values())
     settings = {tuple(c.sampling.values()) for n, c in enumerate(calls) if any(c.mask) and n not in discarded}
     checks = (
         (FATAL, "no_turns", not calls, "there is none"),
-        (FATAL, "duplicate_node_ids", len(ids) < len(calls), "two turns have the same node_id"),
+        (FATAL, "duplicate_node_ids", len({c.node_id for c in calls}) < len(calls), "two turns have the same node_id"),
         (FATAL, "nothing_trainable", calls and not settings, "no loss_mask counts a token"),
         (FATAL, "sampling_policy_changed", len(settings) > 1, f"temperature and top_p are {sorted(settings)}"),
         (WARN, "degenerate_rollout", len(calls) == 1, ""),
@@ -183,22 +176,24 @@ def _of_trace(calls: Sequence[Call]) -> Iterator[Finding]:
     return (Finding(level, name, 0, what) for level, name, found, what in checks if found)
 
 
-def _graph(calls: Sequence[Call]) -> tuple[list[int | None], set[int]]:
-    """Return the parent of each call, and the calls that led nowhere.
+def _graph(calls: Sequence[Call]) -> tuple[dict[int, tuple[int, ...]], set[int]]:
+    """Return the path to each call from the first of its conversation, and the calls that led nowhere.
 
-    The parent is the call whose prompt and completion are the longest beginning of the prompt. A call led nowhere if
-    none has it as its parent, although one has another call with the same parent, or the same first prompt.
+    A call continues the one whose prompt and completion are the longest beginning of its prompt. A call led nowhere if
+    none continues it, although one continues another call after the same one, or with the same first prompt.
     """
     prompts = [np.array(call.prompt_token_ids, np.int64).tobytes() for call in calls]
     ends = [p + np.array(c.completion_token_ids, np.int64).tobytes() for p, c in zip(prompts, calls, strict=True)]
     longest_first = sorted(range(len(calls)), key=lambda one: -len(ends[one]))
-    parents, families = list[int | None](), dict[int | bytes, set[int]]()
-    for number, prompt in enumerate(prompts):
-        shorter = (one for one in longest_first if len(prompts[one]) < len(prompt))
-        parents.append(next((one for one in shorter if prompt.startswith(ends[one])), None))
-        families.setdefault(prompt if parents[-1] is None else parents[-1], set()).add(number)
-    continued = {parent for parent in parents if parent is not None}
-    return parents, {one for family in families.values() if family & continued for one in family - continued}
+    paths, families = dict[int, tuple[int, ...]](), dict[bytes | tuple[int, ...], set[int]]()
+    for number in sorted(range(len(calls)), key=lambda one: len(prompts[one])):
+        prompt = prompts[number]
+        before = (one for one in longest_first if len(prompts[one]) < len(prompt) and prompt.startswith(ends[one]))
+        path = next((paths[one] for one in before), ())
+        paths[number] = (*path, number)
+        families.setdefault(path or prompt, set()).add(number)
+    continued = {one for path in paths.values() for one in path[:-1]}
+    return paths, {one for family in families.values() if family & continued for one in family - continued}
 
 
 def read(fields: Any, where: str, run: str) -> tuple[dict[str, Any], list[str]]:
@@ -227,7 +222,6 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
     is_own = all(call.spans for call in kept)
     is_cut = kept[-1].choice.finish_reason == "length"
     is_episode = len(kept) > 1 or not kept[0].metadata.model_fields_set.isdisjoint(_DETAILS)
-    stops = ("completed", "max_tokens") if is_episode else (STOP_EOS, STOP_LENGTH)
     last = calls[-1].metadata
     reward, metrics = last.verify.env_reward, last.verify.metrics
     texts = [call.choice.message.get("content") for call in kept if call.choice.message]
@@ -236,15 +230,15 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
         "prompt_key": next((call.metadata.prompt_key for call in calls if call.metadata.prompt_key), None),
         "reward": 0.0 if reward is None else reward,
         "reward_parts": {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)},
-        "stop_reason": stops[is_cut],
+        "stop_reason": ((STOP_EOS, STOP_LENGTH), ("completed", "max_tokens"))[is_episode][is_cut],
         "sampling": kept[0].sampling,
         "generation_seconds": sum(call.metadata.seconds for call in kept),
         "text": "\n".join(text for text in texts if isinstance(text, str)) or None,
-        "error": _UNSCORED if reward is None else None,
+        "error": "the trace has no env_reward: nobody has scored it" if reward is None else None,
         "error_kind": "imported" if reward is None else None,
         "metadata": {"node_id": calls[0].node_id},
     }
-    line |= {name: value for name, value in last.tba.items() if name in _KEPT}
+    line |= {name: value for name, value in last.tba.items() if name in _KEPT and value is not None}
     tokens = _tokens(kept, is_own=is_own)
     if not is_episode:
         tokens |= {"turns": [], "loss_mask": [] if all(tokens["loss_mask"]) else tokens["loss_mask"]}
@@ -252,16 +246,9 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
 
 
 def _trained(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls with tokens to train on, each before those that extend it: one chain after the other.
-
-    What a call without any has added is the context of the next one.
-    """
-    parents, discarded = _graph(calls)
-    order, waiting = list[int](), [n for n, parent in enumerate(parents) if parent is None][::-1]
-    while waiting:
-        order.append(waiting.pop())
-        waiting += [n for n, parent in enumerate(parents) if parent == order[-1]][::-1]
-    return [calls[n] for n in order if n not in discarded and any(calls[n].mask)]
+    """Return the calls with tokens to train on, one conversation after the other. The tokens of others are context."""
+    paths, discarded = _graph(calls)
+    return [calls[n] for n in sorted(paths, key=paths.__getitem__) if n not in discarded and any(calls[n].mask)]
 
 
 def _tokens(kept: Sequence[Call], *, is_own: bool) -> dict[str, Any]:
@@ -279,21 +266,18 @@ def _tokens(kept: Sequence[Call], *, is_own: bool) -> dict[str, Any]:
 
 
 def _details(call: Call, following: Call | None) -> dict[str, Any]:
-    """Return the entries of a turn table; the environment's answer is what the next request adds to this one."""
+    """Return the entries of the turn table; the environment's answer is what the next request adds to this one."""
     recorded = call.metadata.model_dump(include={*_DETAILS}, exclude_none=True)
-    before, after = call.request.get("messages"), following.request.get("messages") if following else None
-    if not recorded["messages"] and isinstance(before, list) and isinstance(after, list):
+    before, after = call.request.messages or [], following.request.messages or [] if following else []
+    if not recorded["messages"] and after[: len(before)] == before:
         # The first message that is new is the model's own.
-        added = [one for one in after[len(before) + 1 :] if isinstance(one, dict)][:MAX_TURN_MESSAGES]
+        added = after[len(before) + 1 :][:MAX_TURN_MESSAGES]
         recorded["messages"] = [[str(one.get("role")), str(one.get("content"))[:MAX_TURN_TEXT]] for one in added]
     return recorded
 
 
 def write(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Return an exported row as a trace, or None if it is no trace that OpenEnv accepts.
-
-    Those are rows without sampled tokens or log-probabilities, such as failed generations and demonstrations.
-    """
+    """Return an exported row as a trace; None for one without sampled tokens or their log-probabilities."""
     response = record["response_ids"]
     if not response or record["metadata"].get("logprobs") == "absent":
         return None
@@ -307,12 +291,13 @@ def write(record: dict[str, Any]) -> dict[str, Any] | None:
         prompt = record["prompt_ids"] + response[:start] if segment is None else response[segment:start]
         edges = [0, *(np.flatnonzero(np.diff(versions[start:end])) + 1).tolist(), end - start]
         spans = [[a, b, int(versions[start + a])] for a, b in pairwise(edges)]
-        details = {name: turn[name] for name in _DETAILS if name in turn}
+        details = {name: turn[name] for name in turn.keys() - {"start", "tokens"}}
         call = {
             "node_id": f"{record['run']}-{record['id']}-{number}",
             "prompt_token_ids": prompt,
             "completion_token_ids": response[start:end],
-            "per_token_logps": [0.0 if 0 < one < _ROUNDING else one for one in record["logprobs"][start:end]],
+            # The rounding of a probability of 1 may be above 0.
+            "per_token_logps": [0.0 if 0 < one < 1e-4 else one for one in record["logprobs"][start:end]],
             "loss_mask": [0] * len(prompt) + mask[start:end],
             "response": {"choices": [{"finish_reason": "stop", "version_spans": spans}]},
             "metadata": {"model": f"policy@v{spans[0][2]}", "sampling_params": record["sampling"], **details},

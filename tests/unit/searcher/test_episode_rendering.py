@@ -116,15 +116,6 @@ def test_without_a_template_contents_follow_as_text_after_one_begin_token(kind):
     assert answer.conversation[-3:] == [("assistant", "5"), HIGHER, ("user", "\n")]
 
 
-def test_after_a_prompt_of_ids_contents_follow_as_text():
-    tokenizer = chat_tokenizer("qwen 3")
-    renderer, prompt = renderer_of(tokenizer), Prompt("p", ids=[7, 8])
-    first, conversation = renderer.begin(prompt, [HIGHER])
-    plain = tokenizer.encode(HIGHER[1])
-    assert first == [7, 8, *plain]
-    assert renderer.proceed(conversation, "5", [HIGHER], variables_of=prompt).ids == plain
-
-
 def test_a_text_prompt_is_a_message_of_the_user_where_there_is_a_template():
     tokenizer = chat_tokenizer("qwen 3")
     renderer = renderer_of(tokenizer)
@@ -142,6 +133,20 @@ def test_a_role_that_the_template_leaves_out_or_refuses_is_an_error():
         renderer.begin(PROMPT, [("tool", "6")])
     with pytest.raises(ValueError, match="the chat template refuses it: System role not supported"):
         renderer_of(chat_tokenizer("gemma")).proceed([ASK], "5", [("system", "6")], variables_of=PROMPT)
+
+
+def test_a_role_that_the_template_writes_at_the_beginning_alone_is_an_error_later():
+    tokenizer = chat_tokenizer("qwen 2.5")
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% for m in messages %}", "{% for m in said %}")
+    tokenizer.chat_template = (
+        "{% set said = messages[:1] + messages[1:] | rejectattr('role', 'eq', 'system') | list %}"
+        + (tokenizer.chat_template)
+    )
+    renderer = renderer_of(tokenizer)
+    first, conversation = renderer.begin(Prompt("p"), [("system", "Be brief."), ASK])
+    assert "Be brief." in tokenizer.decode(first)
+    with pytest.raises(ValueError, match="does not write messages of the role 'system'"):
+        renderer.proceed(conversation, "5", [("system", "Be long."), ASK], variables_of=Prompt("p"))
 
 
 @pytest.mark.skipif(not TRL, reason="trl is not installed")

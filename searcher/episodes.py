@@ -180,11 +180,12 @@ class Episodes:
         seed = episode.sampling.seed
         if seed is not None and number:
             seed = random.Random(f"{seed}:{number}").getrandbits(_SEED_BITS)  # noqa: S311
-        context = [*following] if anew else [*episode.context, *following]
-        left = self._limits.tokens - episode.length - len(following)
+        episode.context = [*following] if anew else [*episode.context, *following]
+        episode.length += len(following)
+        left = self._limits.tokens - episode.length
         sampling = replace(episode.sampling, seed=seed, max_tokens=min(left, self._limits.turn_tokens))
         try:
-            self._ask(np.asarray(context, np.int32), sampling, partial(self._replied, episode))
+            self._ask(np.asarray(episode.context, np.int32), sampling, partial(self._replied, episode))
         except ContextOverflow as error:
             if number:
                 self._close(episode, "context_overflow")
@@ -192,9 +193,6 @@ class Episodes:
                 self._fail(episode, "generation", f"not generated: {error}", is_open=True)
         except EngineError as error:
             self._fail(episode, "generation", f"not generated: {error}", is_open=True)
-        else:
-            episode.context = context
-            episode.length += len(following)
 
     def _replied(self, episode: Episode, generation: Generation) -> None:
         """Give the reply of the policy to the environment."""

@@ -6,7 +6,7 @@ the chat template has changed the history, begins a *segment*: its whole context
 row still holds every context that the model was given.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class SampledTurn:
     completion_token_ids: Sequence[int]
     logprobs: Sequence[float]
     version_runs: Sequence[Sequence[int]]
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 class EpisodeTokens(NamedTuple):

@@ -1,7 +1,6 @@
 """Export and import of trajectories: nothing is lost, and nothing is added twice."""
 
 import json
-import sys
 
 import pytest
 
@@ -50,8 +49,7 @@ TURNS = (
 def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness, trajectory, target, ask, tmp_path):
     import numpy as np
 
-    buffer = harness()
-    buffer.fill(2, 2)
+    buffer = harness(fill=(2, 2))
     logprobs = np.array([-0.1, -1e-7, -3.3333333], np.float32)
     odd = {"text": 'a "b"\n\u2028é', "metadata": {"deep": [{"x": 1.5}]}, "loss_mask": np.array([1, 0, 1], np.uint8)}
     runs = np.array([[0, 1], [0, 2]], np.int32)
@@ -75,16 +73,6 @@ def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness,
     assert ask(KEPT) == ask(KEPT, path)
     metadata = json.loads(ask("SELECT metadata FROM trajectories WHERE text IS NOT NULL")[0][0])
     assert metadata == {"deep": [{"x": 1.5}], "imported_version": 0, "imported_run": buffer.run.uuid}
-
-
-@pytest.mark.parametrize("name", [*FILES, "database"])
-def test_importing_again_adds_nothing(name, tba_buffer, filled, target):
-    source = filled if name == "database" else name
-    if name != "database":
-        tba_buffer("export", name, "-b", filled)
-    assert tba_buffer("import", source, *target, "--json").json["new"] == 7
-    again = tba_buffer("import", source, *target)
-    assert again.output == f"7 rows in {source}: 0 new in run other, 7 already present\n"
 
 
 def test_imports_belong_to_no_policy_of_the_run_and_are_never_on_policy(
@@ -221,16 +209,6 @@ def test_an_export_reports_compacted_trajectories(tba_buffer, filled):
     tba_buffer("prune", "--tokens", "-b", filled, "--set", "run.name=test", "--keep-steps", 0)
     done = tba_buffer("export", "x.jsonl", "-b", filled, "--json").json
     assert (done["trajectories"], done["without_tokens"]) == (6, 1)
-
-
-@pytest.mark.parametrize("command", [["export", "x.parquet"], ["import", "rows.parquet"]], ids=["export", "import"])
-def test_a_missing_parquet_extra_gives_one_sentence(command, tba_buffer, filled, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    refused = tba_buffer(*command, "-b", filled, "--set", "run.name=test")
-    assert refused.exit_code == 78
-    assert "pyarrow is not installed: in the clone of tba, pip install '.[parquet]'" in refused.message
 
 
 # ---------------------------------------------------------------- import

@@ -28,7 +28,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--numbers", type=int, default=15, help="as task.options.numbers")
+    parser.add_argument("--numbers", type=int, default=7, help="as task.options.numbers")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     return parser.parse_args()
 

@@ -34,7 +34,7 @@ def make_trajectory(prompt_key: str = "p0", lease: int = 1, version: int = 0, **
 
 
 def make_episode(prompt_key: str = "p0", lease: int = 1, version: int = 0, **changes: Any) -> Trajectory:
-    """Return an episode of four turns in three sequences: its context begins anew after the second and third turn."""
+    """Return an episode of four turns in three sequences: a new context begins after the second and third turn."""
     mask = np.array([1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1], np.uint8)
     turns = [
         {"start": start, "tokens": tokens, "seconds": 0.5, "reward": reward, "parts": {}, "messages": [["user", "on"]]}

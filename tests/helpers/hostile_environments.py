@@ -16,7 +16,7 @@ def misbehave(misdeed: str) -> object:
         case "hangs":
             time.sleep(3600)
         case "late":
-            time.sleep(2.5)
+            time.sleep(5.5)
         case "raises":
             raise ValueError("no such move")
         case "exits":

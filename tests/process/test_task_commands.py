@@ -164,16 +164,6 @@ def test_prompts_that_are_none_end_the_check(checked, tmp_path, prompts, sentenc
     assert sentence in findings["prompts"]["detail"]
 
 
-@pytest.mark.slow
-def test_a_task_may_print_anything_and_at_its_end(tba_here, tmp_path):
-    assert tba_here("task", "new", "loud", "--dir", tmp_path).exit_code == 0
-    with (tmp_path / "loud.py").open("a") as file:
-        file.write("import atexit, os\natexit.register(print, 'end')\natexit.register(os.write, 1, b'\\xff')\n")
-    command = [sys.executable, "-m", "tba", "task", "check", str(tmp_path / "loud.py")]
-    result = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=200)
-    assert b"two processes load the same prompts" in result.stdout, result.stderr
-
-
 HIDING = ("random", "threading", "socket", "json", "math", "numbers", "numpy", "msgpack", "tempfile", "sitecustomize")
 
 

@@ -1,6 +1,7 @@
 """An environment that misbehaves as a prompt's key names: `METHOD MISDEED`. Workers load it through `task.name`."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import time
@@ -95,8 +96,10 @@ class _Waiting:
         return ()
 
     async def step(self, reply, finished):
-        if reply == "late":
-            await asyncio.sleep(3600)
+        if reply in ("late", "stubborn"):
+            with contextlib.suppress(asyncio.CancelledError if reply == "stubborn" else ()):
+                await asyncio.sleep(3600)
+            return Turn()
         _Waiting.under_way += 1
         while _Waiting.under_way < int(reply):
             await asyncio.sleep(0.01)

@@ -126,8 +126,9 @@ def test_coroutines_of_several_environments_run_together_and_each_has_its_deadli
     rewards = make("Coroutines")
     found = play(rewards, ["one", "two", "three"], replies=["3"])
     assert [found[key][-1].turn.done for key in found] == [True] * 3
-    late = play(rewards, ["one"], replies=["late"])["one"][-1]
-    assert (late.error_kind, late.error) == ("turn_timeout", "environment of hostile: step(): timed out after 5 s")
+    for reply in ("late", "stubborn"):
+        late = play(rewards, ["one"], replies=[reply])["one"][-1]
+        assert (late.error_kind, late.error) == ("turn_timeout", "environment of hostile: step(): timed out after 5 s")
 
 
 def test_an_episode_can_end_with_a_last_turn_or_by_closing_it(make):

@@ -1,7 +1,6 @@
 """An environment that misbehaves as a prompt's key names: `METHOD MISDEED`. Workers load it through `task.name`."""
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import time
@@ -97,8 +96,11 @@ class _Waiting:
 
     async def step(self, reply, finished):
         if reply in ("late", "stubborn"):
-            with contextlib.suppress(asyncio.CancelledError if reply == "stubborn" else ()):
+            try:
                 await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                if reply == "late":
+                    raise
             return Turn()
         _Waiting.under_way += 1
         while _Waiting.under_way < int(reply):

@@ -148,8 +148,8 @@ class ObjectiveSection(Section):
     """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler
     holds the level of the log-probabilities on stale data; policy is the paper's Eq. 7."""
     log_z: Literal["prompt", "turn"] = "prompt"
-    """tb: what has a log Z. prompt: each prompt. turn: what precedes each turn of an episode, which keeps the optimum on
-    stale data of a random environment; from the samples that share it, else learned."""
+    """tb: what has a log Z. prompt: each prompt. turn: each turn's history, which keeps the optimum on stale data of a
+    random environment; it is estimated from the samples that share the history, else learned."""
     value_beta: PositiveFloat | Literal["beta"] = 1.0
     """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data
     (docs/evidence.md)."""

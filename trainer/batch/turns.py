@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from tba.trainer.batch.batch import Row, counted
-from tba.trainer.objectives.responses import Turns, row_sums
+from tba.trainer.objectives.responses import Turns, row_totals
 
 
 def turn_starts(row: Row) -> list[int]:
@@ -44,14 +44,13 @@ def turns_of(
         # Of samples of one prompt only, which are in one micro-batch: the loss does not depend on how a batch is cut.
         numbers += [histories.setdefault((n // samples, one), len(histories)) for one in _histories(row, starts)]
     row_S, depth_S = torch.tensor(places).unbind(1)
-    tokens_R = reference_R[counted(rows)]
     return Turns(
         lengths=lengths,
         row_S=row_S,
         depth_S=depth_S,
         history_S=torch.tensor(numbers),
         reward_S=torch.tensor(rewards, dtype=torch.float64),
-        reference_S=row_sums(tokens_R, torch.ones(len(tokens_R), dtype=torch.bool), lengths),
+        reference_S=row_totals(reference_R[counted(rows)], lengths),
         log_z_S=torch.zeros(len(lengths), dtype=torch.float64),
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tba.trainer.objectives.advantages import imitation, taper
-from tba.trainer.objectives.responses import Responses, Terms, Turns, row_sums
+from tba.trainer.objectives.responses import Responses, Terms, Turns, row_totals
 
 
 def trajectory_balance(
@@ -85,7 +85,7 @@ def turn_balance(responses: Responses, beta: float) -> Terms:
     turns = responses.turns
     if turns is None:
         raise ValueError('log_z = "turn" needs the turns of the responses')
-    policy_S = row_sums(responses.logprob_R[responses.mask_R], torch.ones(sum(turns.lengths)).bool(), turns.lengths)
+    policy_S = row_totals(responses.logprob_R[responses.mask_R], turns.lengths)
     target_S = turns.reward_S / beta + turns.reference_S
     times_S, log_z_S = _log_z_of_histories(turns, target_S, policy_S.detach())
     residual_S = torch.where(times_S > 1, log_z_S, turns.log_z_S) + policy_S - target_S

@@ -49,8 +49,15 @@ def batch_metrics(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[st
         "recency_missed": batch.recency_missed,
         "tokens": float(sum(row.tokens for row in batch.rows)),
         "response_tokens_mean": sum(lengths) / len(lengths),
-        **({} if end_ids is None else {"truncated_share": truncated_share(batch.rows, end_ids)}),
+        **_truncated(batch, end_ids),
     }
+
+
+def _truncated(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[str, float]:
+    # Why an episode ended is not to be seen at its last token.
+    turns = batch.turn_rewards or [[] for _ in batch.rows]
+    rows = [row for row, rewards in zip(batch.rows, turns, strict=True) if not rewards]
+    return {} if end_ids is None or not rows else {"truncated_share": truncated_share(rows, end_ids)}
 
 
 def truncated_share(rows: Sequence[Row], end_ids: Collection[int]) -> float:

@@ -208,7 +208,7 @@ class RunningVllm:
         if request.id in self._in_flight:
             raise EngineError(f"request {request.id} is already in flight")
         self._in_flight[request.id] = _InFlight(request, self._params(request.sampling), time.perf_counter())
-        self._queue.append(request.id)
+        (self._queue.appendleft if request.first else self._queue.append)(request.id)
 
     def step(self) -> list[Generation]:
         """Advance all requests by about one token and return those that finished. [] when idle."""

@@ -31,8 +31,8 @@ LAKE = "SFFFFHFHFFFHHFFG"
 ENDS = torch.tensor([field in "HG" for field in LAKE])
 GOAL = len(LAKE) - 1
 TURNS, BETA, PROMPTS, SAMPLES = 20, 0.002, 4, 16
-# Of the learned log Z, which is up to 1 / beta.
-HEAD_RATE = 0.02 / BETA
+# Of the learned values, which are up to 1.
+HEAD_RATE = 0.02
 OBJECTIVES = {
     "tb": ObjectiveSection(name="tb"),
     'tb, log_z = "turn"': ObjectiveSection(name="tb", log_z="turn"),
@@ -123,7 +123,7 @@ def rows_of(episodes: Episodes) -> list[Row]:
     return rows
 
 
-def responses_of(episodes: Episodes, logprob_FA: Tensor, age: int, log_z_F: Tensor, *, by_turn: bool) -> Responses:
+def responses_of(episodes: Episodes, logprob_FA: Tensor, age: int, value_F: Tensor, *, by_turn: bool) -> Responses:
     """Return episodes as the arguments of an objective. Without the tokens of fields, which would not count."""
     taken = np.arange(TURNS) < episodes.turns[:, None]
     field_R, action_R = torch.from_numpy(episodes.field[taken]).long(), torch.from_numpy(episodes.action[taken]).long()
@@ -134,7 +134,7 @@ def responses_of(episodes: Episodes, logprob_FA: Tensor, age: int, log_z_F: Tens
         rows = rows_of(episodes)
         tokens = sum(len(row.response_ids) for row in rows)
         turns = turns_of(rows, reward_bK.flatten(), [[]] * len(rows), torch.full((tokens,), -np.log(4)), SAMPLES)
-        turns = replace(turns, log_z_S=log_z_F[field_R])
+        turns = replace(turns, value_S=value_F[field_R])
     return Responses(
         logprob_R=logprob_FA[field_R, action_R],
         sampled_logprob_R=torch.from_numpy(episodes.logprob[taken]),
@@ -152,15 +152,15 @@ def train(config: ObjectiveSection, chance_FAF: Tensor, *, age: int, seed: int, 
     """Train a table, and return its log-probabilities: [F, A]."""
     rng, objective = np.random.default_rng(seed), make_objective(config, longest_response=TURNS)
     logits_FA = torch.zeros(len(LAKE), 4, dtype=torch.float64, requires_grad=True)
-    log_z_F = torch.zeros(len(LAKE), dtype=torch.float64, requires_grad=True)
-    groups = [{"params": [logits_FA]}, {"params": [log_z_F], "lr": HEAD_RATE}]
+    value_F = torch.zeros(len(LAKE), dtype=torch.float64, requires_grad=True)
+    groups = [{"params": [logits_FA]}, {"params": [value_F], "lr": HEAD_RATE}]
     optimizer = torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
     past: deque[np.ndarray] = deque(maxlen=age + 1)
     for step in range(steps):
         past.append(logits_FA.detach().softmax(1).numpy())
         episodes = play(chance_FAF.numpy(), past[0], rng)
         responses = responses_of(
-            episodes, logits_FA.log_softmax(1), min(age, step), log_z_F, by_turn=config.log_z == "turn"
+            episodes, logits_FA.log_softmax(1), min(age, step), value_F, by_turn=config.log_z == "turn"
         )
         optimizer.zero_grad()
         torch.autograd.backward(objective.loss(responses, BETA))

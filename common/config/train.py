@@ -15,6 +15,8 @@ _CENTRED = ("tb", "tb_stale", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proxi
 _RATIO = ("grpo", "dr_grpo", "ppo_clip", "cispo", "proximal_rloo", "oapl")
 # Their gradient is an advantage times grad log pi, without a ratio.
 _UNWEIGHTED = ("tb", "reinforce", "rloo")
+# On stale data they explain what an environment did by chance with the actions after it.
+_EXPLAINS_LUCK = ("tb", "tb_learned_z", "oapl")
 # The paper's Eq. 7 with truncated importance weights of tokens.
 _WEIGHTED_TOKENS = ("tb_stale", "tba_prime")
 
@@ -190,6 +192,11 @@ class ObjectiveSection(Section):
             self.truncation != "off" or (self.mean_kl == "sampler" and self.anchor != "none")
         )
         return self.name in _RATIO or weighted or self.anchor == "ema" or self.taper != "off"
+
+    @property
+    def explains_luck(self) -> bool:
+        """Whether its optimum is another one on stale data of an environment that is random."""
+        return self.name in _EXPLAINS_LUCK and self.log_z == "prompt"
 
     @property
     def uses_reference(self) -> bool:

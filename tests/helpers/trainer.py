@@ -167,8 +167,8 @@ def make_learner(
     """Return a learner of a tiny model with settings of `tiny_model`, by default in float32 with FLAT settings.
 
     Its reference is the random model of the seed `initial`, so that the KL is not zero, or the policy without its
-    adapters, which change nothing unless they are `trained_adapters`. `keys` and `reference` are of their sections; `transpose` stores
-    some weights as after a conversion of their files.
+    adapters, which change nothing unless they are `trained_adapters`. `keys` and `reference` are those of the sections;
+    `transpose` stores some weights as after a conversion of their files.
     """
     settings = {"seed": 0} | (model or {})
     policy, other = tiny_model(**settings), None if lora else tiny_model(**settings | {"seed": initial})

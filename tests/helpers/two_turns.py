@@ -105,11 +105,11 @@ def paths(world: World, sampler: Sampler) -> Tensor:
 
 
 def group_of(
-    world: World, sampler: Sampler, policy: Policy, path_N3: Tensor, samples: int, log_z_AO: Tensor | None = None
+    world: World, sampler: Sampler, policy: Policy, path_N3: Tensor, samples: int, value_AO: Tensor | None = None
 ) -> Responses:
     """Return episodes as groups: action, observation, action, of which the observation does not count.
 
-    `log_z_AO` is a learned log Z of the second turn's histories.
+    `value_AO` are learned values of the second turn's histories.
     """
     first, seen, second = path_N3.unbind(1)
     rows, nothing = len(path_N3), torch.zeros(len(path_N3), dtype=torch.float64)
@@ -125,11 +125,11 @@ def group_of(
         reference_bK=torch.full_like(reward, -2 * torch.tensor(3.0).double().log()),
         staleness_bK=torch.zeros_like(reward),
         totals=Totals(len(reward), rows, 2 * rows),
-        turns=_turns(path_N3, reward.flatten(), samples, torch.zeros(3, 3) if log_z_AO is None else log_z_AO),
+        turns=_turns(path_N3, reward.flatten(), samples, torch.zeros(3, 3) if value_AO is None else value_AO),
     )
 
 
-def _turns(path_N3: Tensor, reward_N: Tensor, samples: int, log_z_AO: Tensor) -> Turns:
+def _turns(path_N3: Tensor, reward_N: Tensor, samples: int, value_AO: Tensor) -> Turns:
     first, seen, _ = path_N3.unbind(1)
     row_N, nothing = torch.arange(len(path_N3)), torch.zeros_like(reward_N)
     group_N = 10 * (row_N // samples)
@@ -140,7 +140,7 @@ def _turns(path_N3: Tensor, reward_N: Tensor, samples: int, log_z_AO: Tensor) ->
         history_S=torch.stack([group_N, group_N + 1 + 3 * first + seen], 1).flatten(),
         reward_S=torch.stack([nothing, reward_N], 1).flatten(),
         reference_S=torch.full((2 * len(path_N3),), -torch.tensor(3.0).double().log().item(), dtype=torch.float64),
-        log_z_S=torch.stack([nothing, log_z_AO[first, seen].double()], 1).flatten(),
+        value_S=torch.stack([nothing, value_AO[first, seen].double()], 1).flatten(),
     )
 
 

@@ -22,7 +22,7 @@ def turn_starts(row: Row) -> list[int]:
 def turns_of(
     rows: Sequence[Row], reward_N: Tensor, turn_rewards: Sequence[Sequence[float]], reference_R: Tensor, samples: int
 ) -> Turns:
-    """Return the turns of rows, of which `samples` after one another form a group. The learned log Z is 0.
+    """Return the turns of rows, of which `samples` after one another form a group. The learned value is 0.
 
     A row without a counted token is a turn without tokens. `turn_rewards` are those of each row; where there is not
     one of each turn, the last turn has the whole reward, which is right too: what was earned before is part of log Z.
@@ -51,7 +51,7 @@ def turns_of(
         history_S=torch.tensor(numbers),
         reward_S=torch.tensor(rewards, dtype=torch.float64),
         reference_S=row_totals(reference_R[counted(rows)], lengths),
-        log_z_S=torch.zeros(len(lengths), dtype=torch.float64),
+        value_S=torch.zeros(len(lengths), dtype=torch.float64),
     )
 
 

@@ -345,8 +345,9 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 class LogZHead(nn.Module):
     """log Z(x) as a linear function of the mean of the prompt's last hidden states (Lee et al. 2024).
 
-    It is for the objective `tb_learned_z`. b are prompts; with a log Z of each turn, they are turns, each with the last
-    hidden state before it.
+    It is for the objective `tb_learned_z`. b are prompts. With `objective.log_z = "turn"` they are turns, each with the
+    last hidden state before it, and the result is beta log Z: in units of the reward it is learned as fast for each
+    beta.
 
     The hidden states are detached: the policy is not trained to make log Z easier to predict. All weights start at
     zero, and so does log Z.

@@ -182,7 +182,7 @@ class Accumulator:
         )
 
     def _turns(self, indices: Sequence[int], rows: Sequence[Row], scores: Scores) -> Turns:
-        """Return the turns of some rows of the batch, with their learned log Z."""
+        """Return the turns of some rows of the batch, with the learned value of what came before each."""
         batch = self.batch
         turns = turns_of(
             rows,
@@ -194,7 +194,7 @@ class Accumulator:
         if self.log_z is not None and scores.turn_SH is not None:
             # A row without a counted token has a turn that starts nowhere.
             sampled_S = torch.tensor(turns.lengths) > 0
-            turns.log_z_S[sampled_S] = self.log_z(scores.turn_SH)
+            turns.value_S[sampled_S] = self.log_z(scores.turn_SH)
         return turns
 
     def _sum_over_ranks(self) -> None:

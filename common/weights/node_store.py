@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba.common.errors import ConfigError
+from tba.common.system.durable import open_regular
 from tba.common.weights import delta
 from tba.common.weights.snapshot import SnapshotKey
 
@@ -87,7 +88,8 @@ def is_verified(directory: Path, manifest_sha256: str) -> bool:
     """Whether a process of this user has recorded, since the last boot, that the files are those of this manifest."""
     try:
         own = all(path.lstat().st_uid == os.getuid() for path in (directory, directory / VERIFIED))
-        return own and (directory / VERIFIED).read_text(encoding="ascii") == _mark(manifest_sha256)
+        with open_regular(directory / VERIFIED) as file:
+            return own and file.read() == _mark(manifest_sha256).encode()
     except (OSError, ValueError):
         return False
 

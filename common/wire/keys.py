@@ -95,7 +95,7 @@ class AuthorizedKeys:
     def _reload(self) -> None:
         seen = {}
         try:
-            with contextlib.suppress(FileNotFoundError), os.scandir(self.directory) as entries:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.directory) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
                         state = entry.stat()

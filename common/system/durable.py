@@ -24,7 +24,7 @@ _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.
 
 
 def open_regular(path: Path, mode: str = "rb", buffering: int = -1) -> IO[bytes]:
-    """Open a file as `open` does. Raises OSError for a FIFO or a device, which would have this process wait for ever.
+    """Open a file as `open` does. Raises OSError for a FIFO or a device, which would stop this process.
 
     What anything may be put in the place of is opened so: the files of a run, of a model, of weights and of keys. A
     configuration or data file may be a FIFO, such as `<(command)` of a shell.

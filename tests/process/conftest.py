@@ -182,13 +182,13 @@ def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def serve_weights(start_tba, example_model, tmp_path: Path) -> Iterator[Callable[[RunConfig], Announcer]]:
+def serve_weights(start_tba, example_model) -> Iterator[Callable[[RunConfig], Announcer]]:
     """A function that starts the buffer of a run, and announces weights as version 0. Returns the announcer."""
     made: list[Announcer] = []
 
     def serve(run: RunConfig) -> Announcer:
         start_tba("buffer", "serve", "--config", run.file)
-        made.append(Announcer(run.address, example_model, tmp_path / "snapshots"))
+        made.append(Announcer(run.address, example_model, run.directory / "snapshots"))
         made[-1].announce(0)
         return made[-1]
 

@@ -17,6 +17,7 @@ from tba.buffer.service.service import BufferService
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
 from tba.common.config import Config, LoraSection, ObjectiveSection, TrainSection
+from tba.common.config.layers import resolve
 from tba.common.wire import messages
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
@@ -261,6 +262,33 @@ def run_with_buffer(root: Path, **sections: dict[str, Any]) -> tuple[Config, Buf
     buffer = BufferThread(Config.model_validate(fixed))
     address = {"buffer": sections.get("buffer", {}) | {"address": buffer.address}}
     return Config.model_validate(fixed | address), buffer
+
+
+class TrainRun:
+    """A run of a tiny model whose buffer is a thread, for processes of `tba train`. Keywords are keys of [train]."""
+
+    def __init__(
+        self, root: Path, make_config_in: Any, start_tba: Any, *, lora: dict[str, Any] | None = None, **train: Any
+    ) -> None:
+        root.mkdir(exist_ok=True)
+        defaults = {"prompts_per_step": 2, "samples_per_prompt": 3, "warmup_steps": 0, "decay_steps": 2}
+        model = {"path": str(save_tiny_model(root / "model", layers=2)), "dtype": "float32"}
+        made = make_config_in(root, model=model, train=defaults | train, lora=lora or {})
+        self.file, self.lines, self.query = made.file, made.lines, made.query
+        self.config = resolve(Path(made.file), environment={}).config
+        self._start = start_tba
+        self.buffer = BufferThread(self.config, address=made.address)
+
+    def start(self, *arguments: str, **options: Any) -> Any:
+        """Start `tba train`."""
+        return self._start("train", "--cpu", "--config", self.file, *arguments, **options)
+
+    def feed(self) -> None:
+        """Put trajectories for all steps once weights are announced."""
+        searcher = FakeSearcher(self.buffer.address, prompts=4)
+        searcher.wait_for_weights(seconds=60)
+        searcher.put_groups(8)
+        searcher.close()
 
 
 class FakeSearcher:

@@ -24,11 +24,14 @@ def ask(path: Path, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         return connection.execute(sql, values).fetchall()
 
 
-def change(path: Path, *statements: str) -> None:
-    """Run statements on a database file and commit them."""
+def change(path: Path, *statements: str | tuple[str, list[Any]]) -> None:
+    """Run statements, or pairs of a statement and its values, on a database file and commit them."""
     with closing(sqlite3.connect(path)) as connection, connection:
-        for sql in statements:
-            connection.execute(sql)
+        for one in statements:
+            if isinstance(one, str):
+                connection.executescript(one)
+            else:
+                connection.execute(*one)
 
 
 def new_database(path: Path) -> Path:

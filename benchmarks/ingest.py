@@ -32,7 +32,7 @@ from tba.buffer.server.mailbox import GROUP_BYTES, GROUP_ROWS
 from tba.buffer.store.store import Store
 
 ROUNDS = 4
-PAYLOAD = ("prompt_ids", "response_ids", "logprobs", "version_runs", "loss_mask")
+PAYLOAD = ("prompt_ids", "response_ids", "logprobs", "version_runs", "loss_mask", "segments")
 
 
 def main() -> None:

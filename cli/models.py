@@ -167,6 +167,9 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Hold a conversation: each line is a message. Ctrl-D ends it.")
     ] = False,
+    play: Annotated[
+        bool, typer.Option("--play", help="Play an episode of the task: PROMPT is the key of its prompt.")
+    ] = False,
     samples: Annotated[int, typer.Option("--samples", "-n", min=1, max=4096, help="Number of responses.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus.")] = 1.0,
@@ -178,21 +181,26 @@ def generate(
     options = ConfigOptions.next_to(prompt, config, sets)
     not_both(chat, samples > 1, "--chat", "--samples")
     not_both(chat, prompt is not None, "--chat", "PROMPT")
-    if not chat and prompt is None and sys.stdin.isatty():
+    not_both(play, chat or samples > 1, "--play", "--chat or --samples")
+    if not chat and not play and prompt is None and sys.stdin.isatty():
         raise UsageError("there is no prompt: write it as an argument or to standard input, or use --chat")
     settings, device = _what_generates(options, model, cpu=cpu)
-    text = _read_prompt() if not chat and prompt is None else prompt or ""
+    text = _read_prompt() if not chat and not play and prompt is None else prompt or ""
     from tba.common.run_snapshots import held_source
 
     with ExitStack() as held:
         # A wrong name is found before torch is loaded, which takes many seconds.
         source = held.enter_context(held_source(settings, model, version))
         from tba.searcher.engines.engine import SamplingSettings
-        from tba.searcher.generate import Generator, answer_one, converse
+        from tba.searcher.generate import Generator, answer_one, converse, play_one
         from tba.trainer.export import complete_directory
 
         directory = held.enter_context(complete_directory(source, settings))
         sampling = SamplingSettings(temperature, top_p, max_tokens or settings.search.max_tokens)
+        if play:
+            for who, said in play_one(settings, directory, text, sampling, device=device):
+                typer.echo(printable(f"{who}: {said.strip()}", keep="\n\t"))
+            return
         if not chat:
             found = answer_one(settings, directory, text, sampling, device=device, samples=samples)
             _print_responses(found, as_json=as_json)

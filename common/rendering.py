@@ -8,11 +8,16 @@ A prompt is a text, a conversation, or token ids. `task.template` decides how it
 
 A chat template writes all special tokens itself, so the tokenizer adds none to its text, as
 `apply_chat_template(tokenize=True)` does.
+
+An episode is a conversation, so "auto" is "chat" for it wherever the tokenizer has a chat template. The tokens that the
+model sampled are kept as they are: `proceed` returns only what the template writes behind them. Without a template, and
+after a prompt of token ids, the contents of the messages follow each other as text.
 """
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -129,6 +134,18 @@ class Content(Protocol):
     def template_kwargs(self) -> Mapping[str, Any]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What the model gets after a reply: `ids` behind the sampled tokens, or, if `broken`, as a whole new context.
+
+    `conversation` is the one so far, with the reply and the new messages.
+    """
+
+    ids: list[int]
+    broken: bool
+    conversation: list[Message]
+
+
 class PromptRenderer:
     """Renders prompts for one tokenizer by `task.template`, `task.system` and `task.template_kwargs`.
 
@@ -138,6 +155,7 @@ class PromptRenderer:
     def __init__(self, tokenizer: Tokenizer, config: TaskSection) -> None:
         self.tokenizer = tokenizer
         self._config = config
+        self._written_roles: set[str] = set()
 
     def ids(self, prompt: Content) -> list[int]:
         """Return the token ids that the engine gets."""
@@ -163,6 +181,66 @@ class PromptRenderer:
             return None
         whole = [as_map(message) for message in (*messages, response)]
         return self._rendered(whole, self._variables(prompt), asks=False)
+
+    def begin(self, prompt: Content, messages: Sequence[Message] = ()) -> tuple[list[int], list[Message]]:
+        """Return the first context of an episode as ids, and its conversation: the prompt's messages, then `messages`.
+
+        Raises ValueError also if there are none, and for a role that the chat template does not write.
+        """
+        own = list(prompt.messages) or ([("user", prompt.text)] if prompt.text else [])
+        new = [message_of(message) for message in messages]
+        conversation = [*own, *new]
+        if self._is_chat(prompt):
+            if not conversation:
+                raise ValueError("the episode begins without a message: neither the prompt nor `reset` has one")
+            variables = self._variables(prompt)
+            text = self._written(new, lambda new: self._rendered([*map(as_map, own), *new], variables))
+            return self.encode(text), conversation
+        said = "".join(message[1] for message in new)
+        if prompt.ids:
+            return [*prompt.ids, *self._encode_after(said)], conversation
+        # Refuses a prompt without a text, and settings without effect.
+        self.conversation(prompt)
+        return self.raw_ids(prompt.text + said), conversation
+
+    def proceed(
+        self,
+        conversation: Sequence[Message],
+        reply: str,
+        messages: Sequence[Message],
+        *,
+        variables_of: Content,
+        ended_by: int | None = None,
+    ) -> Continuation:
+        """Return what follows a reply: the template's end of the turn, `messages`, and what begins the next reply.
+
+        `conversation` is that before the reply, and `variables_of` the prompt. `reply` is the text of the sampled
+        tokens, special tokens included, without the token `ended_by` that ended it; None if none did, as at a length
+        limit or a string of `search.stop`. The template's end of the turn is left out if that token is it.
+
+        The context is broken if the template does not continue it: it drops thoughts, changes earlier messages, or ends
+        the turn with another token. Whitespace around the reply, which templates trim and add, does not count.
+        """
+        new = [message_of(message) for message in messages]
+        if not self._is_chat(variables_of):
+            said = self._encode_after("".join(message[1] for message in new))
+            return Continuation(said, broken=False, conversation=[*conversation, ("assistant", reply), *new])
+        # One time for both renderings, in templates that write it.
+        variables = {_CLOCK: datetime.now().strftime, **self._variables(variables_of)}
+        before = [as_map(message) for message in conversation]
+        context = self._rendered(before, variables)
+
+        def render(answer: str) -> str:
+            turn = [*before, {"role": "assistant", "content": answer}]
+            return self._written(new, lambda new: self._rendered([*turn, *new], variables))
+
+        whole, answer = self._with_reply(context, reply, render)
+        conversation = [*conversation, ("assistant", answer), *new]
+        if (rest := _rest(whole, context, reply)) is not None:
+            ids = self._after_end(self._encode_after(rest), ended_by)
+            if ids is not None:
+                return Continuation(ids, broken=False, conversation=conversation)
+        return Continuation(self.encode(whole), broken=True, conversation=conversation)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that has its special tokens."""
@@ -236,6 +314,69 @@ class PromptRenderer:
         log.warning(sentence)
         return sentence
 
+    def _is_chat(self, prompt: Content) -> bool:
+        """Whether an episode of the prompt is rendered by the chat template."""
+        mode = self._config.template
+        return not prompt.ids and (mode == "chat" or (mode == "auto" and bool(self.tokenizer.chat_template)))
+
+    def _written(self, new: Sequence[Message], render: Callable[[list[dict[str, Any]]], str]) -> str:
+        """Render messages. Raises ValueError for a role of which the template does not write the contents."""
+        maps = [as_map(message) for message in new]
+        text = render(maps)
+        for role in {message[0] for message in new} - self._written_roles:
+            # Some templates write the calls of a message and not its content.
+            plain = [one["role"] == role and bool(one.get("content")) and not one.get("tool_calls") for one in maps]
+            if not any(plain):
+                continue
+            probed = [
+                one | {"content": one["content"] + _PROBE} if own else one for own, one in zip(plain, maps, strict=True)
+            ]
+            if render(probed) == text:
+                raise ValueError(f"the chat template does not write messages of the role {role!r}: use another role")
+            self._written_roles.add(role)
+        return text
+
+    def _with_reply(self, context: str, reply: str, render: Callable[[str], str]) -> tuple[str, str]:
+        """Return the conversation with a reply as text, and the part of the reply that is its content.
+
+        Some templates write what the model samples before its answer, such as the channel of gpt-oss, and get the
+        answer alone. Of a reply that is refused because it has no such part, they get the text without special tokens.
+        """
+        try:
+            whole = render(reply)
+            refused = False
+        except ValueError:
+            whole, refused = "", True
+        if _rest(whole, context, reply) is not None:
+            return whole, reply
+        probed = render(_PROBE)
+        head = probed.rpartition(_PROBE)[0].removeprefix(context) if probed.startswith(context) else ""
+        if head.strip() and head in reply:
+            answer = reply.rpartition(head)[2]
+        elif refused:
+            answer = self.tokenizer.decode(self.encode(reply), skip_special_tokens=True)
+        else:
+            return whole, reply
+        return render(answer), answer
+
+    def _encode_after(self, text: str) -> list[int]:
+        """Return the ids of a text that follows other tokens: some tokenizers put a space before the first word."""
+        end = next((id_ for id_ in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id) if id_ is not None), None)
+        if end is None or not text:
+            return self.encode(text)
+        ids = self.encode(self.tokenizer.decode([end], skip_special_tokens=False) + text)
+        return ids[1:] if ids[0] == end else self.encode(text)
+
+    def _after_end(self, ids: list[int], ended_by: int | None) -> list[int] | None:
+        """Leave out the end of the turn if it was sampled. Return None if another special token ended it."""
+        if ended_by is None:
+            return ids
+        at = ids.index(ended_by) if ended_by in ids else 0
+        if ids[at : at + 1] == [ended_by] and not self.tokenizer.decode(ids[:at], skip_special_tokens=False).strip():
+            return ids[at + 1 :]
+        token = self.tokenizer.added_tokens_decoder.get(ended_by)
+        return None if token is not None and token.special else ids
+
     def _variables(self, prompt: Content) -> dict[str, Any]:
         return {**self._config.template_kwargs, **prompt.template_kwargs}
 
@@ -279,3 +420,14 @@ class PromptRenderer:
 
 def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != name or not value}
+
+
+def _rest(whole: str, context: str, reply: str) -> str | None:
+    """Return what a conversation has after context and reply, None if it does not begin with them."""
+    if not whole.startswith(context):
+        return None
+    rest = whole[len(context) :]
+    for text, said in ((rest, reply), (rest.lstrip(), reply.lstrip()), (rest.lstrip(), reply.strip())):
+        if text.startswith(said):
+            return text[len(said) :]
+    return None

@@ -6,14 +6,14 @@ import numpy as np
 
 from tba.common.config import Config
 from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
-from tba.common.errors import MissingExtra
+from tba.common.errors import ConfigError, MissingExtra
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.model_files import model_directory, read_json
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
-from tba.searcher.tasks.task import Prompt, Task
+from tba.searcher.tasks.task import Prompt, Task, has_environment
 
 _MEASURED_PROMPTS = 256
 
@@ -36,9 +36,22 @@ def context_of(config: Config) -> int | None:
 
 
 def make_rewards(config: Config, task: Task, device: str, stop: Callable[[], bool]) -> Rewards:
-    """Start the workers that score: the task's, and the reward model's if one is configured."""
+    """Start the workers that score: the task's, and the reward model's if one is configured.
+
+    Raises ConfigError for a reward model with a task that has episodes.
+    """
+    check_scored(config, task)
     model = ModelScorer(config.reward_model, device, stop) if config.reward_model.configured else None
     return Rewards(task, config.task, model, weight=config.reward_model.weight)
+
+
+def check_scored(config: Config, task: Task) -> None:
+    """Raise ConfigError if a reward model would have to score episodes."""
+    if config.reward_model.configured and has_environment(task):
+        raise ConfigError(
+            f"[reward_model] scores one response to a prompt, and task {task.name} has episodes of several turns: "
+            "remove the reward model, or call it in the environment"
+        )
 
 
 def mean_tokens(prompts: Sequence[Prompt], renderer: PromptRenderer) -> int:

@@ -22,9 +22,10 @@ def check_task_and_prompts(config: Config) -> str:
     Where the model and transformers are installed, also for a prompt that cannot be rendered or that the context has no
     room for, and for malformed end tokens. Returns a warning if the template ends a turn with another token, else "".
     """
-    from tba.searcher.build import context_of
+    from tba.searcher.build import check_scored, context_of
 
     task = load_task(config.task)
+    check_scored(config, task)
     check_prompts(task)
     check_number_of_prompts(config, task)
     directory = model_here(config.model.path)

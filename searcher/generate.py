@@ -1,21 +1,26 @@
 """`tba generate`: answer a prompt, or hold a conversation, with any model directory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from tba.common.config import Config, LoraSection
-from tba.common.errors import TaskError, UsageError
+from tba.common.errors import TaskError, UsageError, quantity
 from tba.common.rendering import Message, PromptRenderer
 from tba.common.weights.pretrained import load_tokenizer
-from tba.common.wire.trajectory import STOP_EOS
+from tba.common.wire.trajectory import STOP_EOS, Int32
 from tba.searcher.build import make_engine
-from tba.searcher.engines.engine import Engine, GenerationRequest, SamplingSettings
+from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.engines.stopping import read_stopping
-from tba.searcher.tasks.task import Prompt
+from tba.searcher.episodes import Episodes, Limits
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.tasks import load_task
+from tba.searcher.tasks.task import Prompt, has_environment
+
+_WAIT_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,29 @@ class Generator:
                 responses.append(Generated(text, len(tokens), logprob, generation.stop_reason == STOP_EOS))
         return responses
 
+    def play(
+        self, rewards: Rewards, prompt: Prompt, sampling: SamplingSettings, limits: Limits
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the turns of an episode as they happen: see `play_one`."""
+        asked: dict[int, Callable[[Generation], None]] = {}
+
+        def ask(ids: Int32, settings: SamplingSettings, on_done: Callable[[Generation], None]) -> None:
+            self._engine.submit(GenerationRequest(self._next_id, ids, settings))
+            asked[self._next_id] = on_done
+            self._next_id += 1
+
+        episodes = Episodes(ask, rewards, self._renderer, self._stopping, limits)
+        episode, shown = episodes.begin(0, prompt, sampling), 0
+        while not episodes.ended():
+            for scored in rewards.wait(_WAIT_SECONDS) if rewards.waiting else ():
+                episodes.told(scored)
+            for generation in self._engine.step():
+                asked.pop(generation.id)(generation)
+            yield from episode.said[shown:]
+            shown = len(episode.said)
+        ended = f"{episode.stop_reason} after {quantity(len(episode.turns), 'turn')}"
+        yield "end", f"{ended}: {episode.error or f'reward {episode.reward:g}'}"
+
 
 def converse(generator: Generator, lines: Iterator[str], sampling: SamplingSettings) -> Iterator[Generated]:
     """Yield the reply to each line, given all lines and replies before it. Empty lines are skipped."""
@@ -83,6 +111,29 @@ def converse(generator: Generator, lines: Iterator[str], sampling: SamplingSetti
         (reply,) = generator.generate(Prompt("chat", messages=messages), sampling)
         messages.append(("assistant", reply.text))
         yield reply
+
+
+def play_one(
+    config: Config, directory: Path, key: str, sampling: SamplingSettings, *, device: str
+) -> Iterator[tuple[str, str]]:
+    """Play the episode of the task's prompt with this key; the first held-out prompt without one.
+
+    Yields (who, text): the prompt, each reply and what the environment answered, and at last why the episode ended.
+    Raises TaskError if the task has no such prompt, or no environment for it.
+    """
+    task = load_task(config.task)
+    prompts = {prompt.key: prompt for prompt in (*task.held_out(), *task.prompts())}
+    prompt = prompts.get(key) if key else next(iter(prompts.values()), None)
+    if prompt is None:
+        raise TaskError(f"task {task.name} has no prompt {key!r}: its keys are such as {', '.join([*prompts][:3])}")
+    if not has_environment(task, prompt):
+        raise TaskError(f"task {task.name} has no environment for this prompt: leave out --play")
+    # Before the engine, as `WorkerPool` says.
+    with (
+        closing(Rewards(task, config.task)) as rewards,
+        closing(Generator(config, directory, device=device, chat=False)) as generator,
+    ):
+        yield from generator.play(rewards, prompt, replace(sampling, seed=None), Limits.of(config))
 
 
 def answer_one(

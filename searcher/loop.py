@@ -26,6 +26,7 @@ from tba.common.wire.codec import Reply
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping
+from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.run_end import RESUME_SECONDS, RunEnd
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
@@ -90,7 +91,8 @@ class Searcher:
         generation = GenerationStage(
             engine, loaded.task, loaded.renderer, exploration, config.search.samples_per_prompt
         )
-        self._scoring = ScoringStage(rewards, loaded.stopping, config.task.truncated)
+        episodes = Episodes(generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config))
+        self._scoring = ScoringStage(rewards, loaded.stopping, config.task.truncated, episodes)
         self._pipeline = Pipeline(generation, self._scoring, references, self._delivery)
         self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")
         self._outage_prompts = outage_prompts(loaded.task.prompts(), config, client.sender)

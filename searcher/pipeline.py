@@ -3,14 +3,17 @@
     visit ──► generate ──► score ──► reference ──► deliver
                engine      workers    thread        spool, then the buffer
 
+A prompt with an environment goes back and forth between the first two (`tba.searcher.episodes`).
+
 Each stage has `submit` and `done`. `done` returns what is finished without waiting for the rest, so a slow stage does
 not block the engine. Without configured reference log-probabilities there is no reference stage.
 """
 
 import hashlib
+import math
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -22,14 +25,15 @@ from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
-from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Trajectory
+from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Int32, Trajectory
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
+from tba.searcher.episodes import CUT_OFF, Episode, Episodes
 from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Group, Scored, failed, storable
-from tba.searcher.tasks.task import Reward, Task
+from tba.searcher.tasks.task import Reward, Task, has_environment
 
 log = get_logger(__name__)
 
@@ -38,6 +42,8 @@ _MAX_FAILURES_IN_A_ROW = 1_000
 # The number of responses that show whether responses end by themselves.
 _FIRST_RESPONSES = 200
 _ERROR_CHARACTERS = 2_000
+# The share of a group of episodes that must be good for the group to be trained on.
+_LEAST_GOOD = 0.75
 # Both a torch.Generator and a msgpack integer accept this many bits.
 _SEED_BITS = 63
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -108,12 +114,14 @@ class GenerationStage:
         self, engine: Engine, task: Task, renderer: PromptRenderer, exploration: Exploration, samples: int
     ) -> None:
         self._engine = engine
+        self._task = task
         self._exploration = exploration
         self._samples = samples
         self._prompts = prompts = {prompt.key: prompt for prompt in task.prompts()}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
         self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(prompts[key]), np.int32))
         self._requests: dict[int, tuple[Group, SamplingSettings]] = {}
+        self._asked: dict[int, Callable[[Generation], None]] = {}
         self._failed: list[Response] = []
         self._next_id = 0
 
@@ -122,11 +130,18 @@ class GenerationStage:
         """Responses submitted and not yet returned by `done`."""
         return self._engine.in_flight + len(self._failed)
 
-    def submit(self, visit: Visit) -> None:
-        """Queue the requests of a visit in the engine."""
-        group = Group(visit, self._prompts[visit.prompt_key], self._prompt_ids(visit.prompt_key), self._samples)
-        for sample in range(self._samples):
-            sampling = self._exploration.settings(visit, sample)
+    def submit(self, visit: Visit) -> list[tuple[int, Group, SamplingSettings]]:
+        """Queue the requests of a visit in the engine; for a prompt with an environment return its episodes to begin.
+
+        These are (ticket, group, settings).
+        """
+        prompt = self._prompts[visit.prompt_key]
+        settings = [self._exploration.settings(visit, sample) for sample in range(self._samples)]
+        if has_environment(self._task, prompt):
+            group = Group(visit, prompt, _NO_TOKENS, self._samples)
+            return [(self.new_id(), group, sampling) for sampling in settings]
+        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples)
+        for sampling in settings:
             try:
                 self._engine.submit(GenerationRequest(self._next_id, group.prompt_ids, sampling))
             except EngineError as error:
@@ -136,22 +151,43 @@ class GenerationStage:
             else:
                 self._requests[self._next_id] = group, sampling
             self._next_id += 1
+        return []
+
+    def new_id(self) -> int:
+        """Return an id that no request and no ticket has."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def ask(self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None]) -> None:
+        """Generate after a context, before the visits that are queued; `done` calls `on_done` with what was generated.
+
+        Raises EngineError like `Engine.submit`.
+        """
+        id_ = self.new_id()
+        self._engine.submit(GenerationRequest(id_, ids, sampling, first=True))
+        self._asked[id_] = on_done
 
     def done(self) -> list[Response]:
         """Step the engine. Returns the responses that have ended, and those that could not be generated."""
         responses, self._failed = self._failed, []
         for generation in self._engine.step() if self._engine.in_flight else ():
-            responses.append(Response(*self._requests.pop(generation.id), generation))
+            if on_done := self._asked.pop(generation.id, None):
+                on_done(generation)
+            else:
+                responses.append(Response(*self._requests.pop(generation.id), generation))
         return responses
 
 
 class ScoringStage:
-    """Responses in, groups whose rows all have their reward out."""
+    """Responses in, groups whose rows all have their reward out. The episodes of a group are played here."""
 
-    def __init__(self, rewards: Rewards, stopping: Stopping, truncated: Truncated) -> None:
+    def __init__(self, rewards: Rewards, stopping: Stopping, truncated: Truncated, episodes: Episodes) -> None:
         self._rewards = rewards
         self._stopping = stopping
         self._truncated = truncated
+        self._episodes = episodes
+        # By ticket: the group of each episode in play.
+        self._played: dict[int, tuple[Group, SamplingSettings]] = {}
         self._unscored: dict[int, Response] = {}
         self._complete: list[Group] = []
         self._failures_in_a_row = 0
@@ -168,7 +204,8 @@ class ScoringStage:
             if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
                 raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {response.error}")
             log.warning("rollout failed", prompt=prompt.key, reason=response.error)
-            self._finish(response, Scored(generation.id, None, Reward(0.0, {}), response.error[:_ERROR_CHARACTERS]))
+            error = response.error[:_ERROR_CHARACTERS]
+            self._finish(response, Scored(generation.id, None, Reward(0.0, {}), error, error_kind="generation"))
             return
         self._failures_in_a_row = 0
         try:
@@ -177,7 +214,7 @@ class ScoringStage:
         except Exception as error:
             log.exception("response not decoded", prompt=prompt.key)
             reason = f"not decoded: {type(error).__name__}: {error}"
-            self._finish(response, Scored(generation.id, None, *failed(reason)))
+            self._finish(response, Scored(generation.id, None, *failed(reason), error_kind="decoding"))
             return
         self._unscored[generation.id] = response
         self._rewards.submit(generation.id, prompt, text, generation.stop_reason == STOP_EOS)
@@ -185,9 +222,19 @@ class ScoringStage:
     def done(self, wait_seconds: float) -> list[Group]:
         """The groups that are complete. Waits for the first score at most `wait_seconds`, if one is due."""
         for scored in self._rewards.wait(wait_seconds if self._rewards.waiting else 0.0):
-            self._finish(self._unscored.pop(scored.ticket), scored)
+            if scored.ticket in self._episodes:
+                self._episodes.told(scored)
+            else:
+                self._finish(self._unscored.pop(scored.ticket), scored)
+        for episode in self._episodes.ended():
+            self._finish_episode(episode)
         groups, self._complete = self._complete, []
         return groups
+
+    def play(self, ticket: int, group: Group, sampling: SamplingSettings) -> None:
+        """Begin an episode, which becomes a row of the group."""
+        self._played[ticket] = group, sampling
+        self._episodes.begin(ticket, group.prompt, sampling)
 
     def _finish(self, response: Response, scored: Scored) -> None:
         """Add the row of a response to its group."""
@@ -216,19 +263,65 @@ class ScoringStage:
             generation_seconds=generation.seconds,
             text=scored.text,
             error=scored.error,
+            error_kind=scored.error_kind,
         )
         group.done.append(row)
         if len(group.done) == group.size:
             self._complete.append(group)
 
+    def _finish_episode(self, episode: Episode) -> None:
+        """Add the row of an episode to its group."""
+        group, sampling = self._played.pop(episode.ticket)
+        reward = Reward(episode.reward, {} if episode.error else episode.parts)
+        scored = Scored(episode.ticket, None, reward, episode.error, error_kind=episode.error_kind)
+        if episode.error is not None:
+            log.warning("episode failed", prompt=group.prompt.key, reason=episode.error, turns=len(episode.turns))
+        elif episode.stop_reason in CUT_OFF:
+            scored = self._cut(scored, episode.length)
+        tokens = episode.tokens()
+        self.errors += scored.error is not None
+        self.trajectories += 1
+        self.tokens += int(tokens.loss_mask.sum())
+        group.done.append(
+            Trajectory(
+                prompt_key=group.prompt.key,
+                lease=group.visit.lease,
+                **tokens._asdict(),
+                reward=scored.reward.total,
+                reward_parts=scored.reward.parts,
+                stop_reason=episode.stop_reason,
+                sampling={"temperature": sampling.temperature, "top_p": sampling.top_p},
+                created_at=time.time(),
+                generation_seconds=episode.generation_seconds,
+                text=self._stopping.whole_text(tokens.response_ids.tolist()),
+                error=scored.error and scored.error[:_ERROR_CHARACTERS],
+                error_kind=scored.error_kind,
+            )
+        )
+        if len(group.done) == group.size:
+            self._complete.append(_usable(group))
+
     def _cut(self, scored: Scored, tokens: int) -> Scored:
         """Apply `task.truncated` to a response that was cut off. A row with an error is stored and not trained on."""
         if self._truncated == "mask":
             reason = f'not trained on: cut off after {tokens} tokens, and task.truncated is "mask"'
-            return replace(scored, error=reason)
+            return replace(scored, error=reason, error_kind="masked")
         if self._truncated == "score":
             return scored
         return replace(scored, reward=Reward(self._truncated, scored.reward.parts))
+
+
+def _usable(group: Group) -> Group:
+    """Return a group of episodes; if fewer than three quarters of its rows are good, with an error in these too.
+
+    The mean over a group that is left of so few is a baseline of the episodes that happened to survive.
+    """
+    good = sum(row.error is None or row.error_kind == "masked" for row in group.done)
+    if good >= math.ceil(_LEAST_GOOD * group.size):
+        return group
+    reason = f"not trained on: {group.size - good} of the {group.size} episodes of its group failed"
+    group.done = [row if row.error else replace(row, error=reason, error_kind="group") for row in group.done]
+    return group
 
 
 @dataclass(slots=True)
@@ -256,7 +349,8 @@ class Pipeline:
         for visit in visits:
             if visit.lease != NO_VISIT:
                 self._leases.add(visit.lease)
-            self.generation.submit(visit)
+            for episode in self.generation.submit(visit):
+                self.scoring.play(*episode)
 
     def step(self, *, generate: bool, wait_seconds: float) -> None:
         """Move everything that is ready to its next stage. Waits at most `wait_seconds` for the first score.

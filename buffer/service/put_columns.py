@@ -1,6 +1,6 @@
 """Convert a put to database columns as far as that needs no state of the run. Runs in the network thread.
 
-No array is decoded or copied: a payload is five views into the received frames. The rest of the message is dropped
+No array is decoded or copied: a payload is six views into the received frames. The rest of the message is dropped
 here, so that the thread that made its thousands of small objects also frees them, instead of the writer.
 """
 
@@ -37,7 +37,7 @@ class PutColumns:
     """The rows of one put: one list per field, all of the same length.
 
     Row i has sequence number `first_sequence + i`. `versions` are the policy versions of a row's tokens. `columns` are
-    those of the table that need no state of the run: ROW_FIELDS, with maps as JSON text, `prompt_tokens`,
+    those of the table that need no state of the run: ROW_FIELDS, with maps and lists as JSON text, `prompt_tokens`,
     `response_tokens`, `dedup_hash` and `payload_bytes`. `is_foreign`: the metadata name a version of another run.
     `payload` has one column per array kind. `reference_logprob` is None if no row has one.
     """
@@ -72,6 +72,9 @@ def to_columns(request: Request) -> Message | PutColumns:
     columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
     columns["sampling"] = list(map(_sampling_json, rows.sampling))
     columns["metadata"], is_foreign = _metadata(rows.metadata)
+    none = [None] * len(rows.prompt_key)
+    columns["turns"] = [msgspec.json.encode(turns or []).decode() for turns in rows.turns or none]
+    columns["error_kind"] = rows.error_kind or none
     columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
     columns["dedup_hash"] = list(map(_hash, payload[RESPONSE_IDS]))
     columns["payload_bytes"] = list(map(sum, zip(*sizes, strict=True)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,14 +27,16 @@ _NAMED = 3
 _LEFT_VERSIONS = 1 << 20
 _VERSIONS_PER_STEP = 2
 _SPARE_VERSIONS = 16
+T = TypeVar("T")
 _parts = msgspec.json.Decoder(dict[str, float])
+_turn_rewards = msgspec.json.Decoder(list[float])
 
 
-def _decode_parts(text: str) -> dict[str, float]:
+def _decoded(decoder: msgspec.json.Decoder[T], text: str, what: str) -> T:
     try:
-        return _parts.decode(text)
+        return decoder.decode(text)
     except msgspec.MsgspecError as error:
-        raise StorageError(f"reward parts that the database holds are malformed ({error}): {text!r:.80}") from error
+        raise StorageError(f"{what} that the database holds are malformed ({error}): {text!r:.80}") from error
 
 
 class BatchSource(Protocol):
@@ -165,6 +167,7 @@ class Training:
         rows = state.store.batches.rows(state.run, message.step, message.reference)
         blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
         recency = state.store.batches.recency(state.run, message.step)
+        turn_rewards = [_decoded(_turn_rewards, text, "turns") for text in rows["turn_rewards"]]
         counts = {
             f"{kind.name}_count": [len(blob) // kind.unit_bytes for blob in column]
             for kind, column in zip(ARRAY_KINDS, blobs, strict=True)
@@ -174,7 +177,7 @@ class Training:
             trajectory_ids=rows["id"],
             prompt_key=rows["prompt_key"],
             reward=rows["reward"],
-            reward_parts=list(map(_decode_parts, rows["reward_parts"])),
+            reward_parts=[_decoded(_parts, text, "reward parts") for text in rows["reward_parts"]],
             policy_version=rows["policy_version"],
             staleness=rows["staleness"],
             temperature=rows["temperature"],
@@ -182,6 +185,7 @@ class Training:
             recency_window=recency.window,
             recency_groups=recency.groups,
             recency_missed=recency.missed,
+            turn_rewards=turn_rewards if any(turn_rewards) else None,
             **counts,
         )
         return ReplyBody(batch, [b"".join(column) for column in blobs])

@@ -15,7 +15,7 @@ from tba.buffer.store.views import VIEWS
 from tba.common.errors import StorageError
 
 # Increment it with each change of a table, an index or a view. It is stored with "tba" as the file's application id.
-VERSION = 11
+VERSION = 12
 _APPLICATION = int.from_bytes(b"tba") << 8
 # What ANALYZE makes, without expressions that could compute anything.
 _STATISTICS = re.compile(r"CREATE TABLE sqlite_stat\d\([^()]*\)")
@@ -47,14 +47,16 @@ CREATE TABLE trajectory_rows (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFER
     sender INTEGER NOT NULL REFERENCES senders (id), sequence INTEGER NOT NULL, policy_version INTEGER NOT NULL,
     reward REAL NOT NULL, reward_parts TEXT NOT NULL, stop_reason TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
     response_tokens INTEGER NOT NULL, dedup_hash INTEGER NOT NULL, sampling TEXT NOT NULL, created_at REAL NOT NULL,
-    received_at REAL NOT NULL, generation_seconds REAL NOT NULL, text TEXT, error TEXT, metadata TEXT NOT NULL,
-    payload_bytes INTEGER NOT NULL, compacted_at REAL) STRICT;
+    received_at REAL NOT NULL, generation_seconds REAL NOT NULL, text TEXT, error TEXT, error_kind TEXT,
+    turns TEXT NOT NULL, metadata TEXT NOT NULL, payload_bytes INTEGER NOT NULL, compacted_at REAL) STRICT;
 CREATE INDEX idx_trajectories_run_reward ON trajectory_rows (run, reward);
 CREATE INDEX idx_trajectories_run_received_at ON trajectory_rows (run, received_at);
 CREATE INDEX idx_trajectories_prompt_policy_version ON trajectory_rows (prompt, policy_version);
 CREATE UNIQUE INDEX idx_trajectories_sender_sequence ON trajectory_rows (sender, sequence);
+CREATE INDEX trajectories_episodes ON trajectory_rows (run) WHERE turns != '[]';
 CREATE TABLE payloads (trajectory INTEGER PRIMARY KEY REFERENCES trajectory_rows (id), prompt_ids BLOB NOT NULL,
-    response_ids BLOB NOT NULL, logprobs BLOB NOT NULL, version_runs BLOB NOT NULL, loss_mask BLOB NOT NULL) STRICT;
+    response_ids BLOB NOT NULL, logprobs BLOB NOT NULL, version_runs BLOB NOT NULL, loss_mask BLOB NOT NULL,
+    segments BLOB NOT NULL) STRICT;
 CREATE TABLE snapshots (run INTEGER NOT NULL REFERENCES runs (id), version INTEGER NOT NULL, step INTEGER NOT NULL,
     path TEXT NOT NULL, manifest_sha256 TEXT NOT NULL, bytes INTEGER NOT NULL, announced_at REAL NOT NULL,
     address TEXT, PRIMARY KEY (run, version)) STRICT;

@@ -87,13 +87,25 @@ def _last_bytes(path: Path, count: int) -> bytes:
 
 def stored_object(text: str | None) -> dict[str, Any]:
     """Decode a JSON object that a database holds, {} for NULL or "". Raises StorageError for other content."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise StorageError(f"a value of the database is not JSON ({error}): {text!r:.80}") from error
+    found = _stored(text or "{}")
     if not isinstance(found, dict):
         raise StorageError(f"a value of the database is not a JSON object: {text!r:.80}")
     return found
+
+
+def stored_list(text: str) -> list[dict[str, Any]]:
+    """Decode a JSON list of objects that a database holds. Raises StorageError for other content."""
+    found = _stored(text)
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise StorageError(f"a value of the database is not a JSON list of objects: {text!r:.80}")
+    return found
+
+
+def _stored(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StorageError(f"a value of the database is not JSON ({error}): {text!r:.80}") from error
 
 
 def stored_config(text: str | None) -> dict[str, Any]:

@@ -18,7 +18,8 @@ SELECT t.id, r.name AS run, p.key AS prompt, p.text AS prompt_text, p.answer, v.
        json_extract(t.sampling, '$.temperature') AS temperature,
        json_extract(t.sampling, '$.top_p') AS top_p,
        t.created_at, t.received_at, strftime('%Y-%m-%dT%H:%M:%SZ', t.received_at, 'unixepoch') AS received_at_text,
-       t.generation_seconds, t.text, t.error, t.metadata, t.compacted_at,
+       t.generation_seconds, t.text, t.error, t.error_kind, json_array_length(t.turns) AS turns, t.metadata,
+       t.compacted_at,
        (SELECT COUNT(*) {_TRAINED}) AS times_trained,
        (SELECT MIN(b.step) {_TRAINED}) AS first_step,
        (SELECT MAX(b.step) {_TRAINED}) AS last_step
@@ -28,6 +29,22 @@ LEFT JOIN prompts p ON p.id = t.prompt
 LEFT JOIN visits v ON v.id = t.visit
 LEFT JOIN senders s ON s.id = t.sender
 LEFT JOIN snapshots n ON n.run = t.run AND n.version = t.policy_version
+"""
+
+
+# Only rows with turns: an index has them, so that the first ten turns of a million rows without any are found at once.
+TURNS = """
+CREATE VIEW turns AS
+SELECT t.id AS trajectory, r.name AS run, p.key AS prompt, j.key AS turn,
+       json_extract(j.value, '$.start') AS start, json_extract(j.value, '$.tokens') AS tokens,
+       json_extract(j.value, '$.seconds') AS seconds,
+       json_extract(j.value, '$.environment_seconds') AS environment_seconds,
+       json_extract(j.value, '$.reward') AS reward, json_extract(j.value, '$.parts') AS parts,
+       json_extract(j.value, '$.messages') AS messages
+FROM trajectory_rows t CROSS JOIN json_each(t.turns) j
+LEFT JOIN runs r ON r.id = t.run
+LEFT JOIN prompts p ON p.id = t.prompt
+WHERE t.turns != '[]'
 """
 
 
@@ -174,6 +191,7 @@ LEFT JOIN runs r ON r.id = c.run
 
 VIEWS = (
     TRAJECTORIES,
+    TURNS,
     GROUPS,
     CONSUMPTION,
     STALENESS,

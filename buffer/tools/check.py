@@ -27,6 +27,12 @@ _RULES = {
         f" OR LENGTH(y.response_ids) != {_UNITS['response_ids']} * t.response_tokens"
         f" OR LENGTH(y.logprobs) != {_UNITS['logprobs']} * t.response_tokens"
     ),
+    "the turns of an episode follow each other in its response": (
+        "SELECT trajectory, turn FROM (SELECT u.trajectory, u.turn, u.start + u.tokens AS stop, t.response_tokens,"
+        " LEAD(u.start, 1, t.response_tokens) OVER (PARTITION BY u.trajectory ORDER BY u.turn) AS next"
+        " FROM turns u JOIN trajectory_rows t ON t.id = u.trajectory) WHERE stop > next OR stop > response_tokens"
+    ),
+    "exactly the errors have a kind": "SELECT id FROM trajectory_rows WHERE (error IS NULL) != (error_kind IS NULL)",
     "one log-ratio per token": (
         "SELECT c.trajectory FROM consumption_rows c JOIN trajectory_rows t ON t.id = c.trajectory"
         f" WHERE LENGTH(c.token_log_ratios) != {LOG_RATIO_DTYPE.itemsize} * t.response_tokens"

@@ -1,6 +1,6 @@
 """Export trajectories of a buffer file to jsonl or parquet, streamed, with everything that an import needs.
 
-Each line or row is one trajectory. Maps are JSON objects in jsonl and JSON text in parquet.
+Each line or row is one trajectory. Maps and lists are JSON in jsonl and JSON text in parquet.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tba.buffer.store.reader import open_reader
-from tba.buffer.store.storage_errors import stored_object
+from tba.buffer.store.storage_errors import stored_list, stored_object
 from tba.buffer.tools.backup import check_target, replacing
 from tba.buffer.tools.query_process import reading_only
 from tba.buffer.tools.show import arrays_of_blobs
@@ -120,7 +120,7 @@ def open_records(path: Path, where: str = "1") -> Iterator[tuple[Iterator[dict[s
 def _record(row: tuple[Any, ...]) -> dict[str, Any]:
     record = dict(zip(_FIELDS, row[: len(_FIELDS)], strict=True))
     for name in MAP_FIELDS:
-        record[name] = stored_object(record[name])
+        record[name] = stored_list(record[name]) if ROW_FIELDS[name] is list else stored_object(record[name])
     arrays = arrays_of_blobs(row[len(_FIELDS) :])
     return record | {name: array.tolist() for name, array in arrays.items()}
 

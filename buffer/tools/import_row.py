@@ -63,6 +63,9 @@ class Line(BaseModel):
     text: str | None = None
     error: str | None = None
     metadata: dict[str, Any] = {}
+    turns: list[dict[str, Any]] = []
+    error_kind: fields.ErrorKind | None = None
+    segments: list[Token] = []
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -121,6 +124,7 @@ class Parser:
             logprobs=np.asarray(logprobs, np.float32),
             version_runs=np.asarray(runs, np.int32),
             loss_mask=np.asarray(line.loss_mask, np.uint8),
+            segments=np.asarray(line.segments, np.int32),
             **self._row_fields(line),
         )
 
@@ -135,6 +139,9 @@ class Parser:
         fields = {name: getattr(line, name) for name in ROW_FIELDS}
         if line.created_at is None:
             fields["created_at"] = time.time()
+        # A file that another build exported, or that someone wrote, names no kind.
+        if line.error is not None and line.error_kind is None:
+            fields["error_kind"] = "imported"
         if line.text is None:
             fields["text"] = line.response
         # Marks a row that no policy of this run has sampled.
@@ -161,6 +168,7 @@ def _check(trajectory: Trajectory) -> None:
     """Raise the error that the buffer would raise, so that the user sees the line number."""
     # The database stores neither values that JSON lacks nor text that is not Unicode, such as a lone surrogate.
     texts = [trajectory.prompt_key, trajectory.text, trajectory.error, trajectory.metadata, trajectory.reward_parts]
+    texts.append(trajectory.turns)
     json.dumps(texts, allow_nan=False)
     require_unicode(texts)
     columns, frames = pack([trajectory])

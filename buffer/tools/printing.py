@@ -53,7 +53,8 @@ def print_line(row: dict[str, Any]) -> None:
 
 def print_trajectory(known: dict[str, Any]) -> None:
     """Print one trajectory with its text and the steps that trained on it. Removes items from `known`."""
-    tokens = {name: known.pop(name) for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask")}
+    tokens = {name: known.pop(name) for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "segments")}
+    turns, pieces = known.pop("turns"), known.pop("pieces", [])
     texts = {name: known.pop(name) for name in ("prompt_text", "response_text", "text")}
     trained_by, references = known.pop("trained_by"), known.pop("reference_logprobs")
     runs = known.pop("version_runs") or []
@@ -65,18 +66,42 @@ def print_trajectory(known: dict[str, Any]) -> None:
     fields["versions"] = ", ".join(f"v{version} x {quantity(count, 'token')}" for version, count in runs)
     if known["policy_version"] < 0:
         fields["versions"] = "sampled by no policy of this run"
+    fields |= {"turns": len(turns) or None, "contexts": len(tokens["segments"] or []) + 1 if turns else None}
     fields["masked tokens"] = (tokens["loss_mask"] or []).count(0)
     fields["sum of log-probabilities"] = sum(tokens["logprobs"]) if tokens["logprobs"] else None
     fields |= {f"reference {name}": value for name, value in references.items()}
     print_fields({name: value for name, value in fields.items() if value is not None and name != "reward parts"})
     _print_text("prompt", texts["prompt_text"], tokens["prompt_ids"])
-    _print_text("response", texts["text"] or texts["response_text"], tokens["response_ids"])
+    if pieces:
+        _print_turns(turns, pieces, tokens["response_ids"], runs)
+    else:
+        _print_text("response", texts["text"] or texts["response_text"], tokens["response_ids"])
     typer.echo()
     if trained_by:
         steps = [{name: _readable(name, value) for name, value in step.items()} for step in trained_by]
         print_table(list(trained_by[0]), steps)
     else:
         typer.echo("no step has trained on it")
+
+
+def _print_turns(
+    turns: list[dict[str, Any]], pieces: list[dict[str, Any]], ids: list[int], runs: list[list[int]]
+) -> None:
+    """Print an episode piece by piece: what was sampled in a turn, and what was not."""
+    numbers = {turn["start"]: number for number, turn in enumerate(turns)}
+    versions = [version for version, count in runs for _ in range(count)]
+    for piece in pieces:
+        start, end = piece["start"], piece["start"] + piece["tokens"]
+        heading = f"{quantity(piece['tokens'], 'token')}"
+        if not piece["sampled"]:
+            heading = f"not sampled, {heading}{', a new context' if piece['new_context'] else ''}"
+        else:
+            heading += " by " + ", ".join(f"v{version}" for version in dict.fromkeys(versions[start:end]))
+        if (number := numbers.get(start)) is not None:
+            turn = turns[number]
+            parts = "".join(f", {name} {value:g}" for name, value in turn["parts"].items())
+            heading = f"turn {number}, {heading} in {turn['seconds']:.3g} s, reward {turn['reward']:g}{parts}"
+        _print_text(heading, piece["text"], ids[start:end])
 
 
 def _readable(name: str, value: Any) -> Any:

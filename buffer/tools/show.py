@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from tba.buffer.store.reader import open_reader, read_maps
 from tba.buffer.store.starts import SERVED_FIRST
-from tba.buffer.store.storage_errors import stored_object
+from tba.buffer.store.storage_errors import stored_list, stored_object
 from tba.common.errors import StorageError, UsageError
 from tba.common.wire.trajectory import ARRAY_KINDS, QUANTITIES
 
@@ -17,6 +18,7 @@ _POLL_SECONDS = 0.5
 _TRAINED_COLUMNS = ("step", "slot", "staleness", *QUANTITIES, "skipped", "trained_at")
 _STEPS = f"SELECT {', '.join(_TRAINED_COLUMNS)} FROM consumption WHERE trajectory = ? ORDER BY step, slot"  # noqa: S608
 _REFERENCES = "SELECT reference, logprob FROM reference_logprobs WHERE trajectory = ? ORDER BY reference"
+_TURNS = "SELECT turns FROM trajectory_rows WHERE id = ?"
 _PAYLOAD = f"SELECT {', '.join(kind.name for kind in ARRAY_KINDS)} FROM payloads WHERE trajectory = ?"  # noqa: S608
 TAIL_COLUMNS = (
     "id",
@@ -36,7 +38,8 @@ _TAIL = f"SELECT {', '.join(TAIL_COLUMNS)} FROM trajectories"  # noqa: S608
 def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
     """Return a trajectory: its row, prompt and response as text and tokens, and the steps that trained on it.
 
-    `decode` converts token ids to text, if given. Raises UsageError if there is no such trajectory.
+    Of an episode, `turns` are its turns, and `pieces` its response cut where sampled tokens begin and end. `decode`
+    converts token ids to text, if given. Raises UsageError if there is no such trajectory.
     """
     with open_reader(path) as connection:
         found = read_maps(connection, "SELECT * FROM trajectories WHERE id = ?", trajectory)
@@ -47,10 +50,13 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
         (row,) = found
         for name in ("reward_parts", "metadata"):
             row[name] = stored_object(row[name])
+        row["turns"] = stored_list(connection.execute(_TURNS, (trajectory,)).fetchone()[0])
         steps = read_maps(connection, _STEPS, trajectory)
         references = dict(connection.execute(_REFERENCES, (trajectory,)).fetchall())
         blobs = connection.execute(_PAYLOAD, (trajectory,)).fetchone()
     tokens = _tokens(blobs, decode)
+    if row["turns"]:
+        tokens["pieces"] = _pieces(tokens, decode)
     if row["prompt_text"] is not None:
         del tokens["prompt_text"]
     return {**row, **tokens, "trained_by": steps, "reference_logprobs": references}
@@ -86,6 +92,23 @@ def _tokens(blobs: tuple[bytes, ...] | None, decode: Callable[[list[int]], str] 
         "response_text": decode(lists["response_ids"]) if decode else None,
         **lists,
     }
+
+
+def _pieces(tokens: dict[str, Any], decode: Callable[[list[int]], str] | None) -> list[dict[str, Any]]:
+    """Return the pieces of a response that was sampled in parts, in order; none if its tokens were dropped."""
+    ids, mask = tokens["response_ids"] or [], tokens["loss_mask"] or [1] * len(tokens["response_ids"] or [])
+    segments = set(tokens["segments"] or [])
+    cuts = [n for n in range(len(ids)) if n == 0 or n in segments or bool(mask[n]) != bool(mask[n - 1])]
+    return [
+        {
+            "start": start,
+            "tokens": end - start,
+            "sampled": bool(mask[start]),
+            "new_context": start in segments,
+            "text": decode(ids[start:end]) if decode else None,
+        }
+        for start, end in pairwise([*cuts, len(ids)])
+    ]
 
 
 def newest(path: Path, lines: int) -> list[dict[str, Any]]:

@@ -47,7 +47,12 @@ class SearchSection(Section):
     """How often temperature and top_p are drawn if they are several or a range: for each response, for each visit of a
     prompt, or once per searcher."""
     max_tokens: Positive = 512
-    """Maximum length of a response, in tokens."""
+    """Maximum length of a response, in tokens. Of an episode: of everything after its first context, observations
+    included."""
+    turn_tokens: NonNegative = 0
+    """Episodes: maximum number of tokens that the policy samples in one turn; 0 has only the limit of the episode."""
+    max_turns: Positive = 16
+    """Episodes: maximum number of turns (docs/episodes.md)."""
     stop: tuple[int | str, ...] = ()
     """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`
     (docs/prompts.md)."""

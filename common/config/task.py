@@ -9,9 +9,20 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from tba.common.config.section import NonNegative, Positive, PositiveFloat, Section
 
 MIXTURE = "mixture"
-TASKS = ("arithmetic", "answers", "gsm8k", "math", "reasoning_gym", "redteam", MIXTURE)
+TASKS = (
+    "arithmetic",
+    "answers",
+    "calculator",
+    "gsm8k",
+    "guess",
+    "gymnasium",
+    "math",
+    "reasoning_gym",
+    "redteam",
+    MIXTURE,
+)
 FROM_FILES = ("answers", "gsm8k", "math")
-_WITHOUT_CODE = ("answers", "arithmetic", "gsm8k")
+_WITHOUT_CODE = ("answers", "arithmetic", "calculator", "gsm8k", "guess")
 _OWN_TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|[^:]+\.py(:[A-Za-z_]\w*)?")
 _LARGEST_REWARD = 1e9
 # What becomes of a response that was cut off.
@@ -32,13 +43,13 @@ class TaskSource(Section):
     """One task: where its prompts and its scorer come from."""
 
     name: str = "arithmetic"
-    """The task: arithmetic, answers, gsm8k, math, reasoning_gym, redteam, mixture, or your own as `path/to/file.py`,
-    `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH, see docs/tasks.md."""
+    """The task: answers, arithmetic, calculator, gsm8k, guess, gymnasium, math, mixture, reasoning_gym, redteam, or
+    your own as `path/to/file.py`, `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH: docs/tasks.md."""
     train: str = ""
-    """answers, gsm8k, math: a local jsonl, csv or parquet file with questions and answers, or a hub id such as
-    openai/gsm8k."""
+    """answers, gsm8k, math, an environment of SkyRL-gym's or TRL's shape: a local jsonl, csv or parquet file with
+    questions and answers, or a hub id such as openai/gsm8k."""
     test: str = ""
-    """answers, gsm8k, math: the held-out file; empty uses the test split of the hub id."""
+    """The held-out file for `train`; empty uses the test split of the hub id."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further settings of the task: keyword arguments of its class, listed in docs/tasks.md for the built-in ones."""
     limit: NonNegative = 0
@@ -93,7 +104,10 @@ class TaskSection(TaskSource):
     reward_concurrency: Positive = 32
     """Responses that one worker scores at a time if the task's `score` is a coroutine; others are scored one by one."""
     reward_seconds: PositiveFloat = 10.0
-    """Time limit of scoring a response, in seconds. After it the row gets an error and the worker is replaced."""
+    """Time limit of scoring a response, or of one call of an environment, in seconds. After it the row gets an error
+    and the worker is replaced."""
+    episode_seconds: PositiveFloat = 600.0
+    """Time limit of an episode in seconds, generation included. Checked after each turn."""
     reward_memory_mib: Annotated[int, Field(ge=128)] = 1024
     """Memory limit of one reward worker, in MiB."""
 

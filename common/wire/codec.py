@@ -24,7 +24,7 @@ from tba.common.wire.messages import (
     PutTrajectories,
     RunState,
 )
-from tba.common.wire.trajectory import ARRAY_KINDS, check_frames, check_tokens
+from tba.common.wire.trajectory import ARRAY_KINDS, check_errors, check_frames, check_tokens, check_turns
 
 # Of a request.
 MAX_HEADER_BYTES = 16 << 20
@@ -208,7 +208,11 @@ def _check_arrays(message: Message, frames: Sequence[memoryview]) -> None:
     counts = {name: getattr(columns, name) for name in _COUNT_COLUMNS}
     check_frames(counts, frames)
     if isinstance(message, PutTrajectories):
-        check_tokens(counts, frames, failed=[error is not None for error in message.rows.error])
+        rows = message.rows
+        check_tokens(counts, frames, failed=[error is not None for error in rows.error])
+        check_errors(rows.error, rows.error_kind, rows.stop_reason)
+        if rows.turns is not None:
+            check_turns(rows.turns, rows.response_ids_count)
 
 
 @functools.cache

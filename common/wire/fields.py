@@ -18,6 +18,10 @@ MAX_REWARD_PARTS = 64
 MAX_METRICS = 64
 MAX_REASON = 1000
 MAX_CLIENTS = 1024
+# Of an episode, with the messages of the environment that answer one, and the characters of each. People read these.
+MAX_TURNS = 1 << 10
+MAX_TURN_MESSAGES = 64
+MAX_TURN_TEXT = 1 << 16
 # The ancestors of a node in a tree of 31.
 MAX_SOURCES = 4
 
@@ -44,7 +48,37 @@ INITIAL_REFERENCE = "initial"
 LARGEST_REWARD = 1e9
 PolicyVersion = Annotated[int, Meta(ge=NO_POLICY, le=(1 << 63) - 1)]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-StopReason = Literal["eos", "length", "error"]
+StopReason = Literal[
+    "eos",
+    "length",
+    # Outcomes of an episode, which are trained on.
+    "completed",
+    "max_turns",
+    "max_tokens",
+    "context_overflow",
+    "parse_error",
+    # The row has an error and is not trained on.
+    "turn_timeout",
+    "episode_timeout",
+    "environment_error",
+    "error",
+]
+ERROR_STOPS = frozenset(("turn_timeout", "episode_timeout", "environment_error", "error"))
+# What an error is about: each row with an error has one.
+ErrorKind = Literal[
+    "generation",
+    "decoding",
+    "reward",
+    "reward_timeout",
+    "worker",
+    "reward_model",
+    "masked",
+    "environment",
+    "turn_timeout",
+    "episode_timeout",
+    "group",
+    "imported",
+]
 Column = Annotated[list[T], Meta(max_length=MAX_ROWS)]
 PutColumn = Annotated[list[T], Meta(max_length=MAX_PUT_ROWS)]
 Temperature = Annotated[float, Meta(ge=0, le=sys.float_info.max)]

@@ -26,8 +26,10 @@ from tba.common.wire.fields import (
     MAX_ROWS,
     MAX_SOURCES,
     MAX_TOKENS,
+    MAX_TURNS,
     Column,
     Count,
+    ErrorKind,
     Finite,
     Id,
     Metrics,
@@ -45,9 +47,9 @@ from tba.common.wire.fields import (
     UnixTime,
     Wait,
 )
-from tba.common.wire.trajectory import RowNumbers
+from tba.common.wire.trajectory import RowNumbers, TurnRecord
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,14 +120,15 @@ class ArrayCounts(Message, frozen=True):
     logprobs_count: Column[Count]
     version_runs_count: Column[Annotated[int, Meta(ge=1, le=MAX_TOKENS)]]
     loss_mask_count: Column[Count]
+    segments_count: Column[Count]
 
 
 class Rows(ArrayCounts, omit_defaults=True, frozen=True):
     """The columns of a put, as `tba.common.wire.trajectory.pack` returns them.
 
-    `reference_logprob` is the sequence log-probability under INITIAL_REFERENCE, if the searcher computed it. The column
-    is left out if no row has one. `metadata` are maps of any content, decoded row by row by `put_columns`; a sender
-    passes them as dicts.
+    `reference_logprob` is the sequence log-probability under INITIAL_REFERENCE, if the searcher computed it. This
+    column, `turns` and `error_kind` are left out if no row has a value. `metadata` are maps of any content, decoded row
+    by row by `put_columns`; a sender passes them, and the turns, as dicts.
     """
 
     prompt_key: Annotated[list[Name], Meta(min_length=1, max_length=MAX_PUT_ROWS)]
@@ -140,6 +143,8 @@ class Rows(ArrayCounts, omit_defaults=True, frozen=True):
     error: PutColumn[Sentence | None]
     metadata: PutColumn[Raw]
     reference_logprob: PutColumn[Finite | None] | None = None
+    turns: PutColumn[Annotated[list[TurnRecord], Meta(max_length=MAX_TURNS)]] | None = None
+    error_kind: PutColumn[ErrorKind | None] | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.prompt_key)
@@ -345,7 +350,7 @@ class Batch(ArrayCounts, Reply, frozen=True):
     `policy_version` is -1 for a trajectory that no policy of this run sampled. `temperature` is 0 where the trainer
     cannot compute the distribution that was sampled from: greedy decoding, top_p below 1, a demonstration.
     `recency_groups` of the prompts were drawn by recency; `recency_missed` of them have no data within
-    `recency_window` steps.
+    `recency_window` steps. `turn_rewards` are those of the turns of each row, None if no row is an episode.
     """
 
     TYPE = "batch"
@@ -362,6 +367,7 @@ class Batch(ArrayCounts, Reply, frozen=True):
     recency_window: Id
     recency_groups: Id
     recency_missed: Id
+    turn_rewards: Column[list[Finite]] | None = None
 
 
 class NotReady(Reply, frozen=True):

@@ -4,21 +4,35 @@ Shape suffixes: N trajectories, P prompt tokens of all of them, R response token
 
 A *version run* is a pair (policy version, number of tokens). A response has one for each policy version that produced
 some of its tokens: more than one if it spans a hot reload. Their lengths add up to the length of the response.
+
+The response of an *episode* is everything after its first context: the tokens of its turns, and between them those that
+were not sampled, with mask 0. Where a chat template rewrites what came before, the model's context begins anew: a
+*segment* of the response starts with the whole new context, and is a sequence of its own (`sequences`).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
-from typing import Annotated, Any
+from itertools import accumulate, pairwise
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from tba.common.errors import WireError, quantity
-from tba.common.wire.fields import Column, Finite
+from tba.common.wire.fields import (
+    ERROR_STOPS,
+    MAX_TURN_MESSAGES,
+    MAX_TURN_TEXT,
+    Column,
+    Count,
+    Finite,
+    Name,
+    RewardParts,
+    Seconds,
+)
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -36,7 +50,9 @@ class Trajectory:
     `lease` is the id of the prompt visit that it answers. `logprobs` are natural-log probabilities of the response
     tokens under the distribution they were sampled from, temperature and top-p included. `version_runs` is [V, 2].
     `created_at` is Unix time. An empty `loss_mask` counts every response token. `reference_logprob` is the sum over
-    the counted tokens at temperature 1; None leaves it to the trainer.
+    the counted tokens at temperature 1; None leaves it to the trainer. `turns` are those of an episode, each a dict as
+    `TurnRecord`. `error_kind` is an `ErrorKind` exactly where there is an `error`. `segments` are the positions in the
+    response at which the model's context begins anew, usually none.
     """
 
     prompt_key: str
@@ -56,10 +72,31 @@ class Trajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
     loss_mask: UInt8 = field(default_factory=lambda: np.zeros(0, np.uint8))
     reference_logprob: float | None = None
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    error_kind: str | None = None
+    segments: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
+class TurnRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One turn of an episode: `tokens` sampled ones from the position `start` of the response on.
+
+    `seconds` is how long they took, `environment_seconds` how long the environment took to answer. `reward` and `parts`
+    are what it gave for the turn, `messages` its answer as [role, content] pairs, possibly shortened.
+    """
+
+    start: Count
+    tokens: Annotated[int, Meta(ge=1)]
+    seconds: Seconds
+    reward: Finite
+    parts: RewardParts
+    messages: Annotated[
+        list[tuple[Name, Annotated[str, Meta(max_length=MAX_TURN_TEXT)]]], Meta(max_length=MAX_TURN_MESSAGES)
+    ]
+    environment_seconds: Seconds | None = None
 
 
 # The fields with one value per trajectory that are stored under their own names, and their types. Columns on the wire
-# and in the database, exports and imports derive from this list. A dict is JSON text in the database.
+# and in the database, exports and imports derive from this list. A dict or list is JSON text in the database.
 ROW_FIELDS: dict[str, type] = {
     "reward": float,
     "reward_parts": dict,
@@ -70,8 +107,12 @@ ROW_FIELDS: dict[str, type] = {
     "text": str,
     "error": str,
     "metadata": dict,
+    "turns": list,
+    "error_kind": str,
 }
-MAP_FIELDS = tuple(name for name, kind in ROW_FIELDS.items() if kind is dict)
+MAP_FIELDS = tuple(name for name, kind in ROW_FIELDS.items() if kind in (dict, list))
+# Left out of a message in which no row has a value.
+_SPARSE = ("reference_logprob", "turns", "error_kind")
 # Prompt and visit travel by key and number; the database has references to their rows instead.
 ROW_COLUMNS = ("prompt_key", "lease", *ROW_FIELDS)
 
@@ -96,17 +137,20 @@ ARRAY_KINDS = (
     ArrayKind("logprobs", "<f4", 1),
     ArrayKind("version_runs", "<i4", 2),
     ArrayKind("loss_mask", "|u1", 1),
+    ArrayKind("segments", "<i4", 1),
 )
 
 # Positions in ARRAY_KINDS, which are also those of the frames.
-PROMPT_IDS, RESPONSE_IDS, LOGPROBS, VERSION_RUNS, _ = range(len(ARRAY_KINDS))
+PROMPT_IDS, RESPONSE_IDS, LOGPROBS, VERSION_RUNS, LOSS_MASK, SEGMENTS = range(len(ARRAY_KINDS))
 
 
 def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes]]:
     """Return the columns for a message header, and one frame per array kind for the whole batch."""
-    columns: dict[str, Any] = {name: [getattr(t, name) for t in trajectories] for name in ROW_COLUMNS}
-    if any(t.reference_logprob is not None for t in trajectories):
-        columns["reference_logprob"] = [t.reference_logprob for t in trajectories]
+    columns: dict[str, Any] = {}
+    for name in (*ROW_COLUMNS, "reference_logprob"):
+        column = [getattr(t, name) for t in trajectories]
+        if name not in _SPARSE or any(value not in (None, []) for value in column):
+            columns[name] = column
     frames = []
     for kind in ARRAY_KINDS:
         arrays = [getattr(t, kind.name) for t in trajectories]
@@ -134,13 +178,88 @@ def check_frames(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
     if columns["logprobs_count"] != columns["response_ids_count"]:
         raise WireError("logprobs and response_ids differ in length: one log-probability belongs to each token")
     _check_version_runs(columns, frames)
-    if not any(columns["loss_mask_count"]):
-        return
-    for masked, tokens in zip(columns["loss_mask_count"], columns["response_ids_count"], strict=True):
-        if masked not in (0, tokens):
+    if any(columns["loss_mask_count"]):
+        for masked, tokens in zip(columns["loss_mask_count"], columns["response_ids_count"], strict=True):
+            if masked not in (0, tokens):
+                raise WireError(
+                    f"a loss mask has {quantity(masked, 'entry', 'entries')} for {quantity(tokens, 'response token')}"
+                )
+    if any(columns["segments_count"]):
+        arrays = unpack_arrays(columns, frames)
+        for row, (segments, mask) in enumerate(zip(arrays["segments"], arrays["loss_mask"], strict=True)):
+            _check_segments(row, segments.tolist(), mask)
+
+
+def _check_segments(row: int, segments: list[int], mask: UInt8) -> None:
+    """Raise WireError unless each segment starts with a context, after which at least one token was sampled."""
+    for start, end in pairwise([*segments, len(mask)]):
+        # The first segment would leave nothing of the response to the first context if it started at 0.
+        if not (0 < start < end <= len(mask)) or mask[start] or not mask[start:end].any():
             raise WireError(
-                f"a loss mask has {quantity(masked, 'entry', 'entries')} for {quantity(tokens, 'response token')}"
+                f"the segments {segments[:10]} of row {row} are not ascending positions in the response, each of a "
+                "token that was not sampled, with a sampled one before the next segment"
             )
+
+
+def check_errors(errors: Sequence[str | None], kinds: Sequence[str | None] | None, reasons: Sequence[str]) -> None:
+    """Raise WireError unless exactly the rows with an error have a kind, and no other row stopped by one."""
+    # The usual case: no row has an error.
+    if kinds is None and errors.count(None) == len(errors) and ERROR_STOPS.isdisjoint(reasons):
+        return
+    for row, (error, kind, reason) in enumerate(zip(errors, kinds or [None] * len(errors), reasons, strict=True)):
+        if (error is None) != (kind is None) or (error is None and reason in ERROR_STOPS):
+            raise WireError(
+                f"row {row} has error {error!r:.80}, error_kind {kind!r} and stop_reason {reason!r}: an error has a "
+                f"kind, and only a row with an error ends by {', '.join(sorted(ERROR_STOPS))}"
+            )
+
+
+def check_turns(turns: Sequence[Sequence[TurnRecord]], lengths: Sequence[int]) -> None:
+    """Raise WireError unless the turns of each row follow each other inside its response of `lengths` tokens."""
+    for row, (own, length) in enumerate(zip(turns, lengths, strict=True)):
+        end = 0
+        for number, turn in enumerate(own):
+            if turn.start < end or turn.start + turn.tokens > length:
+                raise WireError(
+                    f"turn {number} of row {row} is not after the one before it and inside the response: "
+                    f"{quantity(turn.tokens, 'token')} from {turn.start} on of {length}"
+                )
+            end = turn.start + turn.tokens
+
+
+class TokenSequence(NamedTuple):
+    """What a model sees at once: a context, and the tokens after it. `mask` is 1 where one was sampled."""
+
+    context_ids: Int32
+    response_ids: Int32
+    mask: UInt8
+    logprobs: Float32
+
+
+def sequences(row: Trajectory) -> list[TokenSequence]:
+    """Return the sequences of a row: one, and one more for each of its segments, whose context is inside the response.
+
+    for context_ids, response_ids, mask, logprobs in sequences(row): ...
+    """
+    mask = row.loss_mask if len(row.loss_mask) else np.ones(len(row.response_ids), np.uint8)
+    return [
+        TokenSequence(
+            row.response_ids[start:first] if first else row.prompt_ids,
+            row.response_ids[first:end],
+            mask[first:end],
+            row.logprobs[first:end],
+        )
+        for start, first, end in sequence_spans(mask, row.segments)
+    ]
+
+
+def sequence_spans(mask: UInt8, segments: Int32) -> list[tuple[int, int, int]]:
+    """Return (start of the context, first token after it, end) of each sequence, as positions in the response.
+
+    The context of the first sequence is the prompt: both of its first numbers are 0.
+    """
+    first, *others = pairwise([0, *segments.tolist(), len(mask)])
+    return [(0, *first), *((start, start + int((mask[start:end] != 0).argmax()), end) for start, end in others)]
 
 
 def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:

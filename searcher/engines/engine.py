@@ -26,11 +26,16 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One response to generate. `id` is unique for the lifetime of the engine."""
+    """One response to generate. `id` is unique for the lifetime of the engine.
+
+    A `first` one is started before those that are queued: the next turn of an episode, or a request that somebody
+    waits for.
+    """
 
     id: int
     prompt_ids: Int32
     sampling: SamplingSettings
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,10 @@ class Engine(Protocol):
         """Free the device."""
 
 
+class ContextOverflow(EngineError):
+    """The context has no room for one token after a prompt."""
+
+
 def fit_request(request: GenerationRequest, *, vocabulary: int, context: int) -> GenerationRequest:
     """Return a request with at most the tokens that the context has room for after the prompt.
 
@@ -157,7 +166,7 @@ def fit_request(request: GenerationRequest, *, vocabulary: int, context: int) ->
     """
     sampling, prompt = request.sampling, len(request.prompt_ids)
     if prompt >= context:
-        raise EngineError(
+        raise ContextOverflow(
             f"the prompt leaves no room for a response in the context of {context} tokens: raise "
             "search.max_model_len, or drop the prompt"
         )

@@ -56,6 +56,10 @@ class Stopping:
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text[: min((at for string in self.strings if (at := text.find(string)) >= 0), default=None)]
 
+    def whole_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of an episode: replies, observations and special tokens."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False).encode("utf-8", "replace").decode()
+
 
 def read_stopping(config: Config, tokenizer: Tokenizer) -> Stopping:
     """Return what ends the responses of a run. Raises ConfigError for end tokens that are malformed."""

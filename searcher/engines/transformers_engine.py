@@ -133,7 +133,8 @@ class TransformersEngine:
         request = fit_request(request, vocabulary=self._acceptance.vocabulary, context=self._context)
         seed = request.sampling.seed
         generator = self._generator if seed is None else np.random.Generator(np.random.Philox(seed))
-        self._queue.append(_Row(request, time.perf_counter(), generator.random(request.sampling.max_tokens)))
+        row = _Row(request, time.perf_counter(), generator.random(request.sampling.max_tokens))
+        (self._queue.appendleft if request.first else self._queue.append)(row)
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:

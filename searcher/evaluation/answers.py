@@ -12,6 +12,7 @@ from tba.common.log import get_logger
 from tba.common.wire.messages import MAX_RESPONSES, MAX_STORED_TEXT
 from tba.common.wire.trajectory import STOP_EOS, Int32
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
+from tba.searcher.episodes import CUT_OFF, Ask, Episode, Episodes
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import failed, storable
 from tba.searcher.tasks.task import Prompt, Reward
@@ -34,7 +35,7 @@ Least = Callable[[Prompt], float]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request for one answer to the prompt at this position; `ids` are the prompt's tokens."""
+    """A request for one answer to the prompt at this position; `ids` are its tokens, none if it has an environment."""
 
     prompt: int
     ids: Int32
@@ -45,7 +46,8 @@ class Question:
 class Answer:
     """One answer. With an `error` it could not be generated or scored, and has the least reward of its task.
 
-    `logprob` is the sum over its tokens, in nats, under the distribution that they were sampled from.
+    `logprob` is the sum over its tokens, in nats, under the distribution that they were sampled from. Of an `episode`
+    its tokens are those that were sampled, and the text is all of it.
     """
 
     question: Question
@@ -55,6 +57,7 @@ class Answer:
     text: str = ""
     reward: Reward = field(default_factory=lambda: Reward(0.0, {}))
     error: str | None = None
+    episode: Episode | None = None
 
 
 def answer(
@@ -65,10 +68,14 @@ def answer(
     questions: Sequence[Question],
     go_on: Continue = lambda _: True,
     least: Least = lambda _: 0.0,
+    play: Callable[[Ask], Episodes] | None = None,
 ) -> list[Answer] | None:
-    """Return the answers in the order of the questions, None if `go_on` returned False."""
+    """Return the answers in the order of the questions, None if `go_on` returned False.
+
+    `play` makes what plays the episodes of prompts with an environment, if there are any.
+    """
     answers = [Answer(question) for question in questions]
-    answering = _Answering(engine, rewards, decode, prompts, least, answers, deque(range(len(answers))))
+    answering = _Answering(engine, rewards, decode, prompts, least, answers, play)
     while answering.finished < len(answers):
         answering.step()
         if not go_on(answering.finished):
@@ -93,58 +100,100 @@ def for_storage(texts: Sequence[str], prompts: Sequence[Prompt], answers: Sequen
     return found
 
 
-@dataclass(slots=True)
 class _Answering:
-    """Questions on their way through engine and scorer. The ids of requests and tickets are positions of answers."""
+    """Questions on their way through engine and scorer. Tickets are positions of answers, and so are most requests."""
 
-    engine: Engine
-    rewards: Rewards
-    decode: Decode
-    prompts: Sequence[Prompt]
-    least: Least
-    answers: list[Answer]
-    waiting: deque[int]
-    finished: int = 0
-    failures: int = 0
+    def __init__(
+        self,
+        engine: Engine,
+        rewards: Rewards,
+        decode: Decode,
+        prompts: Sequence[Prompt],
+        least: Least,
+        answers: list[Answer],
+        play: Callable[[Ask], Episodes] | None,
+    ) -> None:
+        self._engine = engine
+        self._rewards = rewards
+        self._decode = decode
+        self._prompts = prompts
+        self._least = least
+        self._answers = answers
+        self._waiting = deque(range(len(answers)))
+        self._episodes = play(self._ask) if play is not None else None
+        self._asked: dict[int, Callable[[Generation], None]] = {}
+        # Requests of episodes follow those that are positions of answers.
+        self._next_id = len(answers)
+        self.finished = 0
+        self.failures = 0
 
     def step(self) -> None:
         """Step the engine, and collect the scores that are there."""
         # One load in the engine and one behind it, as in a searcher.
-        while self.waiting and self.engine.in_flight < 2 * self.engine.max_in_flight:
-            number = self.waiting.popleft()
-            question = self.answers[number].question
-            try:
-                self.engine.submit(GenerationRequest(number, question.ids, question.sampling))
-            except EngineError as error:
-                self._finish(number, *failed(f"not generated: {error}"))
-        for generation in self.engine.step() if self.engine.in_flight else ():
-            self._score(generation)
-        if self.rewards.waiting:
-            for scored in self.rewards.wait(0.0 if self.engine.in_flight or self.waiting else _WAIT_SECONDS):
-                self._finish(scored.ticket, scored.reward, scored.error)
+        while self._waiting and max(self._engine.in_flight, self._playing) < 2 * self._engine.max_in_flight:
+            self._start(self._waiting.popleft())
+        for generation in self._engine.step() if self._engine.in_flight else ():
+            self._asked.pop(generation.id, self._score)(generation)
+        if self._rewards.waiting:
+            for scored in self._rewards.wait(0.0 if self._engine.in_flight or self._waiting else _WAIT_SECONDS):
+                if self._episodes is not None and scored.ticket in self._episodes:
+                    self._episodes.told(scored)
+                else:
+                    self._finish(scored.ticket, scored.reward, scored.error)
+        for episode in self._episodes.ended() if self._episodes is not None else ():
+            self._finish_episode(episode)
+
+    @property
+    def _playing(self) -> int:
+        return len(self._episodes) if self._episodes is not None else 0
+
+    def _start(self, number: int) -> None:
+        question = self._answers[number].question
+        if self._episodes is not None and not len(question.ids):
+            self._episodes.begin(number, self._prompts[question.prompt], question.sampling)
+            return
+        try:
+            self._engine.submit(GenerationRequest(number, question.ids, question.sampling))
+        except EngineError as error:
+            self._finish(number, *failed(f"not generated: {error}"))
+
+    def _ask(self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None]) -> None:
+        self._engine.submit(GenerationRequest(self._next_id, ids, sampling, first=True))
+        self._asked[self._next_id] = on_done
+        self._next_id += 1
+
+    def _finish_episode(self, episode: Episode) -> None:
+        one = self._answers[episode.ticket]
+        tokens = episode.tokens()
+        one.episode = episode
+        one.response_ids = tokens.response_ids[tokens.loss_mask != 0]
+        one.logprob = float(tokens.logprobs.astype(np.float64).sum())
+        one.unfinished = episode.stop_reason in CUT_OFF
+        one.text = "\n".join(f"{role}: {text}" for role, text in episode.said)
+        self._finish(episode.ticket, Reward(episode.reward, episode.parts), episode.error)
 
     def _score(self, generation: Generation) -> None:
-        one = self.answers[generation.id]
+        one = self._answers[generation.id]
         one.response_ids = generation.response_ids
         one.logprob = float(generation.logprobs.astype(np.float64).sum())
         one.unfinished = generation.stop_reason != STOP_EOS
         try:
-            one.text = storable(self.decode(generation.response_ids.tolist()))
+            one.text = storable(self._decode(generation.response_ids.tolist()))
         # The ids are of another vocabulary.
         except Exception as error:  # noqa: BLE001
             self._finish(generation.id, *failed(f"not decoded: {type(error).__name__}: {error}"))
             return
-        self.rewards.submit(generation.id, self.prompts[one.question.prompt], one.text, not one.unfinished)
+        self._rewards.submit(generation.id, self._prompts[one.question.prompt], one.text, not one.unfinished)
 
     def _finish(self, number: int, reward: Reward, error: str | None) -> None:
-        one = self.answers[number]
+        one = self._answers[number]
         one.reward, one.error = reward, error
         self.finished += 1
         if error is None:
             return
-        prompt = self.prompts[one.question.prompt]
+        prompt = self._prompts[one.question.prompt]
         # Where every reward is negative, 0 would be better than any answer.
-        one.reward = Reward(self.least(prompt), {})
+        one.reward = Reward(self._least(prompt), {})
         self.failures += 1
         if self.failures <= _MAX_LOGGED:
             log.warning("response failed", prompt=prompt.key, reason=error)

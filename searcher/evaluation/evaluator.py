@@ -31,6 +31,7 @@ from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import PinnedSnapshot
 from tba.common.weights.pretrained import load_tokenizer
 from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
+from tba.common.wire.episode import EpisodeTokens
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import Visit, WeightsRef
@@ -38,6 +39,7 @@ from tba.common.wire.trajectory import STOP_EOS, Trajectory
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
 from tba.searcher.engines.engine import Engine, SamplingSettings
 from tba.searcher.engines.stopping import Stopping, read_stopping
+from tba.searcher.episodes import Ask, Episodes, Limits
 from tba.searcher.evaluation import measure
 from tba.searcher.evaluation.answers import Answer, Question, answer, for_storage
 from tba.searcher.pipeline import Exploration
@@ -51,6 +53,7 @@ from tba.searcher.tasks.task import (
     check_answers,
     check_rendering,
     fingerprint,
+    has_environment,
     least_reward_for,
     name_of,
 )
@@ -104,6 +107,7 @@ def read_subject(config: Config) -> Subject:
         raise TaskError("gold_model compares with the answers of the held-out prompts, and none has one: remove it")
     check_answers(task)
     check_rendering(task, prompts, renderer, context_of(config))
+    plays = any(has_environment(task, prompt) for prompt in prompts)
     # What changes no number must not have a curve of evaluations repeated.
     settings = {
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
@@ -111,6 +115,7 @@ def read_subject(config: Config) -> Subject:
         "eval": config.eval.model_dump(mode="json", exclude=_NOT_MEASURED),
         "max_tokens": config.search.max_tokens,
         "stop": config.search.stop,
+        **({"turns": config.search.max_turns, "turn_tokens": config.search.turn_tokens} if plays else {}),
         "seed": config.run.seed,
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -232,6 +237,7 @@ class Evaluator:
                 self.asked,
                 step,
                 partial(least_reward_for, self.subject.task),
+                self._play,
             )
         finally:
             watchdog.stop()
@@ -240,6 +246,9 @@ class Evaluator:
             return None
         row = self._row(manifest, measured, time.monotonic() - started)
         return row | {"responses": for_storage(self.texts, self.subject.prompts, answers)}
+
+    def _play(self, ask: Ask) -> Episodes:
+        return Episodes(ask, self.rewards, self.subject.renderer, self.subject.stopping, Limits.of(self.config))
 
     def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples
@@ -295,7 +304,10 @@ class Evaluator:
 def questions(config: Config, subject: Subject) -> list[Question]:
     """Return the greedy question of every prompt, then `eval.samples` sampled ones of each."""
     prompts, section = subject.prompts, config.eval
-    ids = [np.asarray(subject.renderer.ids(prompt), np.int32) for prompt in prompts]
+    ids = [
+        np.asarray([] if has_environment(subject.task, prompt) else subject.renderer.ids(prompt), np.int32)
+        for prompt in prompts
+    ]
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=config.search.max_tokens)
     asked = [Question(number, ids[number], greedy) for number in range(len(prompts))]
     sampled = {"temperature": section.temperature, "top_p": 1.0}
@@ -439,13 +451,15 @@ def ref_of(path: Path) -> WeightsRef:
 
 def _as_row(one: Answer) -> Trajectory:
     """Return an answer as what a reference model scores."""
+    none, runs = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
+    whole = EpisodeTokens(
+        one.question.ids, one.response_ids, np.zeros(0, np.uint8), np.zeros(0, np.float32), runs, none, []
+    )
+    tokens = whole if one.episode is None else one.episode.tokens()
     return Trajectory(
         prompt_key="",
         lease=NO_VISIT,
-        prompt_ids=one.question.ids,
-        response_ids=one.response_ids,
-        logprobs=np.zeros(0, np.float32),
-        version_runs=np.zeros((0, 2), np.int32),
+        **tokens._asdict(),
         reward=0.0,
         reward_parts={},
         stop_reason=STOP_EOS,

@@ -200,6 +200,7 @@ def _measure_rewards(
     measured.add(f"{prefix}response_tokens", [sum(len(a.response_ids) for a in group) for group in groups], size)
     measured.add(f"{prefix}unfinished", [sum(a.unfinished for a in group) for group in groups], size)
     measured.add(f"{prefix}failed", [sum(error is not None for error in group) for group in errors], size)
+    _measure_episodes(measured, groups, prefix)
     if not measured.has_scores("sampled responses" if prefix else "responses", list(chain(*errors))):
         return False
     measured.add(f"{prefix}reward", [sum(a.reward.total for a in group) for group in groups], size)
@@ -209,11 +210,24 @@ def _measure_rewards(
     return True
 
 
+def _measure_episodes(measured: Measured, groups: Sequence[Sequence[Answer]], prefix: str) -> None:
+    """Add the mean number of turns, and the share of each reason why an episode ended, over all episodes."""
+    episodes = [[answer.episode for answer in group if answer.episode is not None] for group in groups]
+    if not any(episodes):
+        return
+    counts = [len(group) for group in episodes]
+    measured.add(f"{prefix}turns", [sum(len(one.turns) for one in group) for group in episodes], counts)
+    for reason in sorted({one.stop_reason for group in episodes for one in group}):
+        ended = [sum(one.stop_reason == reason for one in group) for group in episodes]
+        measured.add(f"{prefix}stopped_{reason}", ended, counts)
+
+
 def _errors(groups: Sequence[Sequence[Answer]], graded: Sequence[bool]) -> list[list[str | None]]:
     """Return why each answer has no score, or lacks the part that others of its task have; None if it has."""
     lacks = f"the reward has no part `{CORRECT}`"
     return [
-        [a.error or (lacks if demanded and CORRECT not in a.reward.parts else None) for a in group]
+        # The parts of an episode are sums over its turns, in which one that is not given is 0.
+        [a.error or (lacks if demanded and CORRECT not in a.reward.parts and not a.episode else None) for a in group]
         for group, demanded in zip(groups, graded, strict=True)
     ]
 

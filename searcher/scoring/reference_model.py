@@ -5,7 +5,7 @@ temperature 1, summed in float64 over the tokens that count. Duplicated on purpo
 that needs torch. `tests/unit/searcher/test_references.py` keeps this, the trainer's `model/scorer.py` and
 `publishing/canary.py`, and the engine's `score` equal.
 
-Shape suffixes: N rows, T tokens of the longest, R response tokens of one row, c a chunk of them, H hidden size,
+Shape suffixes: N sequences, T tokens of the longest, R response tokens of one row, c a chunk of them, H hidden size,
 V vocabulary.
 """
 
@@ -23,7 +23,7 @@ from tba.common.system.load_errors import loading
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.pretrained import from_directory
-from tba.common.wire.trajectory import Trajectory
+from tba.common.wire.trajectory import TokenSequence, Trajectory, sequences
 
 # Most tokens of a batch, padding included.
 _BATCH_TOKENS = 8192
@@ -49,30 +49,30 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def logprobs(self, rows: Sequence[Trajectory]) -> list[float | None]:
-        """The log-probability of each response given its prompt, a natural logarithm.
+        """The log-probability of each response given its prompt, a natural logarithm: the sum over its sequences.
 
         None for a failed rollout, for a row with a token outside the vocabulary, and where the result is not finite.
         """
-        found: list[float | None] = [None] * len(rows)
         usable = [n for n, row in enumerate(rows) if self._is_usable(row)]
+        each = [(n, sequence) for n in usable for sequence in sequences(rows[n])]
+        sums = dict.fromkeys(usable, 0.0)
         cut = partial(cut_by_tokens, limit=_BATCH_TOKENS, padded=True)
-        for batch in self._rotation.split([_tokens(rows[n]) for n in usable], cut):
-            indices = [usable[index] for index in batch]
-            for n, logprob in zip(indices, self._batch([rows[n] for n in indices]), strict=True):
-                found[n] = logprob if math.isfinite(logprob) else None
-        return found
+        for batch in self._rotation.split([_tokens(sequence) for _, sequence in each], cut):
+            for index, logprob in zip(batch, self._batch([each[index][1] for index in batch]), strict=True):
+                sums[each[index][0]] += logprob
+        return [sums[n] if math.isfinite(sums.get(n, math.nan)) else None for n in range(len(rows))]
 
     def _is_usable(self, row: Trajectory) -> bool:
         ids = (row.prompt_ids, row.response_ids)
         return all(len(part) and part.min() >= 0 and part.max() < self._vocabulary for part in ids)
 
-    def _batch(self, rows: Sequence[Trajectory]) -> list[float]:
+    def _batch(self, rows: Sequence[TokenSequence]) -> list[float]:
         width = max(map(_tokens, rows))
         # Padded on the right, where attention is causal and does not reach it.
         tokens = np.zeros((len(rows), width), np.int64)
         attention = np.zeros_like(tokens)
         for n, row in enumerate(rows):
-            tokens[n, : _tokens(row)] = np.concatenate([row.prompt_ids, row.response_ids])
+            tokens[n, : _tokens(row)] = np.concatenate([row.context_ids, row.response_ids])
             attention[n, : _tokens(row)] = 1
         tokens_NT, attention_NT = (torch.from_numpy(array).to(self._device) for array in (tokens, attention))
         self._rotation.forget(self._model)
@@ -82,9 +82,9 @@ class ReferenceModel:
             ).last_hidden_state
             return [self._sum(row, hidden_NTH[n], tokens_NT[n]) for n, row in enumerate(rows)]
 
-    def _sum(self, row: Trajectory, hidden_TH: Tensor, tokens_T: Tensor) -> float:
-        """The log-probability of one response. Token r is predicted at the position before its own."""
-        first, last = len(row.prompt_ids), _tokens(row)
+    def _sum(self, row: TokenSequence, hidden_TH: Tensor, tokens_T: Tensor) -> float:
+        """The log-probability of one sequence. Token r is predicted at the position before its own."""
+        first, last = len(row.context_ids), _tokens(row)
         head = self._model.get_output_embeddings()
         logprobs = []
         hidden_RH, target_R = hidden_TH[first - 1 : last - 1], tokens_T[first:last]
@@ -92,9 +92,7 @@ class ReferenceModel:
             logits_cV = head(hidden_cH).float()
             logprobs.append(logits_cV.gather(1, target_c[:, None])[:, 0] - logits_cV.logsumexp(dim=1))
         logprob_R = torch.cat(logprobs).double()
-        if len(row.loss_mask):
-            logprob_R = torch.where(torch.from_numpy(row.loss_mask != 0).to(self._device), logprob_R, 0.0)
-        return float(logprob_R.sum())
+        return float(torch.where(torch.from_numpy(row.mask != 0).to(self._device), logprob_R, 0.0).sum())
 
 
 def to_bfloat16(model: PreTrainedModel) -> None:
@@ -106,5 +104,5 @@ def to_bfloat16(model: PreTrainedModel) -> None:
     model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
 
 
-def _tokens(row: Trajectory) -> int:
-    return len(row.prompt_ids) + len(row.response_ids)
+def _tokens(row: TokenSequence) -> int:
+    return len(row.context_ids) + len(row.response_ids)

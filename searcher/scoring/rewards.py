@@ -1,4 +1,4 @@
-"""The reward of a response: the task's, plus the reward model's if there is one.
+"""The reward of a response: the task's, plus the reward model's if there is one; or the answers of an environment.
 
 submit ──┬──► task's workers ──┬──► both results ──► done
          └──► reward model ────┘
@@ -6,6 +6,7 @@ submit ──┬──► task's workers ──┬──► both results ──�
 
 import multiprocessing.connection
 import time
+from collections.abc import Sequence
 
 from tba.common.config import TaskSection
 from tba.common.wire.fields import LARGEST_REWARD
@@ -58,6 +59,29 @@ class Rewards:
         if self._model is not None:
             self._model.submit(item)
 
+    def play(
+        self,
+        ticket: int,
+        prompt: Prompt,
+        replies: Sequence[tuple[str, bool]],
+        *,
+        last: bool = False,
+        close: bool = False,
+    ) -> None:
+        """Queue a call of an episode's environment, which `wait` returns as a Scored with a `turn`.
+
+        `ticket` is the episode's for its whole life, and it has at most one call at a time. `replies` are all so far,
+        as (decoded text, whether it was finished); none makes the environment and resets it. The environment is closed
+        after a turn that is done or the `last`, after an error, or with `close`, instead of a step. So an episode of
+        two turns is `play(1, prompt, [])`, `play(1, prompt, [one])`, `play(1, prompt, [one, two], last=True)`.
+
+        It goes to the worker that holds the episode. If that was replaced, another one repeats the replies, unless the
+        task is `random`; an environment that answers differently then fails.
+        """
+        now = time.monotonic()
+        self._submitted_at[ticket] = now
+        self._task.play(ticket, prompt, replies, last=last, close=close, submitted_at=now)
+
     def wait(self, seconds: float) -> list[Scored]:
         """The responses scored since the last call. Waits at most `seconds` for a worker to send something.
 
@@ -96,8 +120,9 @@ def _sum(scored: Scored, by_model: Result, weight: float) -> Scored:
     if scored.error is not None:
         return scored
     if by_model.error is not None:
-        return Scored(scored.ticket, scored.text, *failed(f"model: {by_model.error}"))
+        return Scored(scored.ticket, scored.text, *failed(f"model: {by_model.error}"), error_kind="reward_model")
     total, parts = scored.reward.total + weight * by_model.value, {**scored.reward.parts, MODEL_PART: by_model.value}
     if not abs(total) <= LARGEST_REWARD:
-        return Scored(scored.ticket, scored.text, *failed(f"model: the reward would be {total}"))
+        reason = f"model: the reward would be {total}"
+        return Scored(scored.ticket, scored.text, *failed(reason), error_kind="reward_model")
     return Scored(scored.ticket, scored.text, Reward(total, parts), None)

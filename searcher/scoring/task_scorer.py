@@ -1,8 +1,10 @@
-"""The task's rewards, computed in worker processes, so that none of them can stall or end the searcher.
+"""The task's rewards and environments, in worker processes, so that none of them can stall or end the searcher.
 
 `python -m tba.searcher.scoring.task_scorer FD` is a worker. Its messages are those of `worker_pool.py`. Each result is
 sent as soon as it is known: in order, so that a worker that dies is known to have died of its first item without a
-result, or with `begin` if the task scores several at a time. It imports neither torch nor vllm unless the task does.
+result, or with `begin` if the task scores several at a time or has environments. It imports neither torch nor vllm
+unless the task does. After an environment has run out of memory a worker retires, so that its other episodes go on
+elsewhere.
 """
 
 import asyncio
@@ -16,10 +18,21 @@ from tba.common.config import TaskSection
 from tba.common.errors import TaskError, TbaError, WorkerLost
 from tba.common.log import configure, get_logger
 from tba.common.system.process import SAFE_PATH
-from tba.searcher.scoring.scoring import Item, Scored, failed, score, score_later, storable
+from tba.common.wire.fields import ErrorKind
+from tba.searcher.scoring.player import Answer, Outcome, Player
+from tba.searcher.scoring.scoring import Call, Item, Scored, event_loop, failed, score, score_later, storable
 from tba.searcher.scoring.worker_pool import LOAD_SECONDS, Connection, PoolSettings, Result, WorkerPool
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import Prompt, Reward, Task, least_reward, name_of, scores_concurrently
+from tba.searcher.tasks.task import (
+    Prompt,
+    Reward,
+    Task,
+    Turn,
+    has_environment,
+    least_reward,
+    name_of,
+    scores_concurrently,
+)
 
 log = get_logger(__name__)
 
@@ -29,6 +42,8 @@ _BATCH = 32
 _MAX_STARTS = 5
 # A worker ends a coroutine itself after task.reward_seconds, and is replaced if it has not done so this much later.
 _GRACE_SECONDS = 5.0
+# Of `Item.message`.
+_RESPONSE_FIELDS = 4
 
 
 class TaskScorer(WorkerPool):
@@ -40,6 +55,9 @@ class TaskScorer(WorkerPool):
         self._scored: list[Scored] = []
         self._least = least_reward(task)
         self._logged_least = False
+        # The digests of the answers to each episode.
+        self._told: dict[int, list[bytes]] = {}
+        self._player = Player(task)
         concurrent = scores_concurrently(task)
         super().__init__(
             PoolSettings(
@@ -47,7 +65,7 @@ class TaskScorer(WorkerPool):
                 module="tba.searcher.scoring.task_scorer",
                 settings=config.model_dump(mode="json"),
                 workers=config.reward_workers,
-                batch=max(_BATCH, config.reward_concurrency) if concurrent else _BATCH,
+                batch=max(_BATCH, config.reward_concurrency) if concurrent or has_environment(task) else _BATCH,
                 load_seconds=LOAD_SECONDS,
                 work_seconds=config.reward_seconds + (_GRACE_SECONDS if concurrent else 0.0),
             )
@@ -59,7 +77,28 @@ class TaskScorer(WorkerPool):
             super().submit(item)
         else:
             reward, error = score(self._task, item.prompt, item.text, item.finished)
-            self._scored.append(Scored(item.ticket, item.text, reward, error))
+            self._scored.append(Scored(item.ticket, item.text, reward, error, error_kind="reward" if error else None))
+
+    def play(
+        self,
+        ticket: int,
+        prompt: Prompt,
+        replies: Sequence[tuple[str, bool]],
+        *,
+        last: bool,
+        close: bool,
+        submitted_at: float,
+    ) -> None:
+        """Queue a call of an episode's environment, as `Rewards.play`."""
+        told = self._told.setdefault(ticket, [])
+        if len(replies) != len(told) and not close:
+            raise ValueError(f"episode {ticket} has had {len(told)} answers, not {len(replies)}: one call at a time")
+        item = Item(ticket, prompt, "", True, submitted_at, Call(replies, last, close, told))
+        if self._config.reward_workers:
+            super().submit(item)
+        else:
+            outcome = event_loop().run(self._player.play(*item.message(held=bool(told))))
+            self._scored.append(self._answered(item, outcome))
 
     def done(self) -> list[Scored]:
         """The responses scored since the last call. Never blocks.
@@ -81,16 +120,50 @@ class TaskScorer(WorkerPool):
     def _scored_by(self, result: Result) -> Scored:
         item = result.item
         if result.error is not None:
-            name = name_of(self._task, item.prompt)
-            log.warning("response not scored", task=name, prompt=item.prompt.key, reason=result.error)
-            return Scored(item.ticket, item.text, *failed(result.error, name), interrupted=True)
+            return self._interrupted(result)
+        if item.call is not None:
+            answer, *others = result.value
+            outcome = Outcome(answer and Answer(*answer), *others)
+            self.timeouts += outcome.kind == "turn_timeout"
+            return self._answered(item, outcome)
         total, parts, error, timed_out = result.value
         self.timeouts += timed_out
-        return Scored(item.ticket, item.text, Reward(total, parts), error, interrupted=timed_out)
+        kind: ErrorKind | None = None if error is None else "reward_timeout" if timed_out else "reward"
+        return Scored(item.ticket, item.text, Reward(total, parts), error, interrupted=timed_out, error_kind=kind)
+
+    def _interrupted(self, result: Result) -> Scored:
+        """Return what becomes of an item that its worker did not survive."""
+        item, name = result.item, name_of(self._task, result.item.prompt)
+        log.warning("response not scored", task=name, prompt=item.prompt.key, reason=result.error)
+        if item.call is None:
+            kind: ErrorKind = "reward_timeout" if result.late else "worker"
+            reward, error = failed(str(result.error), name)
+            return Scored(item.ticket, item.text, reward, error, interrupted=True, error_kind=kind)
+        reason = f"{result.doing}: {result.error}" if result.doing else str(result.error)
+        error = failed(reason, name, what="environment")[1]
+        return self._answered(item, Outcome(None, b"", error, "turn_timeout" if result.late else "worker"))
+
+    def _answered(self, item: Item, outcome: Outcome) -> Scored:
+        """Return the result of a call, and forget the episode if it is over."""
+        call, answer = item.call, outcome.answer
+        assert call is not None
+        if answer is None or answer.done or call.last or call.close:
+            del self._told[item.ticket]
+            self.release(item.ticket)
+        else:
+            self._told[item.ticket].append(outcome.digest)
+        if answer is None:
+            interrupted = outcome.kind != "environment"
+            return Scored(item.ticket, None, Reward(0.0, {}), outcome.error, interrupted, outcome.kind)
+        # Lists, if they come from a worker.
+        messages: Any = tuple(map(tuple, answer.messages))
+        turn = Turn(messages, answer.reward, answer.done, answer.parts)
+        return Scored(item.ticket, None, Reward(answer.reward, answer.parts), None, turn=turn)
 
     def _check_least(self, scored: list[Scored]) -> None:
         """Log once that a reward is lower than the task says."""
-        low = [one for one in scored if one.error is None and one.reward.total < self._least]
+        # The rewards of turns add up to that of an episode.
+        low = [one for one in scored if one.error is None and one.turn is None and one.reward.total < self._least]
         if low and not self._logged_least:
             self._logged_least = True
             log.warning(
@@ -118,60 +191,80 @@ def main() -> None:
         sys.exit(1)
     worker = _Worker(connection, task, config)
     connection.send(["ready"])
-    if not scores_concurrently(task):
+    if not (scores_concurrently(task) or has_environment(task)):
         for batch in connection.messages:
             worker.score_in_order(batch)
         return
     # One event loop for all batches: a task may keep connections, which belong to a loop.
     with asyncio.Runner() as runner:
         for batch in connection.messages:
-            runner.run(worker.score_together(batch))
+            runner.run(worker.answer_together(batch))
 
 
 class _Worker:
-    """Scores batches of (ticket, fields of the prompt, response, finished)."""
+    """Answers batches of `Item.message`."""
 
     def __init__(self, connection: Connection, task: Task, config: TaskSection) -> None:
         self._connection = connection
         self._task = task
         self._config = config
         self._own_pid = os.getpid()
-        self._running: list[int] = []
+        self._concurrent = scores_concurrently(task)
+        self._player = Player(task, config.reward_seconds, config.reward_memory_mib, self._begin)
+        # By ticket: the method that is called, and whether it is awaited.
+        self._running: dict[int, tuple[str, bool]] = {}
 
     def score_in_order(self, batch: Sequence[Any]) -> None:
         """Score one response after the other."""
         for ticket, fields, response, finished in batch:
             memory_mib = self._config.reward_memory_mib
-            self._send(ticket, *score(self._task, Prompt(*fields), response, finished, memory_mib))
+            self._send_score(ticket, *score(self._task, Prompt(*fields), response, finished, memory_mib))
 
-    async def score_together(self, batch: Sequence[Any]) -> None:
-        """Score up to `task.reward_concurrency` responses at a time."""
+    async def answer_together(self, batch: Sequence[Any]) -> None:
+        """Score or play up to `task.reward_concurrency` items at a time, unless a method does not wait."""
         free = asyncio.Semaphore(self._config.reward_concurrency)
 
-        async def score_one(ticket: int, fields: Sequence[Any], response: str, finished: bool) -> None:
+        async def answer(item: Sequence[Any]) -> None:
             async with free:
-                self._running.append(ticket)
-                self._connection.send(["begin", self._running])
-                outcome = await score_later(
-                    self._task,
-                    Prompt(*fields),
-                    response,
-                    finished,
-                    self._config.reward_seconds,
-                    self._config.reward_memory_mib,
-                )
-                self._running.remove(ticket)
-                self._send(ticket, *outcome)
+                # A call of an environment has more fields than a response.
+                await (self._score(*item) if len(item) == _RESPONSE_FIELDS else self._play(*item))
                 if self._running:
-                    self._connection.send(["begin", self._running])
+                    self._send_running()
 
-        await asyncio.gather(*(score_one(*item) for item in batch))
+        await asyncio.gather(*map(answer, batch))
 
-    def _send(self, ticket: int, reward: Reward, error: str | None, timed_out: bool = False) -> None:
-        # If the reward forked, this may be the child, which must not reply as well.
+    async def _score(self, ticket: int, fields: Sequence[Any], response: str, finished: bool) -> None:
+        self._begin(ticket, "", self._concurrent)
+        limits = self._config.reward_seconds, self._config.reward_memory_mib
+        outcome = await score_later(self._task, Prompt(*fields), response, finished, *limits)
+        del self._running[ticket]
+        self._send_score(ticket, *outcome)
+
+    async def _play(self, ticket: int, *call: Any) -> None:
+        outcome = await self._player.play(ticket, *call)
+        self._running.pop(ticket, None)
+        self._send(["results", [[ticket, outcome, None]]])
+        if outcome.out_of_memory:
+            self._send(["retire"])
+            os._exit(0)
+
+    def _begin(self, ticket: int, method: str, awaits: bool) -> None:
+        self._running[ticket] = method, awaits
+        self._send_running()
+
+    def _send_running(self) -> None:
+        methods = [method for method, _ in self._running.values()]
+        grace = _GRACE_SECONDS if any(awaits for _, awaits in self._running.values()) else 0.0
+        self._send(["begin", [*self._running], methods, self._config.reward_seconds + grace])
+
+    def _send_score(self, ticket: int, reward: Reward, error: str | None, timed_out: bool = False) -> None:
+        self._send(["results", [[ticket, [reward.total, reward.parts, error, timed_out], None]]])
+
+    def _send(self, message: Sequence[Any]) -> None:
+        # If the task forked, this may be the child, which must not reply as well.
         if os.getpid() != self._own_pid:
             os._exit(0)
-        self._connection.send(["results", [[ticket, [reward.total, reward.parts, error, timed_out], None]]])
+        self._connection.send(message)
 
 
 def _load(config: TaskSection) -> Task:

@@ -11,7 +11,12 @@ owner to decide, from `refusal`, `failed_starts` and `last_error`.
 Messages of a worker: `["ready"]` once it has loaded, or a sentence why not: `["refused", sentence]` if it never will,
 `["failed", sentence]` if another start may succeed. Then `["begin", tickets]` before it works on these items, and
 `["results", [[ticket, value, error], ...]]`. Each `begin` replaces the one before it, and results end it. A worker that
-does not send `begin` works on the first item without a result. So the items that a worker died of are known.
+does not send `begin` works on the first item without a result. So the items that a worker died of are known. `begin`
+may add what it does for each of them, for messages, and how long it may be silent. `["retire"]` asks for replacement:
+none of its items fails, and it works on nothing more.
+
+An episode stays with the worker that it was first sent to: only that one gets its calls, until `release`. If that
+worker is replaced, the next call may go to any, with all that is needed to repeat the episode.
 
 A worker is a Python module, connected by a socket pair that carries msgpack messages: `WorkerProcess` is the searcher's
 side, `Connection` the worker's. Outgoing messages wait in memory until the worker reads them, and incoming ones are
@@ -28,7 +33,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -179,11 +184,16 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of an item: a value, or a sentence why there is none."""
+    """The result of an item: a value, or a sentence why there is none.
+
+    Without one, `doing` is what the worker did for the item, if it said so, and `late` whether that took too long.
+    """
 
     item: Item
     value: Any
     error: str | None
+    doing: str = ""
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -193,10 +203,16 @@ class Worker:
     process: WorkerProcess
     ready: bool = False
     items: dict[int, Item] = field(default_factory=dict)
-    running: list[int] = field(default_factory=list)
+    # What it does by ticket, empty if it does not say, and how long it may be silent meanwhile, if it says so.
+    running: dict[int, str] = field(default_factory=dict)
+    silence: float | None = None
+    # The episodes that it holds, and calls of them that are not yet sent.
+    episodes: set[int] = field(default_factory=set)
+    calls: deque[Item] = field(default_factory=deque)
     # Its last words, if it could not load.
     sentence: str = ""
     malformed: bool = False
+    retired: bool = False
 
 
 class WorkerPool:
@@ -234,8 +250,14 @@ class WorkerPool:
         return any(worker.ready for worker in self.workers)
 
     def submit(self, item: Item) -> None:
-        """Queue an item."""
-        self._waiting.append(item)
+        """Queue an item: a call of an episode for the worker that holds it, if one does."""
+        holder = next((one for one in self.workers if item.ticket in one.episodes), None) if item.call else None
+        (holder.calls if holder else self._waiting).append(item)
+
+    def release(self, ticket: int) -> None:
+        """Forget which worker holds an episode."""
+        for worker in self.workers:
+            worker.episodes.discard(ticket)
 
     def poll(self) -> list[Result]:
         """Supervise the workers and return the results that have arrived. Never blocks, except to reap a worker."""
@@ -269,12 +291,16 @@ class WorkerPool:
                     worker.ready = True
                     self.failed_starts, self._down_since = 0, None
                 elif kind == "begin":
-                    worker.running = [ticket for ticket in worker.items if ticket in content[0]]
+                    tickets, doing, worker.silence = (*content, None, None)[:3]
+                    named = dict(zip(tickets, doing or [""] * len(tickets), strict=True))
+                    worker.running = {ticket: named[ticket] for ticket in worker.items if ticket in named}
                 elif kind == "results":
-                    worker.running = []
+                    worker.running, worker.silence = {}, None
                     for ticket, *outcome in content[0]:
                         self._results.append(Result(worker.items[ticket], *outcome))
                         del worker.items[ticket]
+                elif kind == "retire":
+                    worker.retired = True
                 else:
                     worker.sentence = content[0]
                     self.refusal = content[0] if kind == "refused" else ""
@@ -285,18 +311,21 @@ class WorkerPool:
 
     def _failure_of(self, worker: Worker) -> str | None:
         """Why a worker must be replaced."""
+        if worker.retired:
+            return "out of memory"
         if death := worker.process.death():
             return death
         if worker.malformed:
             return worker.sentence
-        if worker.items and worker.process.silent_seconds > self.settings.work_seconds:
-            return timed_out(self.settings.work_seconds)
+        limit = worker.silence or self.settings.work_seconds
+        if worker.items and worker.process.silent_seconds > limit:
+            return timed_out(limit)
         if not worker.ready and worker.process.silent_seconds > self.settings.load_seconds:
             return f"the worker was not ready within {self.settings.load_seconds:g} s"
         return None
 
     def _replace(self, worker: Worker, failure: str) -> None:
-        is_late = failure == timed_out(self.settings.work_seconds)
+        is_late = failure == timed_out(worker.silence or self.settings.work_seconds)
         # Results that it sent before its end count.
         self._receive(worker)
         self.last_error = worker.sentence or failure
@@ -314,26 +343,29 @@ class WorkerPool:
             return
         log.warning(f"{self.settings.name} replaced", reason=self.last_error, pid=worker.process.pid)
         # At least one item fails, so that a batch which kills every worker comes to an end.
-        failed = worker.running or list(worker.items)[:1]
+        failed = {} if worker.retired else worker.running or dict.fromkeys(list(worker.items)[:1], "")
         self.timeouts += is_late * len(failed)
-        for ticket in failed:
-            self._results.append(Result(worker.items.pop(ticket), None, self.last_error))
-        self._waiting.extendleft(reversed(worker.items.values()))
+        for ticket, doing in failed.items():
+            self._results.append(Result(worker.items.pop(ticket), None, self.last_error, doing, is_late))
+        self._waiting.extendleft(reversed([*worker.items.values(), *worker.calls]))
         if not self.ready:
             self._down_since = time.monotonic()
 
     def _send_batches(self) -> None:
         for worker in self.workers:
-            if not worker.ready or worker.items or not self._waiting:
+            if not worker.ready or worker.items or not (self._waiting or worker.calls):
                 continue
-            waited = time.monotonic() - self._waiting[0].submitted_at
-            if len(self._waiting) < self.settings.batch and waited < self.settings.gather_seconds:
-                return
+            items = [worker.calls.popleft() for _ in range(min(self.settings.batch, len(worker.calls)))]
+            if self._waiting and not items:
+                waited = time.monotonic() - self._waiting[0].submitted_at
+                if len(self._waiting) < self.settings.batch and waited < self.settings.gather_seconds:
+                    return
             # A small backlog is divided among all workers.
-            count = min(self.settings.batch, -(-len(self._waiting) // len(self.workers)))
-            items = [self._waiting.popleft() for _ in range(count)]
+            count = min(self.settings.batch - len(items), -(-len(self._waiting) // len(self.workers)))
+            items += [self._waiting.popleft() for _ in range(count)]
             worker.items = {item.ticket: item for item in items}
-            worker.process.send([[item.ticket, astuple(item.prompt), item.text, item.finished] for item in items])
+            worker.process.send([item.message(held=item.ticket in worker.episodes) for item in items])
+            worker.episodes.update(item.ticket for item in items if item.call)
 
     def _expire(self) -> None:
         """Fail items that have waited too long for a worker. The time while there was one does not count."""

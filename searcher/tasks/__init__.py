@@ -1,4 +1,4 @@
-"""Tasks: prompts with stable keys, and a scorer for their responses."""
+"""Tasks: prompts with stable keys, and a scorer or an environment for their responses."""
 
 import importlib
 import importlib.util
@@ -14,6 +14,8 @@ from tba.common.config.task import MIXTURE, TaskSource
 from tba.common.errors import MissingExtra, TaskError, TbaError
 from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.arithmetic import ArithmeticTask
+from tba.searcher.tasks.environments import GymnasiumTask, environment_task, is_environment_class
+from tba.searcher.tasks.games import CalculatorTask, GuessTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
 from tba.searcher.tasks.mixture import MixtureTask
@@ -30,13 +32,17 @@ def _make_red_team(**options: Any) -> Task:
     return RedTeamTask(**options)
 
 
-# What every task has.
+# What every task has. An episode task has an environment in place of the last.
 _ATTRIBUTES = ("name", "prompts", "held_out", "score")
+_ENVIRONMENT = "environment"
 # The names are those of `tba.common.config.task.TASKS`, without the mixture.
-_SHIPPED: dict[str, Callable[..., Task]] = {
+_SHIPPED: dict[str, Callable[..., Any]] = {
     "answers": AnswersTask,
     "arithmetic": ArithmeticTask,
+    "calculator": CalculatorTask,
     "gsm8k": Gsm8kTask,
+    "gymnasium": GymnasiumTask,
+    "guess": GuessTask,
     "math": MathTask,
     "reasoning_gym": ReasoningGymTask,
     "redteam": _make_red_team,
@@ -68,23 +74,27 @@ def _load(source: TaskSource) -> Task:
 
 def _task(source: TaskSource) -> Task:
     shipped = _SHIPPED.get(source.name)
+    make: Any
     arguments = dict(source.options)
     if source.reads_files:
         arguments |= {"train": source.train, "test": source.test}
     try:
         make = shipped or _find_own(source.name)
+        if is_environment_class(make) and _lacks(make):
+            make = environment_task(make)
+            arguments |= {"train": source.train, "test": source.test}
         _check_options(source, make)
-        task = make(**arguments)
+        task: Task = make(**arguments)
     # A shortage of memory may be transient, so it must not count as a mistake of the configuration.
     except (MemoryError, TbaError):
         raise
     # User code may raise anything.
     except Exception as error:
         raise TaskError(f"task.name {source.name} cannot be loaded: {type(error).__name__}: {error}") from error
-    if missing := [attribute for attribute in _ATTRIBUTES if not hasattr(task, attribute)]:
+    if missing := _lacks(task):
         raise TaskError(
             f"task {source.name} has no {', '.join(missing)}: a task has {', '.join(_ATTRIBUTES)}, as the file that "
-            "`tba task new` writes"
+            f"`tba task new` writes, or {_ENVIRONMENT} in place of score (docs/episodes.md)"
         )
     return task
 
@@ -166,9 +176,11 @@ def _classes(module: ModuleType) -> list[type]:
     return [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
 
 
-def _lacks(kind: type) -> list[str]:
+def _lacks(task: Any) -> list[str]:
+    """Return the attributes that an object, or a class, lacks to be a task."""
     # The name may be set by `__init__`.
-    return [attribute for attribute in _ATTRIBUTES[1:] if not hasattr(kind, attribute)]
+    needed = _ATTRIBUTES[1:] if isinstance(task, type) else _ATTRIBUTES
+    return [one for one in needed if not (hasattr(task, one) or (one == "score" and hasattr(task, _ENVIRONMENT)))]
 
 
 def _found(classes: list[type]) -> str:
@@ -183,6 +195,9 @@ def _found(classes: list[type]) -> str:
 def _only_task(module: ModuleType, place: str) -> Callable[..., Any]:
     classes = _classes(module)
     tasks = [kind for kind in classes if not _lacks(kind)]
+    # An episode task has its environment in the same file.
+    if not any(hasattr(kind, "prompts") for kind in classes):
+        tasks = [kind for kind in classes if is_environment_class(kind)]
     if len(tasks) > 1:
         names = ", ".join(task.__name__ for task in tasks)
         raise TaskError(f"task.name {place} has several tasks, {names}: name one, as {place}:{tasks[-1].__name__}")

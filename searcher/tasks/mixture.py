@@ -5,12 +5,26 @@ The key of a prompt is `LABEL:KEY`, and `LABEL~2:KEY` for its second copy: the l
 
 import re
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from inspect import isawaitable
+from typing import Any
 
 from tba.common.errors import TaskError
-from tba.searcher.tasks.task import CORRECT, Prompt, Reward, Task, check_answers, least_reward
+from tba.common.rendering import Message
+from tba.searcher.tasks.task import (
+    CORRECT,
+    PARSE_ERROR,
+    Environment,
+    Prompt,
+    Reward,
+    Task,
+    Turn,
+    check_answers,
+    has_environment,
+    is_random,
+    least_reward,
+)
 
 # The part with the whole reward of one task, next to its other parts: `LABEL.reward`.
 _REWARD = "reward"
@@ -25,7 +39,8 @@ class MixtureTask:
 
     No prompt is left out for that: prompts of a task that is too small for its weight occur several times in an epoch,
     as copies with keys of their own. Each reward has the parts of its task as `LABEL.PART`, its whole reward as
-    `LABEL.reward`, and the part `correct`, if the task has it, under that name too, as an average over all tasks.
+    `LABEL.reward`, and the part `correct`, if the task has it, under that name too, as an average over all tasks. So
+    have the turns of episodes, which keep `parse_error` too. It is `random` if one of its tasks is.
 
     `parts` are (label or None for the task's name, task, weight or None). Raises TaskError for labels that cannot be
     used.
@@ -43,6 +58,7 @@ class MixtureTask:
             )
         self.tasks = tasks = dict(zip(labels, (task for _, task, _ in parts), strict=True))
         self.least_reward = min(map(least_reward, tasks.values()))
+        self.random = any(map(is_random, tasks.values()))
         self.notes = [f"{label}: {note}" for label, task in tasks.items() for note in getattr(task, "notes", [])]
         # Every task has one, or none has.
         self._weights = {label: weight for label, (*_, weight) in zip(labels, parts, strict=True) if weight is not None}
@@ -58,9 +74,16 @@ class MixtureTask:
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
         """Score with the task that the prompt's key names; with a coroutine, if that does."""
         label = self.label_of(prompt)
-        own = replace(prompt, key=prompt.key.partition(":")[2])
-        reward = self.tasks[label].score(own, response, finished)
+        reward = self.tasks[label].score(_own(prompt), response, finished)
         return _later(label, reward) if isawaitable(reward) else _with_label(label, reward)
+
+    def environment(self, prompt: Prompt) -> Environment:
+        """Return an environment of the task that the prompt's key names. Raises TypeError if it has no episodes."""
+        label, own = self.label_of(prompt), _own(prompt)
+        task: Any = self.tasks[label]
+        if not has_environment(task):
+            raise TypeError(f"task {label} has no environment")
+        return _Labelled(label, own, task.environment(own))
 
     def label_of(self, prompt: Prompt) -> str:
         """Return the label of the task that a prompt belongs to."""
@@ -109,13 +132,50 @@ def _interleaved(lists: Sequence[Sequence[Prompt]]) -> list[Prompt]:
     return [prompt for *_, prompt in sorted(placed, key=lambda one: one[:2])]
 
 
+def _own(prompt: Prompt) -> Prompt:
+    """Return the prompt as its task made it."""
+    return replace(prompt, key=prompt.key.partition(":")[2])
+
+
+class _Labelled:
+    """An environment of one of the tasks, whose parts get the label."""
+
+    def __init__(self, label: str, prompt: Prompt, environment: Environment) -> None:
+        self._label = label
+        self._prompt = prompt
+        self._environment = environment
+
+    def reset(self, prompt: Prompt) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        return self._environment.reset(self._prompt)
+
+    def step(self, reply: str, finished: bool) -> Turn | Awaitable[Turn]:
+        turn = self._environment.step(reply, finished)
+        return _turn_later(self._label, turn) if isawaitable(turn) else _turn_with_label(self._label, turn)
+
+    def close(self) -> Awaitable[None] | None:
+        return self._environment.close()
+
+
 async def _later(label: str, reward: Awaitable[Reward]) -> Reward:
     return _with_label(label, await reward)
+
+
+async def _turn_later(label: str, turn: Awaitable[Turn]) -> Turn:
+    return _turn_with_label(label, await turn)
 
 
 def _with_label(label: str, reward: object) -> Reward:
     if not isinstance(reward, Reward):
         raise TypeError(f"score returned {type(reward).__name__}, not a Reward")
-    parts = {f"{label}.{name}": value for name, value in reward.parts.items()}
-    common = {CORRECT: reward.parts[CORRECT]} if CORRECT in reward.parts else {}
-    return Reward(reward.total, {**common, f"{label}.{_REWARD}": reward.total, **parts})
+    return Reward(reward.total, _parts(label, reward.total, reward.parts))
+
+
+def _turn_with_label(label: str, turn: object) -> Turn:
+    if not isinstance(turn, Turn):
+        raise TypeError(f"step returned {type(turn).__name__}, not a Turn")
+    return replace(turn, parts=_parts(label, turn.reward, turn.parts))
+
+
+def _parts(label: str, reward: float, parts: Mapping[str, float]) -> dict[str, float]:
+    common = {name: parts[name] for name in (CORRECT, PARSE_ERROR) if name in parts}
+    return {**common, f"{label}.{_REWARD}": reward, **{f"{label}.{name}": value for name, value in parts.items()}}

@@ -1,4 +1,4 @@
-"""The task protocol: prompts with stable keys, and a scorer for their responses."""
+"""The task protocol: prompts with stable keys, and a scorer or an environment for their responses."""
 
 import hashlib
 import inspect
@@ -15,6 +15,8 @@ from tba.common.rendering import Message, PromptRenderer, message_of
 
 # The reward part that is averaged as accuracy: 1 for a right answer, 0 for a wrong one.
 CORRECT = "correct"
+# The turn part that makes an episode's stop reason `parse_error`, if it is above 0 in the last turn.
+PARSE_ERROR = "parse_error"
 # More than the special tokens that a tokenizer adds to a text.
 _ADDED = 16
 
@@ -58,11 +60,49 @@ class Reward:
     parts: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a reply leads to: messages to the model, the reward of this turn, and whether the episode is over.
+
+    The reward of an episode is the sum of its turns' rewards. `parts` are named numbers for reports; an episode whose
+    last turn has `parse_error` above 0 ends with that stop reason.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """What answers the replies of one episode. Each method may be a coroutine function, and has task.reward_seconds.
+
+    Its answers are a function of the prompt's key and the replies, unless the task has `random = True`: an episode
+    whose worker is lost continues in another one, which repeats its replies. So seed it with the key, and keep no state
+    that several episodes share.
+    """
+
+    def reset(self, prompt: Prompt) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """Begin the episode. Return the messages that follow those of the prompt, often none. Called once."""
+
+    def step(self, reply: str, finished: bool) -> Turn | Awaitable[Turn]:
+        """Answer a reply, decoded without special tokens. `finished` is False if it was cut off by its length."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Release what the environment holds. Called once, after the last turn, and after an error if possible."""
+
+
 class Task(Protocol):
     """Prompts to train on, prompts to evaluate on, and a scorer for both.
 
+    A task with `environment(prompt: Prompt) -> Environment` is an episode task: each response begins an episode, a
+    conversation with an environment of its own. It needs no `score`.
+
     A task may also have
 
+    - `example_replies: Sequence[str]`, replies of one episode that `tba task check` plays;
+    - `random: bool`, True if the environments are not a function of the prompt's key and the replies: then an episode
+      ends with an error if its worker is lost, and some objectives need fresh data (docs/objectives.md);
     - `least_reward: float`, the lowest reward that it gives (0 without it), which `objective.reward_floor = "task"`
       refers to;
     - `notes: list[str]`, sentences on its data for `tba task check`, such as how many rows occur twice;
@@ -95,7 +135,9 @@ class LimitedTask:
 
     def __init__(self, task: Task, limit: int, held_out_limit: int) -> None:
         self.name = task.name
-        self.score = task.score
+        # An episode task may have none.
+        if hasattr(task, "score"):
+            self.score = task.score
         self._task = task
         self._limit = limit or None
         self._held_out_limit = held_out_limit or None
@@ -148,10 +190,27 @@ def name_of(task: Task, prompt: Prompt) -> str:
     return str(label_of(prompt)) if label_of else task.name
 
 
+def has_environment(task: Task, prompt: Prompt | None = None) -> bool:
+    """Return whether a task has episodes; of a mixture, whether the prompt's task has, or without one any of them."""
+    return any(callable(getattr(part, "environment", None)) for part in _tasks_of(task, prompt))
+
+
+def is_random(task: Task, prompt: Prompt | None = None) -> bool:
+    """Return whether environments are not a function of prompt key and replies; of a mixture as `has_environment`."""
+    return any(bool(getattr(part, "random", False)) for part in _tasks_of(task, prompt))
+
+
 def scores_concurrently(task: Task) -> bool:
     """Return whether `score` is a coroutine function; of a mixture, whether that of one of its tasks is."""
-    parts: Any = getattr(task, "tasks", {}) if hasattr(task, "label_of") else {}
-    return inspect.iscoroutinefunction(task.score) or any(map(scores_concurrently, parts.values()))
+    return any(inspect.iscoroutinefunction(getattr(part, "score", None)) for part in _tasks_of(task, None))
+
+
+def _tasks_of(task: Task, prompt: Prompt | None) -> Sequence[Task]:
+    """Return the task; of a mixture, the prompt's task, or without a prompt all of them."""
+    mixture: Any = task
+    if not hasattr(task, "label_of"):
+        return [task]
+    return [mixture.tasks[mixture.label_of(prompt)]] if prompt is not None else [*mixture.tasks.values()]
 
 
 def fingerprint(prompts: Sequence[Prompt], settings: str = "") -> str:

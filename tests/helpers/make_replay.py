@@ -135,9 +135,10 @@ def _insert_row(
         statement = f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks}) ON CONFLICT DO NOTHING"
         connection.execute(statement, list(values.values()))
 
-    arrays = {name: bytes.fromhex(row.pop(name)) for name in ARRAYS}
+    arrays = {name: bytes.fromhex(row.pop(name)) for name in ARRAYS} | {"segments": b""}
     insert("prompts", id=prompt, run=1, position=prompt, key=f"prompt {prompt}")
-    row |= {"sender": 1, "sequence": trajectory, "dedup_hash": trajectory, "payload_bytes": 0, "metadata": "{}"}
+    row |= {"sender": 1, "sequence": trajectory, "dedup_hash": trajectory, "payload_bytes": 0}
+    row |= {"metadata": "{}", "turns": "[]"}
     row |= dict.fromkeys(("created_at", "received_at", "generation_seconds"), 0.0)
     row |= {f"{part}_tokens": len(arrays[f"{part}_ids"]) // 4 for part in ("prompt", "response")}
     insert("trajectory_rows", id=trajectory, run=1, prompt=prompt, **row)

@@ -28,8 +28,28 @@ def make_trajectory(prompt_key: str = "p0", lease: int = 1, version: int = 0, **
         "sampling": {"temperature": 1.0, "top_p": 1.0},
         "created_at": 1000.0,
         "generation_seconds": 0.1,
+        "error_kind": "reward" if changes.get("error") is not None else None,
     }
     return Trajectory(**{**fields, **changes})
+
+
+def make_episode(prompt_key: str = "p0", lease: int = 1, version: int = 0, **changes: Any) -> Trajectory:
+    """Return an episode of four turns in three sequences: its context begins anew after the second and third turn."""
+    mask = np.array([1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1], np.uint8)
+    turns = [
+        {"start": start, "tokens": tokens, "seconds": 0.5, "reward": reward, "parts": {}, "messages": [["user", "on"]]}
+        for start, tokens, reward in ((0, 2, 0.25), (3, 1, -0.5), (7, 2, 0.0), (11, 1, 1.0))
+    ]
+    fields = {
+        "tokens": [5, 6, 9, 7, 1, 2, 9, 8, 3, 1, 6, 4],
+        "logprobs": np.where(mask, -0.5, 0.0).astype(np.float32),
+        "loss_mask": mask,
+        "segments": np.array([4, 9], np.int32),
+        "turns": turns,
+        "stop_reason": "completed",
+        "reward": 0.75,
+    }
+    return make_trajectory(prompt_key, lease, version, **{**fields, **changes})
 
 
 def numbers_of(rows: int, **changes: Any) -> RowNumbers:

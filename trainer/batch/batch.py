@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tba.common.errors import ConfigError, WireError
 from tba.common.wire.messages import Batch
-from tba.common.wire.trajectory import ARRAY_KINDS, Float32, Int32, UInt8, unpack_arrays
+from tba.common.wire.trajectory import ARRAY_KINDS, Float32, Int32, UInt8, sequence_spans, unpack_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class Row:
 
     `sampling_logprobs` and `loss_mask` have one entry per response token; a token with mask 0 does not count.
     They are of softmax(logits / `temperature`); 0 means that they are of no such distribution, or unknown. `on_policy`
-    means: sampled from it with the weights that are being trained.
+    means: sampled from it with the weights that are being trained. `segments` are the positions in the response at
+    which the model's context begins anew, usually none.
     """
 
     id: int
@@ -36,11 +37,34 @@ class Row:
     loss_mask: UInt8
     on_policy: bool
     temperature: float = 1.0
+    segments: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def tokens(self) -> int:
-        """Length of prompt and response."""
+        """Length of prompt and response, which is that of all its sequences."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """The sequences of the row, as `sequence_spans` returns them."""
+        return sequence_spans(self.loss_mask, self.segments)
+
+    @property
+    def sequences(self) -> list["Row"]:
+        """The sequences of the row, each as a row that a model computes by itself; usually the row itself."""
+        if not len(self.segments):
+            return [self]
+        return [
+            dataclasses.replace(
+                self,
+                prompt_ids=self.response_ids[start:first] if first else self.prompt_ids,
+                response_ids=self.response_ids[first:end],
+                sampling_logprobs=self.sampling_logprobs[first:end],
+                loss_mask=self.loss_mask[first:end],
+                segments=self.segments[:0],
+            )
+            for start, first, end in self.spans
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +74,8 @@ class TrainBatch:
     `reward_BK`, `reference_BK` and `staleness_BK` are float64: the reward, the reference log-probability of the whole
     response (NaN where the buffer has none) and the staleness in optimiser steps. `reward_parts` is one dict per row,
     or empty. `recency_window` is in optimiser steps; `recency_missed` is the fraction of the prompts drawn by recency
-    that have no data within it, NaN if none was.
+    that have no data within it, NaN if none was. `turn_rewards` are those of the turns of each row, or empty if no row
+    is an episode.
     """
 
     step: int
@@ -61,6 +86,7 @@ class TrainBatch:
     reward_parts: list[dict[str, float]] = field(default_factory=list)
     recency_window: int = 0
     recency_missed: float = math.nan
+    turn_rewards: list[list[float]] = field(default_factory=list)
 
     @property
     def prompts(self) -> int:
@@ -111,6 +137,7 @@ def decode(batch: Batch, frames: Sequence[memoryview], *, prompts: int, samples:
         reward_parts=batch.reward_parts,
         recency_window=batch.recency_window,
         recency_missed=batch.recency_missed / batch.recency_groups if batch.recency_groups else math.nan,
+        turn_rewards=batch.turn_rewards or [],
     )
 
 
@@ -139,6 +166,7 @@ def _rows(batch: Batch, frames: Sequence[memoryview]) -> list[Row]:
                 loss_mask=mask if len(mask) else np.ones(len(response), np.uint8),
                 on_policy=batch.staleness[i] == 0 and batch.policy_version[i] >= 0 and batch.temperature[i] > 0,
                 temperature=batch.temperature[i],
+                segments=arrays["segments"][i],
             )
         )
     return rows

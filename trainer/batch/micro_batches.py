@@ -4,7 +4,7 @@
     rank        whole prompt groups, about the same number of tokens for each rank
     micro-batch whole groups within `train.micro_batch_tokens`; its loss is computed from all rows together
     chunk       rows that share one autograd graph: all of the micro-batch, unless a single group exceeds the limit
-    pass        rows of similar length that go through the model together
+    pass        sequences of similar length that go through the model together; most rows are one sequence
 
 FSDP gathers a layer's weights from all ranks in each forward and backward pass, so every rank must make the same
 number of both, in the same order, however many rows it has. Each rank therefore computes the plan of all ranks, and
@@ -32,8 +32,8 @@ Split = Callable[[Sequence[int]], list[list[int]]]
 class Chunk:
     """A slice of a micro-batch's rows, possibly empty, and the forward passes over them.
 
-    `passes` are indices into the chunk's rows, each exactly once. All ranks have the same number of passes; those
-    that this rank does not need are empty.
+    `passes` are indices into the sequences of the chunk's rows, each exactly once. All ranks have the same number of
+    passes; those that this rank does not need are empty.
     """
 
     rows: slice
@@ -50,15 +50,15 @@ class MicroBatch:
 
 
 def micro_batches(
-    lengths: Sequence[int], group_size: int, *, limit: int, split: Split, rank: int, ranks: int
+    lengths: Sequence[Sequence[int]], group_size: int, *, limit: int, split: Split, rank: int, ranks: int
 ) -> list[MicroBatch]:
     """Return the micro-batches of one rank. All ranks have equally many, of equally many chunks and passes.
 
-    `lengths` are the tokens of each row, of which `group_size` after one another form a group; `limit` is the largest
-    number of tokens of a chunk with more than one row. `split` divides a chunk into forward passes.
+    `lengths` are the tokens of the sequences of each row, of which `group_size` after one another form a group; `limit`
+    is the largest number of tokens of a chunk with more than one row. `split` divides a chunk into forward passes.
     """
     groups = [range(first, first + group_size) for first in range(0, len(lengths), group_size)]
-    sizes = [sum(lengths[row] for row in group) for group in groups]
+    sizes = [sum(sum(lengths[row]) for row in group) for group in groups]
     parts_of_ranks = [
         [[mine[index] for index in part] for part in cut_by_tokens([sizes[group] for group in mine], limit)]
         for mine in partition(sizes, ranks)
@@ -82,15 +82,17 @@ def partition(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return parts
 
 
-def _chunks(lengths_of_ranks: Sequence[Sequence[int]], limit: int, split: Split, rank: int) -> list[Chunk]:
+def _chunks(lengths_of_ranks: Sequence[Sequence[Sequence[int]]], limit: int, split: Split, rank: int) -> list[Chunk]:
     """Return the chunks of one rank in a micro-batch, given the lengths of every rank's rows in it."""
     slices_of_ranks = [
-        [slice(part[0], part[-1] + 1) for part in cut_by_tokens(lengths, limit, in_order=True)]
+        [slice(part[0], part[-1] + 1) for part in cut_by_tokens(list(map(sum, lengths)), limit, in_order=True)]
         for lengths in lengths_of_ranks
     ]
     chunks = []
     for slices in itertools.zip_longest(*slices_of_ranks, fillvalue=slice(0, 0)):
-        passes_of_ranks = [split(lengths[rows]) for lengths, rows in zip(lengths_of_ranks, slices, strict=True)]
+        passes_of_ranks = [
+            split(list(itertools.chain(*lengths[rows]))) for lengths, rows in zip(lengths_of_ranks, slices, strict=True)
+        ]
         mine, count = passes_of_ranks[rank], max(map(len, passes_of_ranks))
         chunks.append(Chunk(slices[rank], [*mine, *([] for _ in range(count - len(mine)))]))
     return chunks

@@ -84,6 +84,7 @@ class ModelFlops:
 
     def update(self, rows: Sequence[Row]) -> float:
         """FLOPs of one update on these rows."""
+        rows = [one for row in rows for one in row.sequences]
         prompts = [len(ids) for ids in {row.prompt_ids.tobytes(): row.prompt_ids for row in rows}.values()]
         predicted = sum(len(row.response_ids) for row in rows)
         pairs = sum(length**2 for length in prompts)

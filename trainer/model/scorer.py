@@ -5,6 +5,7 @@ H hidden size, V vocabulary.
 """
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -163,9 +164,10 @@ def _check_head(model: PreTrainedModel) -> None:
 class Scores:
     """The scores of some rows, in their order.
 
-    `logprob_R` has every response token, masked ones included, at temperature 1, and `tempered_R` at the temperature
-    of each row if that is asked for, otherwise the same tensor. On request there are `prompt_NH`, the mean of each
-    prompt's last hidden states, and `entropy_R`, the entropy in nats of the distribution at each response token.
+    `logprob_R` has every response token, masked ones included, at temperature 1; it is 0 in the contexts of segments.
+    `tempered_R` is the same at the temperature of each row if that is asked for, otherwise the same tensor. On request
+    there are `prompt_NH`, the mean of each prompt's last hidden states, and `entropy_R`, the entropy in nats of the
+    distribution at each response token.
     """
 
     logprob_R: Tensor
@@ -226,23 +228,29 @@ class Scorer(nn.Module):
     ) -> Scores:
         """Score rows, in their order. `tempered`, `pooled` and `entropy` ask for the optional fields of `Scores`.
 
-        `passes` are the forward passes as indices into `rows`, by default those of `passes`. All of them are
-        parts of one graph, so a loss on all rows is exact. An empty pass runs over a single token and yields nothing:
-        FSDP's collectives need it where other ranks have more passes.
+        Each sequence of a row is computed alone. `passes` are the forward passes as indices into the sequences of all
+        rows, by default those of `passes`. All of them are parts of one graph, so a loss on all rows is exact. An empty
+        pass runs over a single token and yields nothing: FSDP's collectives need it where other ranks have more passes.
         """
+        each = [row.sequences for row in rows]
+        sequences = list(itertools.chain(*each))
         if passes is None:
-            passes = self.passes([row.tokens for row in rows])
-        filled, all_rows = [], list(rows)
+            passes = self.passes([one.tokens for one in sequences])
+        filled, all_sequences = [], list(sequences)
         for part in passes:
-            filled.append(part or [len(all_rows)])
+            filled.append(part or [len(all_sequences)])
             if not part:
-                all_rows.append(_EMPTY_ROW)
-        temperature_R = _temperatures(all_rows) if tempered else None
-        logprob_R, tempered_R, prompt_NH, entropy_R = self(all_rows, filled, temperature_R, pooled, entropy)
+                all_sequences.append(_EMPTY_ROW)
+        temperature_R = _temperatures(all_sequences) if tempered else None
+        logprob_R, tempered_R, prompt_NH, entropy_R = self(all_sequences, filled, temperature_R, pooled, entropy)
+        if len(sequences) > len(rows):
+            in_rows = partial(_in_rows, rows, _places(rows).to(logprob_R.device))
+            logprob_R, tempered_R, entropy_R = in_rows(logprob_R), in_rows(tempered_R), in_rows(entropy_R)
+        firsts = list(itertools.accumulate(map(len, each), initial=0))[:-1]
         return Scores(
             logprob_R,
             logprob_R if temperature_R is None else tempered_R,
-            prompt_NH[: len(rows)] if pooled else None,
+            prompt_NH[firsts] if pooled else None,
             entropy_R if entropy else None,
         )
 
@@ -254,7 +262,7 @@ class Scorer(nn.Module):
         pooled: bool,
         entropy: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the fields of `Scores`; those not asked for are empty."""
+        """Return the fields of `Scores` for rows without segments; those not asked for are empty."""
         hidden: list[Tensor] = []
         pools: list[Tensor] = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
@@ -286,6 +294,20 @@ def _temperatures(rows: Sequence[Row]) -> Tensor | None:
         return None
     values = np.repeat([row.temperature or 1.0 for row in rows], [len(row.response_ids) for row in rows])
     return torch.from_numpy(values)
+
+
+def _places(rows: Sequence[Row]) -> Tensor:
+    """Return where the tokens of all sequences are in the responses of the rows: [S]."""
+    starts = itertools.accumulate([len(row.response_ids) for row in rows], initial=0)
+    spans = [(start, span) for start, row in zip(starts, rows, strict=False) for span in row.spans]
+    return torch.from_numpy(np.concatenate([np.arange(start + first, start + end) for start, (_, first, end) in spans]))
+
+
+def _in_rows(rows: Sequence[Row], place_S: Tensor, value_S: Tensor) -> Tensor:
+    """Put the values of the tokens of sequences where they are in the rows: [R], 0 elsewhere. Empty ones stay empty."""
+    if not len(value_S):
+        return value_S
+    return value_S.new_zeros(sum(len(row.response_ids) for row in rows)).index_copy(0, place_S, value_S)
 
 
 def _mean_of_prompts(hidden_PH: Tensor, layout: Layout) -> Tensor:

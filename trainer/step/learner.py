@@ -328,7 +328,7 @@ class Learner:
     def plan(self, rows: Sequence[Row], group_size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of some rows, of which `group_size` after one another form a group."""
         return micro_batches(
-            [row.tokens for row in rows],
+            [[one.tokens for one in row.sequences] for row in rows],
             group_size,
             limit=self._config.micro_batch_tokens,
             split=self.scorer.passes,

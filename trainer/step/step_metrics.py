@@ -35,11 +35,11 @@ def only_finite(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def batch_metrics(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[str, float]:
-    """Return metrics of the batch itself: rewards, staleness, tokens.
+    """Return metrics of the batch itself: rewards, staleness, tokens. Response tokens are those that count.
 
     Any of `end_ids` ends a response; None: strings may end one, too.
     """
-    lengths = [len(row.response_ids) for row in batch.rows]
+    lengths = [int((row.loss_mask != 0).sum()) for row in batch.rows]
     return {
         "reward_mean": float(batch.reward_BK.mean()),
         "reward_std": float(batch.reward_BK.std(correction=0)),
@@ -49,14 +49,21 @@ def batch_metrics(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[st
         "recency_missed": batch.recency_missed,
         "tokens": float(sum(row.tokens for row in batch.rows)),
         "response_tokens_mean": sum(lengths) / len(lengths),
-        **({} if end_ids is None else {"truncated_share": truncated_share(batch.rows, end_ids)}),
+        **_truncated(batch, end_ids),
     }
 
 
+def _truncated(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[str, float]:
+    # Why an episode ended is not to be seen at its last token.
+    turns = batch.turn_rewards or [[] for _ in batch.rows]
+    rows = [row for row, rewards in zip(batch.rows, turns, strict=True) if not rewards]
+    return {} if end_ids is None or not rows else {"truncated_share": truncated_share(rows, end_ids)}
+
+
 def truncated_share(rows: Sequence[Row], end_ids: Collection[int]) -> float:
-    """Return the fraction of responses without an end token: they were cut off at the length limit."""
-    finished = sum(len(row.response_ids) > 0 and int(row.response_ids[-1]) in end_ids for row in rows)
-    return 1.0 - finished / len(rows)
+    """Return the fraction of responses whose last counted token is no end token: they were cut off at a limit."""
+    counted_ids = (row.response_ids[row.loss_mask != 0] for row in rows)
+    return 1.0 - sum(len(ids) > 0 and int(ids[-1]) in end_ids for ids in counted_ids) / len(rows)
 
 
 def stale_metrics(batch: TrainBatch, log_ratio_BK: Tensor) -> dict[str, float]:

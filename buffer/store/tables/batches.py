@@ -31,7 +31,9 @@ _SELECT_BATCH = """
 SELECT t.id, p.key AS prompt_key, t.reward, t.reward_parts, t.policy_version, c.staleness,
        CASE WHEN json_extract(t.sampling, '$.top_p') = 1 THEN json_extract(t.sampling, '$.temperature') ELSE 0.0
            END AS temperature,
-       r.logprob AS reference_logprob
+       r.logprob AS reference_logprob,
+       CASE WHEN t.turns = '[]' OR NOT json_valid(t.turns) THEN t.turns
+           ELSE (SELECT json_group_array(json_extract(value, '$.reward')) FROM json_each(t.turns)) END AS turn_rewards
 FROM batches b
 JOIN consumption_rows c ON c.batch = b.id
 JOIN trajectory_rows t ON t.id = c.trajectory

@@ -20,6 +20,7 @@ _BLOCK_ROWS = 256
 _ROW_BYTES = 1024
 # Bytes of the numbers of a row in the header of a batch.
 _NUMBER_BYTES = 128
+_TURN_BYTES = 9
 TRAJECTORY_COLUMNS = (
     "id",
     "run",
@@ -141,13 +142,18 @@ class Trajectories:
     def header_bytes(self, trajectories: Sequence[int]) -> dict[int, int]:
         """Return how many bytes each trajectory takes at most in the header of a batch.
 
-        A reward part is never more than twice as long in msgpack as in JSON, and a row has a dozen numbers.
+        A reward part is never more than twice as long in msgpack as in JSON, and a row has a dozen numbers, and the
+        reward of each turn.
         """
         self.flush()
-        query = """SELECT t.id, p.key, t.reward_parts FROM json_each(?) asked
+        query = """SELECT t.id, p.key, t.reward_parts, IIF(json_valid(t.turns), json_array_length(t.turns), 0)
+                   FROM json_each(?) asked
                    CROSS JOIN trajectory_rows t ON t.id = asked.value JOIN prompts p ON p.id = t.prompt"""
         rows = self._database.all(query, json.dumps(list(trajectories)))
-        return {id_: _NUMBER_BYTES + len(key.encode()) + 2 * len(parts.encode()) for id_, key, parts in rows}
+        return {
+            id_: _NUMBER_BYTES + _TURN_BYTES * turns + len(key.encode()) + 2 * len(parts.encode())
+            for id_, key, parts, turns in rows
+        }
 
     def blocks(self, run: Run) -> Iterator[tuple[int, tuple[Sequence[Any], ...]]]:
         """Yield (prompt, columns) of all trajectories that may be sampled, oldest first.

@@ -3,9 +3,11 @@
 import csv
 import json
 
+import numpy as np
 import pytest
 
 from tba.tests.helpers.buffer import change
+from tba.tests.helpers.puts import make_episode
 
 
 @pytest.mark.parametrize(
@@ -190,6 +192,28 @@ def test_show_prints_a_trajectory_for_people(tba_buffer, filled):
     shown = tba_buffer("show", 2, "-b", filled).output
     for words in ("reward part correct", "v0 x 3 tokens", "answer 01", "token ids [1, 2]", "staleness"):
         assert words in shown
+
+
+def test_show_prints_an_episode_turn_by_turn_with_sampled_text_told_apart(tba_buffer, harness, example_model):
+    buffer = harness()
+    buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
+    buffer.fill(1, 0)
+    runs = np.array([[0, 3], [0, 9]], np.int32)
+    buffer.put([make_episode(version_runs=runs)], 0)
+    shown = tba_buffer("show", 1, "-b", buffer.store.path).output
+    assert shown.count("not sampled") == 3
+    assert shown.count("a new context") == 2
+    for words in (
+        "turn 0, 2 tokens by v0 in 0.5 s, reward 0.25:\n23\n",
+        "turn 3, 1 token by v0 in 0.5 s, reward 1:\n1\n",
+    ):
+        assert words in shown
+    known = tba_buffer("show", 1, "-b", buffer.store.path, "--json").json
+    assert known["turns"] == make_episode().turns
+    sampled = [(piece["start"], piece["tokens"]) for piece in known["pieces"] if piece["sampled"]]
+    assert sampled == [(turn["start"], turn["tokens"]) for turn in make_episode().turns]
+    change(buffer.store.path, "DELETE FROM payloads")
+    assert "its tokens were dropped" in tba_buffer("show", 1, "-b", buffer.store.path).output
 
 
 def test_show_decodes_tokens_with_the_recorded_model_and_prints_times_in_utc(

@@ -7,6 +7,7 @@ from tba.buffer.tools import check
 from tba.buffer.tools.backup import backup
 from tba.common.config import Config
 from tba.common.errors import Refused, StorageError
+from tba.common.wire.trajectory import ARRAY_KINDS
 from tba.tests.helpers.buffer import ask, change
 from tba.tests.helpers.puts import log_ratios, numbers_of
 
@@ -46,7 +47,7 @@ def test_prune_of_tokens_keeps_batches_that_a_resumed_trainer_may_repeat(capped,
     done = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--json").json
     assert done["trajectories_compacted"] == 6
     buffer = harness(capped, buffer={"prompt_cap": 2})
-    assert len(buffer.sample(0, prompts=1, samples=2).frames) == 5
+    assert len(buffer.sample(0, prompts=1, samples=2).frames) == len(ARRAY_KINDS)
 
 
 def test_prune_of_tokens_keeps_what_the_oldest_checkpoint_may_repeat(capped, tba_buffer):
@@ -179,6 +180,7 @@ def test_a_sound_database_passes_every_check(filled, tba_buffer):
 
 
 NO_SUCH_ROW = check._REFERENCES
+TURNS = "the turns of an episode follow each other in its response"
 # Each statement with the rule that it breaks.
 BREAKAGES = {
     "DELETE FROM trajectory_rows WHERE id = 7": NO_SUCH_ROW,
@@ -190,6 +192,9 @@ BREAKAGES = {
     "UPDATE trajectory_rows SET compacted_at = 1.0 WHERE id = 3": "compacted trajectories have no tokens",
     "UPDATE trajectory_rows SET response_tokens = 4 WHERE id = 3": "token counts match the stored arrays",
     "UPDATE consumption_rows SET token_log_ratios = x'0000' WHERE slot = 0": "one log-ratio per token",
+    """UPDATE trajectory_rows SET turns = '[{"start": 0, "tokens": 4}]'""": TURNS,
+    """UPDATE trajectory_rows SET turns = '[{"start": 0, "tokens": 2}, {"start": 1, "tokens": 1}]'""": TURNS,
+    "UPDATE trajectory_rows SET error_kind = NULL WHERE id = 7": "exactly the errors have a kind",
     "UPDATE prompts SET run = 2 WHERE id = 1": "a trajectory and its prompt belong to the same run",
     "UPDATE trajectory_rows SET policy_version = 5 WHERE id = 3": "every policy version was announced",
     "DELETE FROM consumption_rows WHERE slot = 5": "each batch has prompts × samples slots",

@@ -59,6 +59,8 @@ SMALL_QUERIES = [
     "SELECT * FROM consumption WHERE trajectory = 7",
     "SELECT * FROM groups WHERE visit = 7",
     "SELECT * FROM clients WHERE id = 1",
+    "SELECT * FROM turns WHERE trajectory = 7",
+    "SELECT * FROM turns WHERE run = 'test'",
 ]
 
 

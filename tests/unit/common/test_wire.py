@@ -21,10 +21,10 @@ from tba.common.wire.codec import (
     request_id_of,
 )
 from tba.common.wire.messages import GetStatus
-from tba.common.wire.trajectory import MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers, pack, unpack_arrays
+from tba.common.wire.trajectory import MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers, pack, sequences, unpack_arrays
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.examples import FILE_MESSAGES, REPLIES, REQUESTS, STATE
-from tba.tests.helpers.puts import put_message
+from tba.tests.helpers.puts import make_episode, put_message
 
 
 def request(message: messages.Message, frames: list[bytes] | None = None) -> list[bytes]:
@@ -121,7 +121,7 @@ def test_log_ratios_of_tokens_have_a_limit_together_that_a_request_has_room_for(
     assert decode_request(views(request(most))).message == most
 
 
-def test_the_bytes_of_numbers_of_rows_are_those_of_protocol_version_2():
+def test_the_bytes_of_numbers_of_rows_are_those_of_protocol_version_3():
     body = msgpack.unpackb(request(REQUESTS["report_step"])[0])["body"]
     assert msgpack.packb(body["rows"]).hex() == (
         "87a76c6f6770726f6291cbc004000000000000a96c6f675f726174696f91cb3fd0000000000000a9616476616e7461676591cbbfe0"
@@ -170,10 +170,10 @@ def test_every_message_of_the_file_server_survives_the_wire():
         assert (reply.header.id, reply.message, [bytes(f) for f in reply.frames]) == (3, FILE_MESSAGES[name], frames)
 
 
-def test_the_bytes_of_a_chunk_are_those_of_protocol_version_2():
+def test_the_bytes_of_a_chunk_are_those_of_protocol_version_3():
     frames = encode_plain_reply(FILE_MESSAGES["chunk"], id=3, run="", frames=[b"abc"])
     assert [frame.hex() for frame in frames] == [
-        "85a17602a474797065a56368756e6ba2696403a372756ea0a4626f647982"
+        "85a17603a474797065a56368756e6ba2696403a372756ea0a4626f647982"
         "a66f6666736574cf0000000200000000aa66696c655f6279746573cf0000000200000003",
         b"abc".hex(),
     ]
@@ -190,11 +190,11 @@ def test_the_buffer_does_not_know_the_messages_of_the_file_server():
         decode_request(views(request(FILE_MESSAGES["fetch_chunk"])))
 
 
-def test_the_bytes_of_a_request_are_those_of_protocol_version_2():
+def test_the_bytes_of_a_request_are_those_of_protocol_version_3():
     header = {
         "role": "searcher",
         "sender": "s.1",
-        "v": 2,
+        "v": 3,
         "type": "lease_prompts",
         "id": 3,
         "run": "r",
@@ -202,7 +202,7 @@ def test_the_bytes_of_a_request_are_those_of_protocol_version_2():
     }
     assert request(REQUESTS["lease_prompts"]) == [msgpack.packb(header)]
     assert request(REQUESTS["goodbye"])[0].hex() == (
-        "87a4726f6c65a87365617263686572a673656e646572a3732e31a17602a474797065a7676f6f64627965"
+        "87a4726f6c65a87365617263686572a673656e646572a3732e31a17603a474797065a7676f6f64627965"
         "a2696403a372756ea172a4626f647980"
     )
 
@@ -226,10 +226,10 @@ def test_a_put_has_a_column_of_reference_logprobs_only_if_a_row_has_one(trajecto
         assert decoded.rows.reference_logprob == message.rows.reference_logprob
         return msgpack.unpackb(sent[0])["body"]["rows"], hashlib.sha256(b"".join(sent)).hexdigest()
 
-    # The bytes of a put of protocol version 1 without the column.
+    # The bytes of a put of protocol version 3 without the column.
     rows, digest = body_of([trajectory(), trajectory(tokens=[9])])
     assert "reference_logprob" not in rows
-    assert digest == "282273560891dd3acabdb755ea6ca146a3b04b5895ba789d329c1178528b3646"
+    assert digest == "02384a659338786192005ba6ee143ef912af53e6bce7a54dd50cc7acb58612ac"
     rows, _ = body_of([trajectory(reference_logprob=-1.5), trajectory()])
     assert rows["reference_logprob"] == [-1.5, None]
 
@@ -239,6 +239,69 @@ def test_a_column_of_reference_logprobs_has_a_number_or_none_for_each_row(trajec
     columns, frames = pack([trajectory(), trajectory()])
     with pytest.raises(WireError, match="reference_logprob"):
         decode_put(columns | {"reference_logprob": column}, frames)
+
+
+def test_an_episode_survives_the_wire_and_other_rows_carry_nothing_for_it(trajectory):
+    message, frames = put_message([make_episode(), trajectory(), trajectory(error="no", error_kind="worker")])
+    decoded = decode_request(views(request(message, frames)))
+    assert isinstance(decoded.message, messages.PutTrajectories)
+    turns, *others = not_none(decoded.message.rows.turns)
+    assert [asdict(turn) for turn in turns] == [
+        turn | {"messages": [("user", "on")], "environment_seconds": None} for turn in make_episode().turns
+    ]
+    assert (others, decoded.message.rows.error_kind) == ([[], []], [None, None, "worker"])
+    assert [a.tolist() for a in unpack_arrays(asdict(decoded.message.rows), decoded.frames)["segments"]] == [
+        [4, 9],
+        [],
+        [],
+    ]
+    columns, _ = pack([trajectory()] * 2)
+    assert not {"turns", "error_kind"} & columns.keys()
+
+
+TURN = make_episode().turns[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *(
+            ({"segments": np.array(at, np.int32)}, "segments")
+            for at in ([0], [4, 4], [9, 4], [3], [4, 12], [-1], [4, 5])
+        ),
+        ({"loss_mask": np.zeros(0, np.uint8)}, "segments"),
+        ({"loss_mask": np.array([1, 1, 0, 1, *[0] * 8], np.uint8)}, "segments"),
+        ({"turns": [TURN, TURN]}, "turn 1 of row 0 is not after the one before it"),
+        ({"turns": [TURN | {"start": 10, "tokens": 3}]}, "turn 0 of row 0 .* inside the response"),
+        ({"turns": [TURN | {"start": -1}]}, "start"),
+        ({"turns": [TURN | {"tokens": 0}]}, "tokens"),
+        ({"turns": [TURN | {"reward": math.nan}]}, "reward"),
+        ({"turns": [TURN | {"parts": {"x": math.inf}}]}, "parts"),
+        ({"turns": [TURN | {"messages": [["user", "x" * (fields.MAX_TURN_TEXT + 1)]]}]}, "messages"),
+        ({"turns": [TURN | {"messages": [["user", "x"]] * (fields.MAX_TURN_MESSAGES + 1)}]}, "messages"),
+        ({"turns": [TURN | {"note": 1}]}, "note"),
+        ({"turns": [TURN] * (fields.MAX_TURNS + 1)}, "turns"),
+        ({"error": "no", "error_kind": None}, "an error has a kind"),
+        ({"error_kind": "reward"}, "an error has a kind"),
+        ({"error": "no", "error_kind": "boredom"}, "error_kind"),
+        *(({"stop_reason": reason}, "only a row with an error ends by") for reason in sorted(fields.ERROR_STOPS)),
+    ],
+)
+def test_an_impossible_episode_is_refused(changes, words):
+    columns, frames = pack([make_episode(**changes)])
+    with pytest.raises(WireError, match=words):
+        decode_put(columns, frames)
+
+
+def test_the_sequences_of_an_episode_are_what_the_model_saw_and_share_its_sampled_tokens(trajectory):
+    episode = make_episode()
+    found = [(one.context_ids.tolist(), one.response_ids.tolist(), one.mask.tolist()) for one in sequences(episode)]
+    assert found == [([1, 2], [5, 6, 9, 7], [1, 1, 0, 1]), ([1, 2, 9], [8, 3], [1, 1]), ([1, 6], [4], [1])]
+    assert sum(float(one.logprobs.sum()) for one in sequences(episode)) == float(episode.logprobs.sum())
+    (only,) = sequences(trajectory(tokens=[5, 6]))
+    assert (only.context_ids.tolist(), only.response_ids.tolist(), only.mask.tolist()) == ([1, 2], [5, 6], [1, 1])
+    (empty,) = sequences(trajectory(tokens=[], error="no"))
+    assert (len(empty.context_ids), len(empty.response_ids)) == (2, 0)
 
 
 STATUS = request(GetStatus())

@@ -11,6 +11,7 @@ from tba.common.rendering import PromptRenderer
 from tba.common.wire.messages import Visit
 from tba.searcher.engines.engine import Generation
 from tba.searcher.engines.stopping import Stopping
+from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.arithmetic import ArithmeticTask
@@ -79,8 +80,10 @@ def make():
         delivery: Any = FakeDelivery()
         opened.append(rewards)
         exploration = Exploration(config.search, run_seed=0, searcher="s")
-        scoring = ScoringStage(rewards, Stopping(tokenizer, (), ()), config.task.truncated)
-        generation = GenerationStage(engine, task, PromptRenderer(tokenizer, config.task), exploration, SAMPLES)
+        renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ())
+        generation = GenerationStage(engine, task, renderer, exploration, SAMPLES)
+        episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config))
+        scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes)
         return Pipeline(generation, scoring, None, delivery), scoring, delivery
 
     yield make

@@ -40,7 +40,12 @@ def cases(draw):
     limit, overhead = draw(st.integers(1, 400)), draw(st.none() | st.integers(0, 100))
     plans = [
         micro_batches(
-            lengths, samples, limit=limit, split=partial(forward_passes, overhead=overhead), rank=rank, ranks=ranks
+            [[n] for n in lengths],
+            samples,
+            limit=limit,
+            split=partial(forward_passes, overhead=overhead),
+            rank=rank,
+            ranks=ranks,
         )
         for rank in range(ranks)
     ]
@@ -90,7 +95,7 @@ def test_loads_of_ranks_differ_by_at_most_one_item(sizes, ranks):
 @pytest.mark.parametrize(("limit", "expected"), [(30, [[0, 2, 1]]), (22, [[0, 2], [1]]), (18, [[0], [2, 1]])])
 def test_micro_batches_are_whole_groups_within_the_limit(limit, expected):
     plan = micro_batches(
-        [3, 9, 4, 4, 8, 2], 2, limit=limit, split=partial(forward_passes, overhead=None), rank=0, ranks=1
+        [[3], [9], [4], [4], [8], [2]], 2, limit=limit, split=partial(forward_passes, overhead=None), rank=0, ranks=1
     )
     assert [micro_batch.groups for micro_batch in plan] == expected
 
@@ -122,9 +127,11 @@ def test_a_batch_is_equal_on_the_other_ranks():
     rows = [*random_batch(1).rows, make_row(2**40, [1, 2], [], on_policy=True)]
     rows[3] = dataclasses.replace(rows[3], loss_mask=np.zeros_like(rows[3].loss_mask))
     sent = make_batch(rows, np.random.default_rng(0).random((len(rows), 1)), step=7)
+    rows[4] = dataclasses.replace(rows[4], segments=np.array([1], np.int32))
+    sent = dataclasses.replace(make_batch(rows, sent.reward_BK, step=7), turn_rewards=[[0.5]] * len(rows))
     sent.reference_BK[2] = -1.5
     received = unpack_batch(pack_batch(sent))
-    assert received.step == 7
+    assert (received.step, received.turn_rewards) == (7, sent.turn_rewards)
     for name in ("reward_BK", "reference_BK", "staleness_BK"):
         assert torch.equal(getattr(received, name).nan_to_num(9.0), getattr(sent, name).nan_to_num(9.0))
     for mine, theirs in zip(received.rows, sent.rows, strict=True):

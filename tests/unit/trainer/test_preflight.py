@@ -280,7 +280,7 @@ def test_the_padding_of_padded_passes_on_a_gpu_is_within_the_estimate(limit):
     split, largest = partial(forward_passes, overhead=GPU_PASS_TOKENS), 0
     for seed, mean in itertools.product(range(4), (100, 400, 1500)):
         lengths = (150 + np.random.default_rng(seed).geometric(1 / mean, 256)).tolist()
-        for part in micro_batches(lengths, 8, limit=limit, split=split, rank=0, ranks=1):
+        for part in micro_batches([[n] for n in lengths], 8, limit=limit, split=split, rank=0, ranks=1):
             for chunk in part.chunks:
                 rows = [lengths[row] for row in part.rows][chunk.rows]
                 padded = sum(len(one) * max(rows[n] for n in one) for one in chunk.passes)

@@ -15,7 +15,7 @@ from tba.common.system.durable import exclusive_lock
 from tba.common.wire import messages
 from tba.tests.helpers.browser import client, select
 from tba.tests.helpers.buffer import change
-from tba.tests.helpers.puts import numbers_of
+from tba.tests.helpers.puts import make_episode, numbers_of
 from tba.ui.pages.run import describe
 from tba.ui.report import write_report
 from tba.ui.runs import find_runs
@@ -121,6 +121,23 @@ def test_the_page_of_a_trajectory_shows_the_numbers_of_each_step_that_trained_on
     page = client(filled).get(f"/r/test/trajectories/{trajectory}").text
     row = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("Training</h2>") :])
     assert {f"{number:g}" for number in numbers} <= set(row)
+
+
+def test_the_page_of_an_episode_shows_its_turns(harness, example_model):
+    buffer = harness()
+    buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
+    buffer.fill(1, 0)
+    buffer.put([make_episode()], 0)
+    buffer.store.close()
+    page = client(buffer.store.path).get("/r/test/trajectories/1").text
+    turns = page[page.index("Turns</h2>") : page.index("Response</h2>")]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", turns)
+    rows = [cells[n : n + 8] for n in range(0, len(cells), 8)]
+    assert [(row[0], row[3], row[5], row[6]) for row in rows] == [
+        ("1", "0.25", "2", "v0"), ("2", "-0.5", "1", "v0"), ("3", "0", "2", "v0"), ("4", "1", "1", "v0")
+    ]  # fmt: skip
+    assert [row[1].startswith("<small>a new context") for row in rows] == [False, False, True, True]
+    assert all(row[2] == "on" for row in rows)
 
 
 def test_huge_numbers_of_rows_are_drawn(harness):

@@ -1,0 +1,100 @@
+"""Join the turns of an episode into the token fields of one row.
+
+A row has one prompt and one response. The response of an episode is everything after its first context, in order: what
+the model sampled, and the tokens that were put between. A turn whose context does not extend the one before, because
+the chat template has changed the history, begins a *segment*: its whole context follows in the response, so that the
+row still holds every context that the model was given.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tba.common.errors import quantity
+from tba.common.wire.trajectory import Float32, Int32, UInt8
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """One call of the model: the context that it was given, [P] tokens, and the completion that it sampled, [C] tokens.
+
+    `logprobs` [C] are natural-log probabilities of the completion under the distribution it was sampled from.
+    `version_runs` [V, 2] are pairs (policy version, tokens) in order; the tokens sum to C. `details` are entries of the
+    turn table, such as `seconds`, `reward`, `parts` and `messages`.
+    """
+
+    prompt_token_ids: Sequence[int]
+    completion_token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    version_runs: Sequence[Sequence[int]]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EpisodeTokens(NamedTuple):
+    """The fields of a `Trajectory` that hold the tokens of an episode, as in `Trajectory(**tokens._asdict(), ...)`.
+
+    R counts the response, S the segments. `loss_mask` is 1 on sampled tokens; the others have `logprobs` 0, and the
+    version that sampled the next token. `segments` are the positions in `response_ids` at which a new context begins.
+    """
+
+    # [P]
+    prompt_ids: Int32
+    # [R]
+    response_ids: Int32
+    loss_mask: UInt8
+    logprobs: Float32
+    # [V, 2]
+    version_runs: Int32
+    # [S]
+    segments: Int32
+    turns: list[dict[str, Any]]
+
+
+def join_turns(turns: Sequence[SampledTurn]) -> EpisodeTokens:
+    """Return the row of an episode's turns, in the order in which they were sampled.
+
+    Raises ValueError if there is none, for a turn without a context or a completion, and if its log-probabilities or
+    version runs do not cover its completion.
+    """
+    if not turns:
+        raise ValueError("an episode has at least one turn")
+    prompt = list(turns[0].prompt_token_ids)
+    context, response, mask, versions = list(prompt), list[int](), list[int](), list[int]()
+    logprobs, segments, table = list[float](), list[int](), list[dict[str, Any]]()
+    for number, turn in enumerate(turns):
+        own = _versions(number, turn)
+        given, sampled = list(turn.prompt_token_ids), list(turn.completion_token_ids)
+        if given[: len(context)] != context:
+            segments.append(len(response))
+            context = []
+        between = given[len(context) :]
+        context = given + sampled
+        response += between + sampled
+        mask += [0] * len(between) + [1] * len(sampled)
+        logprobs += [0.0] * len(between) + list(turn.logprobs)
+        versions += own[:1] * len(between) + own
+        start = len(response) - len(sampled)
+        empty = {"seconds": 0.0, "reward": 0.0, "parts": {}, "messages": []}
+        table.append({"start": start, "tokens": len(sampled), **empty, **turn.details})
+    return EpisodeTokens(
+        np.array(prompt, np.int32), np.array(response, np.int32), np.array(mask, np.uint8),
+        np.array(logprobs, np.float32), np.array([(v, len([*run])) for v, run in groupby(versions)], np.int32),
+        np.array(segments, np.int32), table,
+    )  # fmt: skip
+
+
+def _versions(number: int, turn: SampledTurn) -> list[int]:
+    """Return the version of each sampled token. Raises ValueError for a turn that is not complete."""
+    versions = [int(version) for version, tokens in turn.version_runs for _ in range(int(tokens))]
+    sampled = len(turn.completion_token_ids)
+    if not len(turn.prompt_token_ids) or not sampled:
+        raise ValueError(f"turn {number} has no {'completion' if len(turn.prompt_token_ids) else 'context'}")
+    if len(turn.logprobs) != sampled or len(versions) != sampled:
+        raise ValueError(
+            f"turn {number} has {quantity(len(turn.logprobs), 'log-probability', 'log-probabilities')} and versions of "
+            f"{quantity(len(versions), 'token')} for {quantity(sampled, 'sampled token')}"
+        )
+    return versions

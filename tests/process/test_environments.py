@@ -1,0 +1,154 @@
+"""Environments in real reward workers: each misdeed fails its own episode, and the others go on as if alone."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tba.common.config import TaskSection
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.tasks import load_task
+from tba.searcher.tasks.task import Prompt
+
+REPLIES = ["a", "b", "c", "stop"]
+# By the key of its prompt, what an episode ends with: the kind of error, and the sentence on it.
+MISDEEDS = {
+    "environment raises": ("environment", "environment(): ValueError: no such move"),
+    "environment kills": ("worker", "environment(): the worker was killed by SIGKILL"),
+    "reset hangs": ("turn_timeout", "reset(): timed out after 2 s"),
+    "reset none": ("environment", "reset(): TypeError: NoneType returned, not a list of messages"),
+    "reset text": ("environment", "reset(): TypeError: str returned, not a list of messages"),
+    "step hangs": ("turn_timeout", "step(): timed out after 2 s"),
+    "step late": ("turn_timeout", "step(): timed out after 2 s"),
+    "step raises": ("environment", "step(): ValueError: no such move"),
+    "step leaves": ("environment", "step(): SystemExit: 4"),
+    "step exits": ("worker", "step(): the worker died with exit code 3"),
+    "step kills": ("worker", "step(): the worker was killed by SIGKILL"),
+    "step eats": ("environment", "step(): out of memory (limit 256 MiB)"),
+    "step none": ("environment", "step(): TypeError: NoneType returned, not a Turn"),
+    "step tuple": ("environment", "step(): TypeError: tuple returned, not a Turn"),
+    "step nan": ("environment", "step(): ValueError: a reward must be finite, not nan with parts {}"),
+    "step strings": ("environment", "step(): ValueError: the message 'hello': write (role, content), two strings, or"),
+    "step large": ("environment", "step(): ValueError: an answer of 10,485,764 bytes, and at most 1,048,576 are"),
+    "close hangs": ("turn_timeout", "close(): timed out after 2 s"),
+    "close raises": ("environment", "close(): ValueError: no such move"),
+    "close exits": ("worker", "close(): the worker died with exit code 3"),
+}
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Make Rewards of a class of hostile_environments.py; they are closed at the end, and leave no process."""
+    helpers = str(Path(__file__).parents[1] / "helpers")
+    monkeypatch.setenv("PYTHONPATH", helpers, prepend=os.pathsep)
+    monkeypatch.syspath_prepend(helpers)
+    before, opened = set(psutil.pids()), []
+
+    def make(name="HostileEnvironments", **keys):
+        limits = {"reward_workers": 1, "reward_seconds": 2.0, "reward_memory_mib": 256} | keys
+        config = TaskSection(name=f"hostile_environments:{name}", **limits)
+        opened.append(Rewards(load_task(config), config))
+        return opened[-1]
+
+    yield make
+    for rewards in opened:
+        rewards.close()
+    ours = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before and _is_ours(one)]
+    assert not ours
+
+
+def _is_ours(process):
+    command = " ".join(process.info["cmdline"] or [])
+    return "task_scorer" in command or "sleep 3600" in command
+
+
+def play(rewards, keys, replies=REPLIES):
+    """Play an episode for each key, all at the same time, until it is done or fails. Returns the results by key."""
+    tickets = dict(enumerate(keys))
+    found: dict[str, list[Any]] = {key: [] for key in keys}
+    given: dict[str, list[Any]] = {key: [] for key in keys}
+    for ticket, key in tickets.items():
+        rewards.play(ticket, Prompt(key, "question"), [])
+    while rewards.waiting:
+        for scored in rewards.wait(1.0):
+            key = tickets[scored.ticket]
+            found[key].append(scored)
+            if scored.error is None and not scored.turn.done and len(given[key]) < len(replies):
+                given[key] = [*given[key], (replies[len(given[key])], True)]
+                rewards.play(scored.ticket, Prompt(key, "question"), given[key])
+    return found
+
+
+def answers(results):
+    return [scored.turn.messages[0][1] for scored in results if scored.turn is not None]
+
+
+def expected(key):
+    return [f"begin {key}", "1 a", "2 a b", "3 a b c", "4 a b c stop"]
+
+
+def test_each_misdeed_fails_its_own_episode_and_names_the_call(make):
+    rewards = make(reward_workers=2)
+    good = [f"good{n}" for n in range(6)]
+    found = play(rewards, [*good, *MISDEEDS, "step forks"])
+    for key, (kind, sentence) in MISDEEDS.items():
+        last = found[key][-1]
+        assert (last.error_kind, last.turn) == (kind, None), last
+        assert last.error.startswith(f"environment of hostile: {sentence}"), last.error
+    for key in [*good, "step forks"]:
+        assert answers(found[key]) == expected(key)
+        assert sum(one.reward.total for one in found[key]) == 2.0
+    assert rewards.timeouts == 4
+
+
+def test_a_worker_that_ran_out_of_memory_retires_and_its_other_episodes_go_on(make):
+    rewards = make()
+    first = [worker.process.pid for worker in rewards._task.workers]
+    found = play(rewards, ["one", "step eats", "two"])
+    assert found["step eats"][-1].error.endswith("step(): out of memory (limit 256 MiB)")
+    assert [answers(found[key]) for key in ("one", "two")] == [expected("one"), expected("two")]
+    assert [worker.process.pid for worker in rewards._task.workers] != first
+
+
+def test_an_environment_with_shared_state_is_told_apart_when_it_is_repeated(make):
+    found = play(make("Shared"), ["shared", "step kills"])["shared"][-1]
+    assert found.error_kind == "environment"
+    assert "step(): another answer than before when the episode was repeated in another worker" in found.error
+
+
+def test_a_random_environment_is_not_repeated(make):
+    found = play(make("Luck"), ["shared", "step kills"])["shared"][-1]
+    assert (found.error_kind, found.interrupted) == ("worker", True)
+    assert found.error.endswith("its worker was replaced, and a random environment cannot be repeated")
+
+
+def test_coroutines_of_several_environments_run_together_and_each_has_its_deadline(make):
+    rewards = make("Coroutines")
+    found = play(rewards, ["one", "two", "three"], replies=["3"])
+    assert [found[key][-1].turn.done for key in found] == [True] * 3
+    late = play(rewards, ["one"], replies=["late"])["one"][-1]
+    assert (late.error_kind, late.error) == ("turn_timeout", "environment of hostile: step(): timed out after 2 s")
+
+
+def test_an_episode_can_end_with_a_last_turn_or_by_closing_it(make):
+    rewards = make()
+    for ticket, how in enumerate([{"last": True}, {"close": True}]):
+        prompt = Prompt("close raises", "question")
+        rewards.play(ticket, prompt, [])
+        assert _next(rewards).error is None
+        rewards.play(ticket, prompt, [("a", True)], **how)
+        assert _next(rewards).error == "environment of hostile: close(): ValueError: no such move"
+
+
+def _next(rewards):
+    while not (found := rewards.wait(1.0)):
+        pass
+    return found[0]
+
+
+def test_without_workers_the_searcher_plays_itself(make):
+    found = play(make(reward_workers=0), ["good", "step raises"])
+    assert answers(found["good"]) == expected("good")
+    assert found["step raises"][-1].error == "environment of hostile: step(): ValueError: no such move"

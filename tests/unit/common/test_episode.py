@@ -1,0 +1,119 @@
+"""The turns of an episode become one row, from which each context and each completion can be read again."""
+
+import warnings
+from importlib.util import find_spec
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns
+
+TRL = pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed")
+
+
+def turn(context: list[int], completion: list[int], version: int = 3, **details) -> SampledTurn:
+    return SampledTurn(context, completion, [-id_ / 8 for id_ in completion], [[version, len(completion)]], details)
+
+
+def sequences(row: EpisodeTokens) -> list[tuple[list[int], list[int], list[float]]]:
+    """Return ids, mask and log-probabilities of the sequences that a trainer runs."""
+    before = [row.prompt_ids.tolist(), *([] for _ in row.segments)]
+    cuts = [slice(*cut) for cut in pairwise([0, *row.segments.tolist(), len(row.response_ids)])]
+    return [
+        (
+            prompt + row.response_ids[cut].tolist(),
+            [0] * len(prompt) + row.loss_mask[cut].tolist(),
+            [0.0] * len(prompt) + row.logprobs[cut].tolist(),
+        )
+        for prompt, cut in zip(before, cuts, strict=True)
+    ]
+
+
+def random_chain(rng: np.random.Generator) -> list[SampledTurn]:
+    """Return turns whose contexts mostly extend the last one; others lose or change a few of its tokens, or all."""
+    chain: list[SampledTurn] = []
+    held: list[int] = rng.integers(1, 5, rng.integers(1, 6)).tolist()
+    for _ in range(rng.integers(1, 7)):
+        kind, tail = rng.integers(5), rng.integers(1, 5, rng.integers(0, 4)).tolist()
+        if kind == 0 and len(held) > 1:
+            del held[-rng.integers(1, len(held)) :]
+        elif kind == 1:
+            held[rng.integers(len(held))] = 9
+        chain.append(turn(held + tail, rng.integers(1, 5, rng.integers(1, 5)).tolist(), int(rng.integers(3))))
+        held = [*chain[-1].prompt_token_ids, *chain[-1].completion_token_ids]
+    return chain
+
+
+def test_what_was_put_between_two_turns_is_masked_and_has_the_version_of_the_turn_after_it():
+    row = join_turns([turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 6, 7], [8], 6, reward=0.5)])
+    assert (row.prompt_ids.tolist(), row.response_ids.tolist()) == ([1, 2], [3, 4, 6, 7, 8])
+    assert (row.loss_mask.tolist(), row.logprobs.tolist()) == ([1, 1, 0, 0, 1], [-0.375, -0.5, 0, 0, -1])
+    assert (row.version_runs.tolist(), row.segments.tolist()) == ([[5, 2], [6, 3]], [])
+    empty = {"seconds": 0.0, "reward": 0.0, "parts": {}, "messages": []}
+    assert row.turns == [{**empty, "start": 0, "tokens": 2}, {**empty, "start": 4, "tokens": 1, "reward": 0.5}]
+
+
+def test_a_context_that_does_not_extend_the_last_turn_begins_a_segment():
+    row = join_turns([turn([1, 2], [3, 4]), turn([1, 2, 4, 5], [6]), turn([1, 2, 4, 5, 6, 7], [8])])
+    assert row.response_ids.tolist() == [3, 4, 1, 2, 4, 5, 6, 7, 8]
+    assert (row.segments.tolist(), row.version_runs.tolist()) == ([2], [[3, 9]])
+    assert [ids for ids, _, _ in sequences(row)] == [[1, 2, 3, 4], [1, 2, 4, 5, 6, 7, 8]]
+
+
+def test_a_context_that_is_shorter_than_the_last_turn_begins_a_segment():
+    assert join_turns([turn([1, 2], [3, 4]), turn([1, 2, 3], [4])]).segments.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ([], "an episode has at least one turn"),
+        ([turn([1], [2]), turn([1, 2], [])], "turn 1 has no completion"),
+        ([turn([], [2])], "turn 0 has no context"),
+        (
+            [SampledTurn([1], [2, 3], [-1.0], [[0, 2]])],
+            "turn 0 has 1 log-probability and versions of 2 tokens for 2 sa",
+        ),
+        ([SampledTurn([1], [2], [-1.0], [])], "turn 0 has 1 log-probability and versions of 0 tokens for 1 sampled"),
+    ],
+)
+def test_turns_that_are_not_complete_are_refused_by_number(turns, words):
+    with pytest.raises(ValueError, match=words):
+        join_turns(turns)
+
+
+def test_every_sampled_token_of_random_chains_keeps_its_place_context_and_version():
+    rng = np.random.default_rng(0)
+    for chain in (random_chain(rng) for _ in range(500)):
+        row, whole = join_turns(chain), []
+        versions = np.repeat(row.version_runs[:, 0], row.version_runs[:, 1])
+        begins = [-len(row.prompt_ids), *row.segments.tolist()]
+        whole = row.prompt_ids.tolist() + row.response_ids.tolist()
+        for one, entry in zip(chain, row.turns, strict=True):
+            start, stop = entry["start"], entry["start"] + entry["tokens"]
+            begin = max(begin for begin in begins if begin < start or begin < 0)
+            context = whole[begin + len(row.prompt_ids) : start + len(row.prompt_ids)]
+            assert (context, row.response_ids[start:stop].tolist()) == (one.prompt_token_ids, one.completion_token_ids)
+            assert set(versions[start:stop].tolist()) == {one.version_runs[0][0]}
+        assert row.loss_mask.sum() == sum(len(one.completion_token_ids) for one in chain)
+
+
+@TRL
+@pytest.mark.slow
+def test_the_sequences_of_random_chains_are_those_of_trl():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
+    rng, forks = np.random.default_rng(1), 0
+    for chain in (random_chain(rng) for _ in range(2000)):
+        records = [
+            TurnRecord(list(one.prompt_token_ids), list(one.completion_token_ids), list(one.logprobs)) for one in chain
+        ]
+        # From a threshold of two on, TRL writes over sampled tokens that the next context has changed. We never do.
+        theirs, tally = _chain_to_sequences(records, "episode", fork_threshold=1)
+        assert sequences(join_turns(chain)) == [
+            (one.input_ids, one.completion_mask, one.old_log_probs) for one in theirs
+        ]
+        forks += int(tally["fork"])
+    assert forks > 500

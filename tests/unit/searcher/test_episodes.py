@@ -1,0 +1,241 @@
+"""Episodes: why each one ends, and the row that it becomes."""
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba.common.config import Config
+from tba.common.errors import EngineError
+from tba.common.rendering import PromptRenderer
+from tba.common.wire.messages import Visit
+from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSettings
+from tba.searcher.engines.stopping import Stopping
+from tba.searcher.episodes import Episodes, Limits
+from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.tasks.games import CalculatorTask, GuessTask, calculate
+from tba.searcher.tasks.task import Turn
+from tba.tests.helpers.engines import cpu_engine
+
+ROOT = Path(__file__).parents[3]
+SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=100)
+LIMITS = Limits(tokens=40, turn_tokens=40, turns=4, seconds=60.0)
+
+
+@pytest.fixture(scope="session")
+def game(tmp_path_factory):
+    """The untrained model of the example, its tokenizer and its directory."""
+    prepare = runpy.run_path(str(ROOT / "examples/game/prepare.py"))
+    directory = tmp_path_factory.mktemp("game")
+    tokenizer = prepare["build_tokenizer"](7)
+    prepare["build_model"](tokenizer).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return tokenizer, directory
+
+
+class Failing(GuessTask):
+    """A game whose second answer is no answer."""
+
+    def environment(self, prompt):
+        class Game:
+            steps = 0
+
+            def reset(self, prompt):
+                return ()
+
+            def step(self, reply, finished):
+                self.steps += 1
+                if self.steps == 2:
+                    raise KeyError("board")
+                return Turn((("user", " wrong :"),))
+
+            def close(self):
+                pass
+
+        return Game()
+
+
+class Script:
+    """Replies with given texts, one per turn; an EngineError among them is raised instead."""
+
+    def __init__(self, tokenizer, replies):
+        self.tokenizer, self.replies, self.contexts = tokenizer, list(replies), []
+
+    def __call__(self, context, sampling, on_done):
+        reply = self.replies.pop(0)
+        if isinstance(reply, EngineError):
+            raise reply
+        self.contexts.append(context.tolist())
+        ids = np.array(self.tokenizer.encode(reply), np.int32)[: sampling.max_tokens]
+        on_done(
+            Generation(0, ids, np.full(len(ids), -0.5, np.float32), np.array([[3, len(ids)]], np.int32), "eos", 0.1)
+        )
+
+
+def play(tokenizer, replies, task, limits=LIMITS):
+    """Return the episode of the first prompt, played with these replies, and the contexts of its turns."""
+    config = Config.model_validate({"task": {"reward_workers": 0}})
+    rewards, script = Rewards(task, config.task), Script(tokenizer, replies)
+    episodes = Episodes(script, rewards, PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ()), limits)
+    episodes.begin(0, task.prompts()[0], SAMPLING)
+    while not (ended := episodes.ended()):
+        for scored in rewards.wait(1.0):
+            episodes.told(scored)
+    rewards.close()
+    return ended[0], script.contexts
+
+
+def right(task):
+    return f" {task.prompts()[0].answer}"
+
+
+def wrong(task):
+    return f" {int(task.prompts()[0].answer) % 7 + 1}"
+
+
+@pytest.mark.parametrize(
+    ("replies", "changes", "stop_reason", "reward"),
+    [
+        ("wr", {}, "completed", 1.0),
+        ("wwww", {}, "max_turns", 0.0),
+        ("wx", {}, "parse_error", 0.0),
+        # Two turns and the hint between them take four tokens.
+        ("www", {"tokens": 4}, "max_tokens", 0.0),
+        # The hint after the second turn does not fit.
+        ("www", {"tokens": 5}, "max_tokens", 0.0),
+        ("wc", {}, "context_overflow", 0.0),
+        ("r", {"turns": 1}, "completed", 1.0),
+    ],
+)
+def test_an_episode_ends_for_one_of_the_documented_reasons(game, replies, changes, stop_reason, reward):
+    tokenizer, _ = game
+    task = GuessTask()
+    texts = {"r": right(task), "w": wrong(task), "x": " lower", "c": ContextOverflow("full")}
+    limits = Limits(**{name: changes.get(name, getattr(LIMITS, name)) for name in LIMITS.__slots__})
+    episode, _ = play(tokenizer, [texts[reply] for reply in replies], task, limits)
+    assert (episode.stop_reason, episode.reward, episode.error, episode.error_kind) == (stop_reason, reward, None, None)
+
+
+@pytest.mark.parametrize(
+    ("task", "seconds", "stop_reason", "kind", "turns"),
+    [
+        (Failing(), 60.0, "environment_error", "environment", 2),
+        (GuessTask(), 0.0, "episode_timeout", "episode_timeout", 1),
+    ],
+)
+def test_a_failed_episode_is_an_error_and_never_a_reward(game, task, seconds, stop_reason, kind, turns):
+    tokenizer, _ = game
+    limits = Limits(tokens=40, turn_tokens=40, turns=4, seconds=seconds)
+    episode, _ = play(tokenizer, [wrong(task)] * 4, task, limits)
+    assert (episode.stop_reason, episode.error_kind, episode.reward) == (stop_reason, kind, 0.0)
+    assert len(episode.turns) == turns
+    assert episode.error
+
+
+def test_the_context_of_a_turn_is_what_was_sampled_and_what_was_answered(game):
+    tokenizer, _ = game
+    task = GuessTask()
+    episode, contexts = play(tokenizer, [wrong(task), right(task)], task)
+    hint = " higher :" if int(wrong(task)) < int(right(task)) else " lower :"
+    texts = [task.prompts()[0].text, wrong(task), hint, right(task)]
+    prompt, first, answer, second = (tokenizer.encode(text) for text in texts)
+    assert contexts == [prompt, prompt + first + answer]
+    row = episode.tokens()
+    assert row.prompt_ids.tolist() == prompt
+    assert row.response_ids.tolist() == first + answer + second
+    assert row.loss_mask.tolist() == [1, 0, 0, 1]
+    assert row.logprobs.tolist() == [-0.5, 0, 0, -0.5]
+    assert row.version_runs.tolist() == [[3, 4]]
+    assert [(turn["start"], turn["tokens"], turn["reward"]) for turn in row.turns] == [(0, 1, 0.0), (3, 1, 1.0)]
+    assert row.turns[0]["messages"] == [["user", hint]]
+
+
+class Delivered:
+    def __init__(self):
+        self.leases, self.groups = set(), []
+
+    def submit(self, rows, lease):
+        self.groups.append(rows)
+
+
+def groups_of(game, task, samples, workers):
+    """Return the groups that a real engine and real workers make of three visits."""
+    tokenizer, directory = game
+    config = Config.model_validate(
+        {
+            "task": {"name": "guess", "reward_workers": workers},
+            "search": {"engine": "transformers", "max_turns": 4, "turn_tokens": 2},
+        }
+    )
+    stopping, renderer = Stopping(tokenizer, (), [tokenizer.eos_token_id]), PromptRenderer(tokenizer, config.task)
+    engine = cpu_engine(directory, stopping=stopping, max_in_flight=8)
+    rewards, delivery = Rewards(task, config.task), Delivered()
+    exploration = Exploration(config.search, run_seed=0, searcher="s")
+    generation = GenerationStage(engine, task, renderer, exploration, samples)
+    episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config))
+    pipeline = Pipeline(generation, ScoringStage(rewards, stopping, "score", episodes), None, delivery)
+    pipeline.submit(Visit(lease=n + 1, epoch=0, prompt_key=prompt.key) for n, prompt in enumerate(task.prompts()[:3]))
+    while len(delivery.groups) < 3:
+        pipeline.step(generate=pipeline.generating, wait_seconds=0.1)
+    rewards.close()
+    return delivery.groups
+
+
+def test_each_recorded_log_probability_is_that_of_a_forward_pass_over_the_row(game):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(game[1], dtype=torch.float32)
+    rows = [row for group in groups_of(game, GuessTask(), 8, workers=1) for row in group]
+    assert max(len(row.turns) for row in rows) == 4
+    for row in rows:
+        ids = torch.tensor([[*row.prompt_ids.tolist(), *row.response_ids.tolist()]])
+        with torch.inference_mode():
+            logprobs = model(ids).logits[0].log_softmax(-1)
+        first = len(row.prompt_ids)
+        expected = [float(logprobs[first + n - 1, ids[0, first + n]]) for n in range(len(row.response_ids))]
+        assert np.allclose(row.logprobs, np.array(expected) * row.loss_mask, atol=1e-4)
+
+
+def test_a_group_without_three_quarters_of_its_episodes_is_not_trained_on(game):
+    class Few(GuessTask):
+        count = 0
+
+        def environment(self, prompt):
+            self.count += 1
+            if self.count % 3 == 0:
+                raise OSError("no board left")
+            return super().environment(prompt)
+
+    for rows in groups_of(game, Few(), 3, workers=0):
+        kinds = sorted(row.error_kind for row in rows)
+        assert kinds == ["environment", "group", "group"]
+        reasons = {row.error for row in rows if row.error_kind == "group"}
+        assert reasons == {"not trained on: 1 of the 3 episodes of its group failed"}
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("47*38", "1786"),
+        ("-3+4*5", "17"),
+        ("2**9", "error"),
+        ("1/2", "error"),
+        ("__import__('os')", "error"),
+        ("9" * 13, "error"),
+    ],
+)
+def test_the_calculator_knows_sums_differences_and_products_alone(expression, value):
+    assert calculate(expression) == value
+
+
+def test_the_calculator_answers_a_call_and_ends_at_an_answer():
+    task = CalculatorTask()
+    prompt = task.prompts()[0]
+    game = task.environment(prompt)
+    left, right_ = prompt.text.split()[2].rstrip("?").split("*")
+    turn = game.step(f"calc({left}*{right_})", True)
+    assert (turn.messages, turn.done) == ((("user", f" = {prompt.answer}\n"),), False)
+    assert game.step(f"so {prompt.answer}", True).reward == 1.0

@@ -137,17 +137,13 @@ class Stored:
 def stored(database: Path) -> Stored:
     """Return the rows of an intact file, after comparing their tokens with `row`."""
     with closing(sqlite3.connect(database)) as connection:
-        return stored_in(connection)
-
-
-def stored_in(connection: sqlite3.Connection) -> Stored:
-    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    found = connection.execute(
-        "SELECT t.id, s.sender, t.sequence, y.response_ids, y.logprobs, t.turns, y.segments FROM trajectory_rows t"
-        " JOIN senders s ON s.id = t.sender LEFT JOIN payloads y ON y.trajectory = t.id ORDER BY t.id"
-    )
-    rows = [(id_, _checked(sender, sequence, *payload), sequence) for id_, sender, sequence, *payload in found]
-    assert connection.execute("SELECT COUNT(*) FROM payloads").fetchone() == (len(rows),)
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        found = connection.execute(
+            "SELECT t.id, s.sender, t.sequence, y.response_ids, y.logprobs, t.turns, y.segments FROM trajectory_rows t"
+            " JOIN senders s ON s.id = t.sender LEFT JOIN payloads y ON y.trajectory = t.id ORDER BY t.id"
+        )
+        rows = [(id_, _checked(sender, sequence, *payload), sequence) for id_, sender, sequence, *payload in found]
+        assert connection.execute("SELECT COUNT(*) FROM payloads").fetchone() == (len(rows),)
     return Stored(rows)
 
 

@@ -19,10 +19,10 @@ from tba.common.wire.curve import new_pair
 from tba.common.wire.keys import AUTHORIZED, OWN, own_pair, server_keys
 from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.weights.fetch import Fetcher, Progress
+from tba.tests.helpers.buffer import BufferThread
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.keyring import Keyring
 from tba.tests.helpers.puts import reference
-from tba.tests.helpers.trainer import BufferThread
 from tba.tests.runner import size
 
 PATIENCE_SECONDS = 90

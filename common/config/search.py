@@ -108,6 +108,7 @@ class SearchSection(Section):
     serve_token: BearerToken = SecretStr("")
     """The bearer token that requests to `serve` need, of at least 16 characters. An address that other machines reach
     needs one. It is not stored with the run; TBA_SEARCH__SERVE_TOKEN keeps it out of the file."""
+    weights_dir: Path | None = None
     """Directory of the weights of a node's trainer and searchers: /dev/shm or a local disk, with room for four times
     the model. By default /dev/shm if it has that and 512 MiB more, else run.dir."""
 

@@ -88,10 +88,9 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal, index: 
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,
-            endpoint=endpoint,
         )
         ending.callback(searcher.close)
-        searcher.run(stop)
+        searcher.run(stop, endpoint)
 
 
 def _load_task(config: Config) -> LoadedTask:

@@ -324,7 +324,13 @@ class PromptRenderer:
         maps = [as_map(message) for message in new]
         text = render(maps)
         for role in {message[0] for message in new} - self._written_roles:
-            probed = [one | {"content": one["content"] + _PROBE} if one["role"] == role else one for one in maps]
+            # Some templates write the calls of a message and not its content.
+            plain = [one["role"] == role and bool(one.get("content")) and not one.get("tool_calls") for one in maps]
+            if not any(plain):
+                continue
+            probed = [
+                one | {"content": one["content"] + _PROBE} if own else one for own, one in zip(plain, maps, strict=True)
+            ]
             if render(probed) == text:
                 raise ValueError(f"the chat template does not write messages of the role {role!r}: use another role")
             self._written_roles.add(role)

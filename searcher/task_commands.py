@@ -126,8 +126,13 @@ def _load(options: ConfigOptions, named: str | None) -> "tuple[Config, Task, flo
 
 def _row(task: "Task", prompt: "Prompt", response: str) -> dict[str, Any]:
     from tba.searcher.scoring.scoring import score
+    from tba.searcher.tasks.task import Reward, has_environment
 
-    reward, error = score(task, prompt, response, finished=True)
+    if has_environment(task, prompt):
+        scored: tuple[Reward, str | None] = Reward(0.0, {}), "episodes: tba generate --play"
+    else:
+        scored = score(task, prompt, response, finished=True)
+    reward, error = scored
     text = prompt.text or "\n".join(f"{role}: {content}" for role, content, *_ in prompt.messages)
     return {
         "key": prompt.key,

@@ -117,12 +117,19 @@ def tba_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., O
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Callable[..., ServiceHarness]]:
-    """Makes service harnesses; `harness(buffer={...}, train={...})` sets configuration keys."""
+    """Makes service harnesses; `harness(buffer={...}, train={...})` sets configuration keys.
+
+    `fill` has the arguments of `ServiceHarness.fill`: prompts, responses to each, and a snapshot that is announced.
+    """
     made: list[ServiceHarness] = []
 
-    def make(path: Path | None = None, **sections: dict[str, Any]) -> ServiceHarness:
+    def make(
+        path: Path | None = None, *, fill: tuple[int, int] | None = None, **sections: dict[str, Any]
+    ) -> ServiceHarness:
         config = Config.model_validate({"train": {"prompts_per_step": 1}} | sections)
         made.append(ServiceHarness(path or tmp_path / f"buffer{len(made)}.sqlite", config))
+        if fill is not None:
+            made[-1].fill(*fill)
         return made[-1]
 
     yield make

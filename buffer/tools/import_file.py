@@ -169,5 +169,5 @@ def _messages(rows: Iterable[tuple[SourceRow, Trajectory]]) -> Iterator[tuple[st
 def _fraction(trajectory: Trajectory) -> float:
     """Return the fraction of a message that a row fills."""
     tokens = len(trajectory.prompt_ids) + len(trajectory.response_ids)
-    characters = len(trajectory.text or "") + len(json.dumps(trajectory.metadata))
+    characters = len(trajectory.text or "") + len(json.dumps([trajectory.metadata, trajectory.turns]))
     return max(tokens / _TOKENS, characters / _CHARACTERS)

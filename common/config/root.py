@@ -141,6 +141,11 @@ def _check_staleness(config: Config) -> None:
 
 
 def _check_reference(config: Config) -> None:
+    if config.search.reference_logprobs and config.objective.log_z == "turn":
+        raise ValueError(
+            'objective.log_z = "turn" needs the reference log-probabilities of each turn, and searchers compute those '
+            "of whole responses: set search.reference_logprobs = false"
+        )
     kind = config.reference.kind
     if kind == "frozen":
         return

@@ -147,6 +147,9 @@ class ObjectiveSection(Section):
     mean_kl: Literal["sampler", "policy"] = "sampler"
     """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler
     holds the level of the log-probabilities on stale data; policy is the paper's Eq. 7."""
+    log_z: Literal["prompt", "turn"] = "prompt"
+    """tb: what has a log Z. prompt: each prompt. turn: what precedes each turn of an episode, which keeps the optimum
+    on stale data of a random environment; from the samples that share it, else learned."""
     value_beta: PositiveFloat | Literal["beta"] = 1.0
     """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data
     (docs/evidence.md)."""
@@ -198,6 +201,15 @@ class ObjectiveSection(Section):
         if self.kl != "auto" and self.name in _ANCHORED:
             raise ValueError(
                 f"objective.kl has no effect for {self.name}, whose formula includes its anchor: remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_log_z(self) -> Self:
+        if self.log_z == "turn" and (self.name != "tb" or self.imitation_weight or self.taper != "off"):
+            raise ValueError(
+                f'objective.log_z = "turn" is for tb without imitation and taper: remove it, or set objective.name = '
+                f'"tb" ({self.name} has no log Z, or only one of the prompt), imitation = 0 and taper = "off"'
             )
         return self
 

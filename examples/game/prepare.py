@@ -28,7 +28,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--numbers", type=int, default=15, help="as task.options.numbers")
+    parser.add_argument("--numbers", type=int, default=7, help="as task.options.numbers")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     return parser.parse_args()
 
@@ -53,11 +53,11 @@ def build_tokenizer(numbers: int) -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         # The smallest that vLLM's CPU attention supports.
         head_dim=32,
         max_position_embeddings=CONTEXT,

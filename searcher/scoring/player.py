@@ -15,7 +15,7 @@ import msgpack
 
 from tba.common.data_files import require_unicode
 from tba.common.rendering import Message, message_of
-from tba.common.wire.fields import MAX_REWARD_PARTS
+from tba.common.wire.fields import MAX_REWARD_PARTS, ErrorKind
 from tba.searcher.scoring.scoring import checked_numbers, described, failed, timed_out
 from tba.searcher.tasks.task import Environment, Prompt, Task, Turn, is_random, name_of
 
@@ -42,14 +42,14 @@ class Outcome(NamedTuple):
     answer: Answer | None
     digest: bytes = b""
     error: str | None = None
-    kind: str | None = None
+    kind: ErrorKind | None = None
     out_of_memory: bool = False
 
 
 class _Failed(Exception):
     """A call of `method` failed, for a reason that is found here or because of the error that is the cause."""
 
-    def __init__(self, method: str, reason: str = "", kind: str = "environment") -> None:
+    def __init__(self, method: str, reason: str = "", kind: ErrorKind = "environment") -> None:
         super().__init__(reason)
         self.method = method
         self.kind = kind

@@ -36,7 +36,7 @@ def _make_red_team(**options: Any) -> Task:
 _ATTRIBUTES = ("name", "prompts", "held_out", "score")
 _ENVIRONMENT = "environment"
 # The names are those of `tba.common.config.task.TASKS`, without the mixture.
-_SHIPPED: dict[str, Callable[..., Task]] = {
+_SHIPPED: dict[str, Callable[..., Any]] = {
     "answers": AnswersTask,
     "arithmetic": ArithmeticTask,
     "calculator": CalculatorTask,
@@ -74,6 +74,7 @@ def _load(source: TaskSource) -> Task:
 
 def _task(source: TaskSource) -> Task:
     shipped = _SHIPPED.get(source.name)
+    make: Any
     arguments = dict(source.options)
     if source.reads_files:
         arguments |= {"train": source.train, "test": source.test}
@@ -83,7 +84,7 @@ def _task(source: TaskSource) -> Task:
             make = environment_task(make)
             arguments |= {"train": source.train, "test": source.test}
         _check_options(source, make)
-        task = make(**arguments)
+        task: Task = make(**arguments)
     # A shortage of memory may be transient, so it must not count as a mistake of the configuration.
     except (MemoryError, TbaError):
         raise

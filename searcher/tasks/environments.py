@@ -100,6 +100,7 @@ class _SkyRl(_Wrapped):
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         """Return what `init` adds to the prompt. Raises ValueError if it changes the prompt, whose tokens are fixed."""
         given = [as_map(message) for message in prompt.messages or [("user", prompt.text)]]
+        conversation: list[Any]
         conversation, _ = await _awaited(self._environment.init([dict(message) for message in given]))
         if conversation[: len(given)] != given:
             raise ValueError("init() changes the messages of the prompt: write the rows so that it only adds some")
@@ -208,6 +209,7 @@ class GymnasiumTask:
         self._actions = (actions or names).split() or [str(action) for action in range(number)]
         if len(self._actions) != number:
             raise TaskError(f"task gymnasium: {id} has {number} actions, and task.options.actions {len(self._actions)}")
+        self.example_replies = self._actions
         self._rules = instruction or f"{rules} Answer with one action.".strip()
         self._prompts = [self._prompt(str(key)) for key in range(prompts)]
         self._held_out = [self._prompt(str(key)) for key in range(prompts, prompts + held_out)]

@@ -41,7 +41,7 @@ class GuessTask:
 
     name = "guess"
 
-    def __init__(self, numbers: int = 15, prompts: int = 2_000, held_out: int = 300, hints: bool = True) -> None:
+    def __init__(self, numbers: int = 7, prompts: int = 2_000, held_out: int = 300, hints: bool = True) -> None:
         if numbers < 2 or prompts < 1 or held_out < 0:
             raise TaskError("task guess needs at least 2 numbers and 1 prompt: correct task.options")
         self._numbers = numbers

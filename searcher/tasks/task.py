@@ -100,6 +100,7 @@ class Task(Protocol):
 
     A task may also have
 
+    - `example_replies: Sequence[str]`, replies of one episode that `tba task check` plays;
     - `random: bool`, True if the environments are not a function of the prompt's key and the replies: then an episode
       ends with an error if its worker is lost, and some objectives need fresh data (docs/objectives.md);
     - `least_reward: float`, the lowest reward that it gives (0 without it), which `objective.reward_floor = "task"`

@@ -1,5 +1,6 @@
 """Shared by tests of storage faults: producers whose rows identify themselves, and checks of the stored rows."""
 
+import json
 import math
 import sqlite3
 import threading
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,18 +24,36 @@ BYTES_PER_TOKEN = 8
 
 
 def row(producer: int, sequence: int, tokens: int) -> Trajectory:
-    """Return a row whose tokens are derived from its producer and sequence number."""
+    """Return a row whose tokens are derived from its producer and sequence number; every other one is an episode."""
     response = np.arange(tokens, dtype=np.int32)
     response[:2] = producer, sequence
     logprobs = np.full(tokens, -0.5 - sequence, np.float32)
-    return make_trajectory(lease=0, tokens=response, logprobs=logprobs)
+    return make_trajectory(lease=0, tokens=response, logprobs=logprobs, **_episode(sequence, tokens))
+
+
+def _episode(sequence: int, tokens: int) -> dict[str, Any]:
+    """Return the fields of an episode of two turns, the second of which begins a context."""
+    if sequence % 2 or tokens < 5:
+        return {}
+    mask = np.ones(tokens, np.uint8)
+    mask[2:4] = 0
+    same = {"seconds": 0.5, "parts": {"n": sequence}, "messages": [["user", f"answer {sequence}"]]}
+    turns = [{"start": 0, "tokens": 2, "reward": sequence}, {"start": 4, "tokens": tokens - 4, "reward": -1}]
+    segments = np.array([2], np.int32)
+    return {"loss_mask": mask, "segments": segments, "turns": [t | same for t in turns], "stop_reason": "completed"}
+
+
+def put_of(producer: int, first: int, tokens: int) -> tuple[messages.PutTrajectories, list[bytes]]:
+    """Return a put of `ROWS` rows and its frames."""
+    return put_message([row(producer, first + k, tokens) for k in range(ROWS)], first)
 
 
 @dataclass
 class Producer:
     """A searcher that puts without pause, in a thread, with up to `window` pending puts, and `limit` puts in all.
 
-    `posted` counts puts; `acknowledged` has their first sequence numbers in the order of the replies.
+    `posted` counts puts; `acknowledged` has their first sequence numbers in the order of the replies, and `duplicates`
+    counts the rows that were stored before.
     """
 
     address: str
@@ -45,6 +65,7 @@ class Producer:
     acknowledged: list[int] = field(default_factory=list)
     troubles: set[str] = field(default_factory=set)
     refused: list[str] = field(default_factory=list)
+    duplicates: int = 0
 
     def start(self) -> None:
         self._enough, self._given_up = threading.Event(), threading.Event()
@@ -74,14 +95,14 @@ class Producer:
                 self.troubles |= {client.trouble} - {""}
 
     def _post(self, client: BufferClient) -> None:
-        first = self.posted * ROWS
-        client.post(*put_message([row(self.number, first + k, self.tokens) for k in range(ROWS)], first))
+        client.post(*put_of(self.number, self.posted * ROWS, self.tokens))
         self.posted += 1
 
     def _note(self, replies) -> None:
         for reply in replies:
             if isinstance(reply.message, messages.PutAck):
                 self.acknowledged.append(reply.message.first_sequence)
+                self.duplicates += reply.message.duplicates
             else:
                 self.refused.append(repr(reply.message))
 
@@ -120,7 +141,7 @@ def stored(database: Path) -> Stored:
 def stored_in(connection: sqlite3.Connection) -> Stored:
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     found = connection.execute(
-        "SELECT t.id, s.sender, t.sequence, y.response_ids, y.logprobs FROM trajectory_rows t"
+        "SELECT t.id, s.sender, t.sequence, y.response_ids, y.logprobs, t.turns, y.segments FROM trajectory_rows t"
         " JOIN senders s ON s.id = t.sender LEFT JOIN payloads y ON y.trajectory = t.id ORDER BY t.id"
     )
     rows = [(id_, _checked(sender, sequence, *payload), sequence) for id_, sender, sequence, *payload in found]
@@ -128,11 +149,12 @@ def stored_in(connection: sqlite3.Connection) -> Stored:
     return Stored(rows)
 
 
-def _checked(sender: str, sequence: int, response: bytes, logprobs: bytes) -> int:
+def _checked(sender: str, sequence: int, response: bytes, logprobs: bytes, turns: str, segments: bytes) -> int:
     producer = int(sender.split(".", maxsplit=1)[0].removeprefix("s"))
     expected = row(producer, sequence, len(response) // 4)
     assert response == expected.response_ids.tobytes()
     assert logprobs == expected.logprobs.tobytes()
+    assert (json.loads(turns), segments) == (expected.turns, expected.segments.tobytes())
     return producer
 
 

@@ -204,8 +204,6 @@ def short_index(model: Path) -> None:
 
 
 MODELS: dict[str, Callable[[Path], object]] = {
-    "no layers": config(num_hidden_layers=0),
-    "a negative number of layers": config(num_hidden_layers=-3),
     "a fraction of a layer": config(num_hidden_layers=1.5),
     "heads that are a text": config(num_attention_heads="many"),
     "a vocabulary of a billion": config(vocab_size=10**9),
@@ -253,7 +251,7 @@ def load(kind: str) -> Callable[[Path], object]:
 READ_A_MODEL: Commands = {
     **{kind: load(kind) for kind in ("trainer", "preflight", "tokenizer", "end tokens", "digest")},
     "generate": tba("generate", "2+2=", "--model", "RUN", "--cpu", *CPU),
-    "config check": tba("config", "check", "--set", "model.path=RUN"),
+    "doctor": tba("doctor", "--only", "settings", "--only", "model", *CPU, "--set", "model.path=RUN"),
     "run --dry-run": tba("run", "--dry-run", *CPU, "--set", "model.path=RUN"),
 }
 

@@ -1,12 +1,10 @@
 """A reward model behind vLLM's pooling routes, in a process of its own: `python -m tba.tests.helpers.reward_server`.
 
-With a directory it scores by that classifier, else a text scores a tenth of its length. For red-teaming it is also a
-victim, which writes a text backwards with a digit at its end, or repeats the message of a chat; and a classifier with
-two labels, which flags the digit 7. It prints its address. A POST to /faults of {"kind": ..., "count": ...} makes the
-next requests fail.
+A text scores a tenth of its length. For red-teaming it is also a victim, which writes a text backwards with a digit at
+its end, or repeats the message of a chat; and a classifier with two labels, which flags the digit 7. It prints its
+address. A POST to /faults of {"kind": ..., "count": ...} makes the next requests fail.
 """
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -14,24 +12,22 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 KEY = "secret"
 
 
 class Server(ThreadingHTTPServer):
-    """Scores by `score`. `requests` counts them, `most` is the largest number at a time."""
+    """Scores a text by its length. `requests` counts requests, `most` is the largest number at a time."""
 
     daemon_threads = True
     # Of connections that wait to be accepted.
     request_queue_size = 128
 
-    def __init__(self, score: Callable[[str, str], float]) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.score = score
         self.lock = threading.Lock()
         self.faults: list[str] = []
         self.meeting = threading.Barrier(3)
@@ -89,17 +85,17 @@ class Handler(BaseHTTPRequestHandler):
             self._reply({"error": {"message": "wrong key"}}, 401)
             return
         if self.path == "/score":
-            logit = self.server.score(body["text_1"], body["text_2"])
+            logit = _score_of(body["text_1"] + body["text_2"])
             self._reply({"data": [{"index": 0, "score": logit}]})
         elif "messages" in body:
             first, last = (message["content"] for message in body["messages"])
             assert [message["role"] for message in body["messages"]] == ["user", "assistant"]
-            self._reply({"data": [{"probs": [self.server.score(f"+{first}", f"={last}")]}]})
+            self._reply({"data": [{"probs": [_score_of(f"+{first}={last}")]}]})
         elif self.path == "/classify":
-            self._reply({"data": [{"label": "LABEL_0", "probs": [self.server.score("", body["input"])]}]})
+            self._reply({"data": [{"label": "LABEL_0", "probs": [_score_of(body["input"])]}]})
         else:
             assert (self.path, body["task"]) == ("/pooling", "classify")
-            self._reply({"data": [{"object": "pooling", "data": [self.server.score("", body["input"])]}]})
+            self._reply({"data": [{"object": "pooling", "data": [_score_of(body["input"])]}]})
 
     def _fail(self, fault: str) -> None:
         if fault.isdigit():
@@ -134,11 +130,15 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
+def _score_of(text: str) -> float:
+    return len(text) / 10
+
+
 class RewardServer:
     """The process, from the side of a test."""
 
-    def __init__(self, directory: Path | None = None) -> None:
-        command = [sys.executable, "-m", "tba.tests.helpers.reward_server", *([str(directory)] if directory else [])]
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tba.tests.helpers.reward_server"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
@@ -158,9 +158,9 @@ class RewardServer:
 
 
 @contextlib.contextmanager
-def serving(directory: Path | None = None) -> Iterator[RewardServer]:
+def serving() -> Iterator[RewardServer]:
     """Start a server; it ends with the block."""
-    server = RewardServer(directory)
+    server = RewardServer()
     try:
         yield server
     finally:
@@ -168,26 +168,8 @@ def serving(directory: Path | None = None) -> Iterator[RewardServer]:
         server.process.communicate()
 
 
-def _classifier(directory: str) -> Callable[[str, str], float]:
-    from tba.common.config import RewardModelSection
-    from tba.searcher.scoring.classifier import RewardModel
-
-    model, lock = RewardModel(Path(directory), RewardModelSection(path=directory), "cpu"), threading.Lock()
-
-    def score(prompt: str, response: str) -> float:
-        with lock:
-            (logit,) = model.score([model.encode(prompt, response)], lambda *_: None)
-        assert isinstance(logit, float)
-        return logit
-
-    return score
-
-
 def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("directory", nargs="?")
-    directory = parser.parse_args().directory
-    server = Server(_classifier(directory) if directory else lambda prompt, text: len(prompt + text) / 10)
+    server = Server()
     print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
     server.serve_forever()
 

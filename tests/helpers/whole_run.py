@@ -86,14 +86,6 @@ def check_history(run: RunConfig, steps: int = STEPS, killed: Sequence[int] = ()
     _check_numbers_of_rows(run)
 
 
-def check_rewards(run: RunConfig, steps: int) -> None:
-    """Check that every step was trained, on rows whose mean reward is the metric of the step."""
-    sql = "SELECT step, AVG(reward) FROM consumption WHERE trained_at IS NOT NULL GROUP BY step ORDER BY step"
-    found = [(row["step"], pytest.approx(row["reward_mean"], abs=1e-6)) for row in run.lines()]
-    assert run.query(sql) == found
-    assert len(found) == steps
-
-
 def _check_numbers_of_rows(run: RunConfig) -> None:
     """Check that every trained row has numbers, and that their means are the metrics of the step."""
     sql = """SELECT c.step, COUNT(*), COUNT(c.logprob + log_ratio + advantage + weight + skipped),

@@ -26,40 +26,19 @@ def replace(database, aside):
     os.replace(aside, database)
 
 
-def replace_all(database, aside):
-    """As rsync does with the directory of a served database."""
-    for ending in ("", "-wal", "-shm"):
-        shutil.copy(f"{database}{ending}", aside)
-        os.replace(aside, f"{database}{ending}")
-
-
-def delete_directory(database, _):
-    shutil.rmtree(database.parent)
-
-
 def replace_directory(database, aside):
     database.parent.rename(aside)
     database.parent.mkdir()
     shutil.copy(aside.with_name("older"), database)
 
 
-def move_directory(database, aside):
-    aside.mkdir()
-    for file in database.parent.glob("buffer.sqlite*"):
-        file.rename(aside / file.name)
-
-
 # What is done, the file that is named, what happened to it, and where the rows are after the end.
 HANDS = {
     "deleted": (delete(""), "buffer.sqlite", "deleted or moved", "buffer.sqlite"),
     "log deleted": (delete("-wal"), "buffer.sqlite-wal", "deleted or moved", "buffer.sqlite"),
-    "index deleted": (delete("-shm"), "buffer.sqlite-shm", "deleted or moved", "buffer.sqlite"),
     "replaced": (replace, "buffer.sqlite", "replaced by another file", "buffer.sqlite.replaced-*Z"),
-    "all replaced": (replace_all, "buffer.sqlite", "replaced by another file", "buffer.sqlite.replaced-*Z"),
     "moved": (move, "buffer.sqlite", "deleted or moved", "aside"),
-    "directory deleted": (delete_directory, "buffer.sqlite", "deleted or moved", "buffer.sqlite"),
     "directory replaced": (replace_directory, "buffer.sqlite", "replaced by another file", "aside/buffer.sqlite"),
-    "directory moved": (move_directory, "buffer.sqlite", "deleted or moved", "aside/buffer.sqlite"),
 }
 
 

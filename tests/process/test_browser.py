@@ -3,10 +3,8 @@
 Needs the extra `browser` and a Chromium: that of the system, or what `playwright install chromium` downloads.
 """
 
-import contextlib
 import re
 import shutil
-import sqlite3
 import subprocess
 import urllib.error
 import urllib.request
@@ -32,23 +30,6 @@ _PATIENCE_SECONDS = 60.0
 _WIDTHS = (1280, 400)
 # Pages of a kind that are opened: the first ones that links lead to.
 _PER_KIND = size(1, 2)
-HOSTILE = "<img src=x onerror=alert(origin)> \u202e \x07 </td></pre><script>document.title = 'taken'</script>"
-# Fields of the filter, the column that shows what they choose, and whether its cell is one of these. Each also leaves
-# rows out.
-_FILTERS: tuple[tuple[dict[str, str], str, Callable[[str], bool]], ...] = (
-    ({"reward_min": "1"}, "reward", lambda cell: float(cell) >= 1),
-    ({"reward_max": "0"}, "reward", lambda cell: float(cell) <= 0),
-    ({"length_min": "4"}, "tokens", lambda cell: int(cell) >= 4),
-    ({"length_max": "3"}, "tokens", lambda cell: int(cell) <= 3),
-    ({"part": "correct", "part_min": "1"}, "reward", lambda cell: cell == "1"),
-    ({"version": "0"}, "version", lambda cell: cell == "0"),
-    ({"stop": "error"}, "stop", lambda cell: cell == "error"),
-    ({"stop": "eos"}, "stop", lambda cell: cell == "eos"),
-    ({"error": "yes"}, "answer", lambda cell: "<img" in cell),
-    ({"error": "no"}, "answer", lambda cell: "<img" not in cell),
-    ({"trained": "yes"}, "trained", lambda cell: "×" in cell),
-    ({"trained": "no"}, "trained", lambda cell: "×" not in cell),
-)
 
 
 @dataclass
@@ -133,21 +114,9 @@ def runs(make_config_in, tba, start_tba, tmp_path) -> tuple[Path, Path]:
         if name == "done":
             finished = tba("run", config.file)
             assert finished.returncode == 0, finished.stderr
-            poison(config.database)
-            (config.directory / "queries").mkdir()
-            (config.directory / "queries/mine.sql").write_text(f"SELECT '{HOSTILE.replace(chr(39), '')}' AS answer")
         else:
             start_tba("run", config.file)
     return tmp_path / "done/run", tmp_path / "live/run"
-
-
-def poison(database: Path) -> None:
-    """Make every sixth response an error with a hostile text, and every third prompt a hostile text."""
-    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
-        changes = "error = :text, text = :text, stop_reason = 'error'"
-        newest = "(SELECT MAX(id) FROM trajectory_rows)"
-        connection.execute(f"UPDATE trajectory_rows SET {changes} WHERE id % 6 = 0 OR id = {newest}", {"text": HOSTILE})
-        connection.execute("UPDATE prompts SET text = ? WHERE id % 3 = 1", [HOSTILE])
 
 
 @pytest.fixture
@@ -207,11 +176,9 @@ def test_the_pages_in_a_browser(visit):
     for run in ("done", "live"):
         assert {f"/r/{run}{part}" for part in expected} <= kinds[0] & kinds[1]
     charts_lead_to_steps(wide)
-    filters_choose_rows(wide)
     keys_move(wide)
     tokens_have_the_colour_of_their_mismatch(wide)
     two_runs(wide)
-    hostile_text_is_text(wide)
     assert [*wide.wrong, *narrow.wrong] == []
 
 
@@ -229,34 +196,6 @@ def charts_lead_to_steps(browser: Watched) -> None:
         browser.open(address)
         browser.page.locator(".u-over").first.click()
         browser.page.wait_for_url("**/r/done/steps/*")
-
-
-def filters_choose_rows(browser: Watched) -> None:
-    every: dict[str, list[str]] = {column: [] for _, column, _ in _FILTERS}
-    for sort in ("newest", "oldest"):
-        browser.open(f"/r/done/trajectories?sort={sort}")
-        for column in every:
-            every[column] += browser.column(column)
-    for chosen, column, is_one in _FILTERS:
-        assert not all(map(is_one, every[column])), f"{chosen} leaves no row out"
-        browser.filter("/r/done/trajectories", chosen)
-        found = browser.column(column)
-        assert found, f"{chosen} finds nothing"
-        assert all(map(is_one, found)), f"{chosen}: {found}"
-    word = next(cell for cell in every["answer"] if cell.isdigit())
-    browser.filter("/r/done/trajectories", {"text": word})
-    assert {cell.lstrip("-") for cell in browser.column("answer")} == {word}
-    browser.filter("/r/done/trajectories", {"sort": "oldest"})
-    assert browser.column("id")[:2] == ["1", "2"]
-    browser.open("/r/done/steps/0")
-    of_step = set(browser.column("trajectory"))
-    browser.filter("/r/done/trajectories", {"step": "0"})
-    found = browser.column("id")
-    assert found
-    assert set(found) <= of_step
-    for kind in ("solved", "never"):
-        browser.filter("/r/done/prompts", {"kind": kind})
-        assert {cell.removesuffix(" solved") for cell in browser.column("kind")} == {kind}
 
 
 def keys_move(browser: Watched) -> None:
@@ -295,12 +234,3 @@ def two_runs(browser: Watched) -> None:
     page.wait_for_selector(".u-over")
     assert "done: " in page.locator(".u-legend").first.inner_text()
     assert "train.steps" in page.inner_text("main")
-
-
-def hostile_text_is_text(browser: Watched) -> None:
-    browser.open("/r/done/trajectories?error=yes")
-    failed = browser.column("id")[0]
-    for address in ("trajectories?error=yes", f"trajectories/{failed}", "prompts/1", "prompts", "sql?query=mine"):
-        browser.open(f"/r/done/{address}")
-        assert "<img src=x onerror=alert(origin)>" in browser.page.inner_text("main"), address
-        assert "taken" not in browser.page.title()

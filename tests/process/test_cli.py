@@ -50,28 +50,6 @@ def test_a_closed_pipe_causes_no_traceback(tba, run_config, tmp_path):
         assert errors == b""
 
 
-def test_an_unknown_key_in_the_file_exits_with_78(tba_here, make_config):
-    done = tba_here("train", "--config", make_config(train={"stepz": 3}).file)
-    assert done.exit_code == 78
-    assert "unknown key train.stepz" in done.message
-    assert "did you mean train.steps?" in done.message
-
-
-WITHOUT_PEFT = """
-import importlib.metadata, importlib.util
-find, version = importlib.util.find_spec, importlib.metadata.version
-importlib.util.find_spec = lambda name, *rest: None if name == "peft" else find(name, *rest)
-importlib.metadata.version = lambda name: version("no-such-package" if name == "peft" else name)
-"""
-
-
-def test_adapters_without_peft_are_reported_by_the_doctor(start_tba, make_config, example_model, tmp_path):
-    keys = {"search": {"gpus": "cpu"}, "train": {"gpu": "cpu"}, "lora": {"rank": 2}}
-    config = make_config(model={"path": str(example_model)}, **keys)
-    assert start_tba("doctor", str(config.file), patch=WITHOUT_PEFT).wait(300) == 1
-    assert "peft missing: lora.rank needs the extra lora" in (tmp_path / "tba0.log").read_text()
-
-
 def test_a_check_alone_names_models_to_download_and_loads_no_torch(make_config, tmp_path):
     file = make_config(model={"path": "some/model"}).file
     command = [sys.executable, "-X", "importtime", "-m", "tba", "doctor", "--only", "model", file]
@@ -112,19 +90,12 @@ Mine = lambda: SimpleNamespace(name="mine", prompts=lambda: prompts, held_out=li
 """
 
 
-LACKS_A_PACKAGE = """
-from tba.common.errors import MissingExtra
-def Mine(): raise MissingExtra("reader", "hub")
-"""
-
-
 # `tba run` starts `tba doctor --only task --strict` for it.
 @pytest.mark.parametrize(
     ("command", "source", "sentence"),
     [
         ("run", "", "task.name my_task:Mine: my_task has no Mine; it defines no class"),
         ("run", TWO_EQUAL_KEYS, "task mine: the prompts 1 and 3 have the same key 'a'"),
-        ("run", LACKS_A_PACKAGE, "reader is not installed"),
         ("doctor", TWO_EQUAL_KEYS, "task mine: the prompts 1 and 3 have the same key 'a'"),
     ],
 )
@@ -179,18 +150,18 @@ def own_task(make_config, example_model, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("raised", ["raise MemoryError", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
-def test_a_task_that_runs_out_of_memory_is_not_a_configuration_error(tba, own_task, raised):
-    refused(tba("run", own_task(raised).file), 1, "task.name my_task:Mine")
-
-
-def test_a_real_time_signal_that_ends_the_check_of_a_task_is_named_by_its_number(tba, own_task):
-    ended = "import os; os.kill(os.getpid(), 40)"
-    refused(tba("run", own_task(ended).file), 1, "was ended by signal 40: it wrote nothing")
-
-
-def test_the_output_of_a_task_does_not_hide_its_load_error(tba, own_task):
-    refused(tba("run", own_task("print('loading\\n' * 50)\nraise KeyError('split')").file), 78, "KeyError: 'split'")
+@pytest.mark.parametrize(
+    ("source", "exit_code", "sentence"),
+    [
+        ("raise MemoryError", 1, "task.name my_task:Mine"),
+        ("import os; os.kill(os.getpid(), 40)", 1, "was ended by signal 40: it wrote nothing"),
+        ("print('loading\\n' * 50)\nraise KeyError('split')", 78, "KeyError: 'split'"),
+    ],
+)
+def test_what_ended_the_check_of_a_task_is_named_and_only_its_own_error_is_one_of_the_configuration(
+    tba, own_task, source, exit_code, sentence
+):
+    refused(tba("run", own_task(source).file), exit_code, sentence)
 
 
 HANGING_TASK = """
@@ -211,7 +182,6 @@ def loading_processes(pids: Path, launcher: subprocess.Popen[bytes]) -> list[psu
     ("end", "exit_code"),
     [
         (signal.SIGINT, EXIT_INTERRUPTED),
-        (signal.SIGHUP, 0),
         (signal.SIGKILL, -signal.SIGKILL),
     ],
 )

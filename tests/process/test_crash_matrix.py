@@ -4,15 +4,11 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tba.buffer.service.service import BufferService
@@ -23,54 +19,11 @@ from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.clock import ManualClock
-from tba.tests.helpers.producers import PROMPTS, tokens_of
-from tba.tests.helpers.puts import connected, prepare
-from tba.tests.process.conftest import clean_environment
+from tba.tests.helpers.faults import assert_all_is_stored_once, producing
+from tba.tests.helpers.puts import connected
 from tba.tests.runner import size
 
 KILLS = size(12, 50)
-# Producers per process. The last process is itself killed now and then.
-PRODUCERS = (3, 3, 2)
-TOKENS = 64
-
-
-class Load:
-    """The producer processes of a test, and their ledger."""
-
-    def __init__(self, address: str, ledger: Path, output: Path) -> None:
-        self.ledger = ledger
-        self._address = address
-        self._output = output
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, number: int, producers: int) -> None:
-        program = Path(__file__).parents[1] / "helpers/producers.py"
-        command = [sys.executable, str(program), self._address, str(self.ledger)]
-        with self._output.open("ab") as output:
-            self._processes[number] = subprocess.Popen(
-                [*command, str(producers), "50", str(TOKENS)], env=clean_environment(), stdout=output, stderr=output
-            )
-
-    def kill(self, number: int) -> None:
-        self._processes[number].kill()
-        self._processes[number].wait()
-
-    def drain(self, timeout: float) -> list[int]:
-        """Stop the producers once all their puts are acknowledged. Returns their exit codes."""
-        for process in self._processes.values():
-            process.terminate()
-        return [process.wait(timeout) for process in self._processes.values()]
-
-    def end(self) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-    def acknowledged(self) -> list[tuple[str, int, int, int, int]]:
-        """Return (sender, first sequence, rows, stored, duplicates) of each acknowledgement."""
-        rows = [line.split() for line in self.ledger.read_text().splitlines()]
-        return [(row[0], int(row[1]), int(row[2]), int(row[3]), int(row[4])) for row in rows]
 
 
 class Trainer(threading.Thread):
@@ -114,20 +67,13 @@ class Trainer(threading.Thread):
         self.stopping.wait(0.02)
 
     def _sample(self, client: BufferClient, step: int) -> list[int] | None:
-        message = messages.SampleBatch(step=step, prompts=4, samples=4, reference="r", wait_seconds=0.1)
+        message = messages.SampleBatch(step=step, prompts=1, samples=4, reference="r", wait_seconds=0.1)
         request = client.post(message)
         while not self.stopping.is_set():
             for reply in client.poll(0.1):
                 if reply.header.id == request:
                     return reply.message.trajectory_ids if isinstance(reply.message, messages.Batch) else None
         raise BufferUnavailable("stopped")
-
-
-@pytest.fixture
-def load(run_config, tmp_path):
-    load = Load(run_config.address, tmp_path / "ledger", tmp_path / "load.log")
-    yield load
-    load.end()
 
 
 @pytest.fixture
@@ -144,69 +90,37 @@ def wait_until_it_serves(address: str) -> Status:
         return client.call(GetStatus(), Status, deadline_seconds=120)[0]
 
 
-def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_config, load, trainer):
+def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_config, trainer):
     seed = int(os.environ.get("TBA_SEED", "0"))
     # Shown if the test fails.
     print(f"TBA_SEED={seed}")
     rng = random.Random(seed)
     server = start_tba("buffer", "serve", "--config", run_config.file)
-    with connected(run_config.address, "searcher") as client:
-        prepare(client, PROMPTS)
-    for number, producers in enumerate(PRODUCERS):
-        load.start(number, producers)
-    trainer.start()
-    for kill in range(KILLS):
-        # Sometimes the kill comes while the server opens the database.
-        if rng.random() < 0.15:
-            time.sleep(rng.uniform(0.3, 0.8))
-        else:
-            wait_until_it_serves(run_config.address)
-            time.sleep(rng.uniform(0.1, 0.6))
-        if kill % 10 == 5:
-            load.kill(2)
-            load.start(2, PRODUCERS[2])
-        server.send_signal(signal.SIGKILL)
-        server.wait()
-        server = start_tba("buffer", "serve", "--config", run_config.file)
-    assert load.drain(60) == [0, 0, 0], "a producer received an unexpected reply"
+    with producing(run_config.address, 4, tokens=64) as producers:
+        trainer.start()
+        for _ in range(KILLS):
+            # Sometimes the kill comes while the server opens the database.
+            if rng.random() < 0.15:
+                time.sleep(rng.uniform(0.3, 0.8))
+            else:
+                wait_until_it_serves(run_config.address)
+                time.sleep(rng.uniform(0.1, 0.6))
+            server.send_signal(signal.SIGKILL)
+            server.wait()
+            server = start_tba("buffer", "serve", "--config", run_config.file)
+        for producer in producers:
+            producer.wait_until_all_is_answered(60)
     trainer.stopping.set()
     trainer.join(60)
     assert trainer.failure is None
     status = wait_until_it_serves(run_config.address)
     server.terminate()
     assert server.wait(60) == 0
-    check_rows(run_config.database, load)
+    assert_all_is_stored_once(run_config.database, producers)
+    assert sum(producer.posted for producer in producers) > 10 * KILLS
+    assert sum(producer.duplicates for producer in producers) > 0, "no kill came between a commit and its reply"
     check_training(run_config.database, trainer)
     check_status(run_config.database, status)
-
-
-def check_rows(database: Path, load: Load) -> None:
-    """Check that every acknowledged row is stored once, with its sender's tokens."""
-    acks = load.acknowledged()
-    acknowledged = {(sender, first + k) for sender, first, rows, _, _ in acks for k in range(rows)}
-    with closing(sqlite3.connect(database)) as connection, connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        stored = connection.execute(
-            "SELECT s.sender, t.sequence, p.response_ids FROM trajectory_rows t "
-            "JOIN senders s ON s.id = t.sender LEFT JOIN payloads p ON p.trajectory = t.id"
-        ).fetchall()
-        assert connection.execute("SELECT COUNT(*) FROM payloads").fetchone() == (len(stored),)
-        done, with_rows = (
-            {row[0] for row in connection.execute(query)}
-            for query in (
-                "SELECT id FROM visits WHERE done_at IS NOT NULL",
-                "SELECT DISTINCT visit FROM trajectory_rows",
-            )
-        )
-    times = Counter((sender, sequence) for sender, sequence, _ in stored)
-    assert max(times.values()) == 1
-    assert acknowledged <= set(times), f"{len(acknowledged - set(times))} acknowledged rows are lost"
-    for sender, sequence, response in stored:
-        assert np.array_equal(np.frombuffer(response, "<i4"), tokens_of(sender, sequence, TOKENS))
-    assert done == with_rows, "a visit is closed by the transaction with its rows"
-    assert len(acks) > 10 * KILLS
-    assert sum(duplicates for *_, duplicates in acks) > 0, "no kill came between a commit and its acknowledgement"
-    print(f"{len(acks)} acks, {len(stored)} rows, {sum(d for *_, d in acks)} repeated")
 
 
 def check_training(database: Path, trainer: Trainer) -> None:

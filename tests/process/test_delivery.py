@@ -100,15 +100,6 @@ def in_order(run_config) -> dict[str, list[int]]:
     return found
 
 
-def test_an_acknowledged_put_is_stored_and_leaves_nothing_on_disk(courier, run_config, tmp_path):
-    one = courier()
-    one.put(5)
-    one.step_until(lambda: one.delivery.is_done)
-    one.die()
-    assert in_order(run_config) == {one.client.sender: list(range(20))}
-    assert list((tmp_path / "spool").iterdir()) == []
-
-
 @pytest.mark.parametrize("how", ["silence", "cut"])
 def test_puts_during_a_cut_wait_on_disk_and_are_stored_in_order_and_once(courier, network, run_config, how):
     one = courier()
@@ -200,22 +191,6 @@ def test_puts_that_the_disk_refuses_wait_in_memory_and_generation_pauses(courier
     one.step_until(lambda: one.delivery.is_done)
     assert one.delivery.pause == ""
     assert in_order(run_config) == {one.client.sender: list(range(40 * ROWS))}
-
-
-def test_acknowledged_puts_that_the_disk_does_not_delete_stay_and_delivery_continues(
-    courier, run_config, monkeypatch, caplog
-):
-    one = courier()
-    one.put(5, tokens=200)
-    monkeypatch.setattr(os, "unlink", refuse)
-    one.step_until(lambda: one.delivery.is_done)
-    assert one.delivery.undeleted == 5
-    assert "acknowledged puts stay on the disk" in caplog.text
-    assert one.delivery.pause == ""
-    monkeypatch.undo()
-    one.put(5, tokens=200)
-    one.step_until(lambda: one.delivery.is_done)
-    assert in_order(run_config) == {one.client.sender: list(range(one.made))}
 
 
 def test_a_damaged_or_missing_put_is_logged_and_quarantined_and_the_rest_arrives_in_order(

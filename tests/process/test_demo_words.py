@@ -53,24 +53,6 @@ def test_the_pairs_are_solutions_of_which_many_misread_an_event(prepared):
     assert 20 < sum(map(len, ids)) / len(ids) < 50
 
 
-def test_only_a_finished_right_answer_at_the_end_counts():
-    task = load_task(TaskSection(name=str(ROOT / "examples/words/words.py")))
-    prompt = task.held_out()[0]
-
-    def parts(response: str, finished: bool = True) -> tuple[float, float]:
-        reward, _ = score(task, prompt, response, finished)
-        assert reward.total == reward.parts["correct"]
-        return reward.parts["correct"], reward.parts["format"]
-
-    right = f" 1 + 1 = 2. Answer: {prompt.answer}"
-    assert parts(right) == (1, 1)
-    assert parts(right, finished=False) == (0, 0)
-    assert parts(f"{right}0") == (0, 1)
-    assert parts(f"{right}. Answer: 1") == (0, 1)
-    assert parts(f"{right} or so") == (0, 0)
-    assert parts("") == (0, 0)
-
-
 @pytest.mark.slow
 def test_the_demo_of_word_problems_runs_from_an_untrained_model(prepared, tba, tba_here, tmp_path):
     """In full size it gains 20 points on held-out problems. Small, every stage runs and leaves what it should."""

@@ -3,17 +3,12 @@
 import sqlite3
 from collections import Counter
 from contextlib import closing
-from typing import Any
 
-import numpy as np
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.service.run_state import ReplyBody
-from tba.common.config import Config
 from tba.common.errors import Refused, WireError
 from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire import codec, messages
@@ -25,12 +20,8 @@ from tba.common.wire.codec import (
     encode_request,
     request_id_of,
 )
-from tba.common.wire.fields import Role
-from tba.common.wire.messages import GetStatus
-from tba.tests.helpers.buffer import ServiceHarness
 from tba.tests.helpers.examples import FILE_MESSAGES, REPLIES
 from tba.tests.helpers.mutations import Mutator
-from tba.tests.helpers.puts import make_trajectory, numbers_of, put_message, reference
 from tba.tests.runner import size
 
 MESSAGES = size(6000, 100_000)
@@ -193,93 +184,3 @@ def test_clients_refuse_mutated_replies_with_a_wire_error(harness, trajectory):
 
 
 # ---------------------------------------------------------------- valid messages with unusual values
-
-numbers = st.sampled_from([0, 1, 3, 2**31 - 2, 2**31 - 1, 2**53 + 1, 2**63 - 2, 2**63 - 1]) | st.integers(0, 20)
-names = st.sampled_from(["p0", "p5", "\x00", "é" * 200, " "])
-floats = st.floats(allow_nan=False, allow_infinity=False)
-times = st.floats(0, 253_402_300_800, exclude_max=True)
-json_values = st.recursive(
-    st.none() | st.booleans() | floats | names, lambda v: st.lists(v) | st.dictionaries(names, v)
-)
-
-
-@st.composite
-def groups(draw):
-    """Return a well-formed put: failed rows without tokens, unusual version runs, any lease and sequence number."""
-    rows = []
-    for _ in range(draw(st.integers(1, 4))):
-        failed = draw(st.booleans())
-        error: dict[str, Any] = {"error": "no", "stop_reason": "error"} if failed else {}
-        runs = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=6))
-        if not runs:
-            runs = [(draw(st.integers(0, 2**31 - 1)), 0)] if failed else [(0, 1)]
-        count = sum(length for _, length in runs)
-        rows.append(
-            make_trajectory(
-                draw(st.sampled_from(["p0", "p5", "p9"])),
-                lease=draw(numbers),
-                tokens=draw(st.lists(st.integers(0, 2**31 - 1), min_size=count, max_size=count)),
-                version_runs=np.array(runs, np.int32).reshape(-1, 2),
-                prompt_ids=np.zeros(0 if failed else 1, np.int32),
-                reward=draw(st.floats(-1e9, 1e9)),
-                reward_parts=draw(st.dictionaries(names, floats, max_size=3)),
-                created_at=draw(times),
-                text=draw(st.none() | names),
-                metadata=draw(st.dictionaries(names, json_values, max_size=3)),
-                loss_mask=np.ones(draw(st.sampled_from([0, count])), np.uint8),
-                **error,
-            )
-        )
-    return put_message(rows, draw(numbers))
-
-
-others: st.SearchStrategy[Any] = st.one_of(
-    st.builds(lambda n: messages.SampleBatch(step=n, prompts=1, samples=2, reference="r", wait_seconds=0.0), numbers),
-    st.builds(
-        lambda n, ids, x: messages.ReportStep(
-            step=n,
-            metrics={"m": x},
-            reference="r",
-            trajectory_ids=ids,
-            reference_logprobs=[x] * len(ids),
-            rows=numbers_of(2, advantage=[x, None], token_log_ratios=[bytes(2 * n % 64), None]),
-        ),
-        *(numbers, st.lists(numbers, max_size=3), floats),
-    ),
-    st.builds(lambda v, s: messages.AnnounceSnapshot(weights=reference(v, s), bytes=v), numbers, numbers),
-    st.builds(
-        lambda w, held, v: messages.LeasePrompts(want=w, held=held, weights_version=v, wait_seconds=0.0),
-        *(st.integers(0, 9), st.lists(numbers, max_size=3), numbers),
-    ),
-    st.builds(
-        lambda n, o, keys: messages.RegisterPrompts(
-            task="t", fingerprint="0" * 64, total=max(n + 1, o + len(keys)), offset=o, keys=keys
-        ),
-        *(numbers, numbers, st.lists(names, max_size=3)),
-    ),
-    st.builds(lambda n: messages.FinishRun(step=n), numbers),
-    st.builds(
-        lambda n, x: messages.Heartbeat(activity="x", reason="", weights_version=n, metrics={"m": x}), numbers, floats
-    ),
-    st.sampled_from([messages.Hello(host="h", pid=2**63 - 1), messages.Goodbye(), GetStatus()]),
-).map(lambda message: (message, []))
-
-
-@settings(deadline=None, max_examples=size(40, 300), suppress_health_check=list(HealthCheck))
-@given(messages=st.lists(st.tuples(groups() | others, st.sampled_from(["a.1", "b.1", "c.1"])), max_size=12))
-def test_valid_messages_with_unusual_values_are_answered_and_do_no_harm(tmp_path_factory, messages):
-    config = Config.model_validate({"train": {"prompts_per_step": 1}, "buffer": {"min_free_mib": 0}})
-    buffer = ServiceHarness(tmp_path_factory.mktemp("odd") / "buffer.sqlite", config)
-    try:
-        buffer.register(6)
-        buffer.announce(0, step=0)
-        roles: dict[str, Role] = {"a.1": "searcher", "b.1": "trainer", "c.1": "publisher"}
-        Victim(buffer).feed(
-            [
-                encode_request(message, id=1, role=roles[sender], sender=sender, run="", frames=frames)
-                for (message, frames), sender in messages
-            ]
-        )
-        check_intact(buffer, make_trajectory)
-    finally:
-        buffer.store.close()

@@ -9,7 +9,7 @@ from tba.common.wire import messages
 from tba.common.wire.codec import decode_reply, encode_request
 from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers import hostile
-from tba.tests.helpers.producers import put_of
+from tba.tests.helpers.faults import put_of
 from tba.tests.helpers.puts import connected, prepare
 from tba.tests.runner import size
 
@@ -33,7 +33,7 @@ def server(start_tba, config):
 def put_four(config, first: int = 0, name: str = "test") -> float:
     """Put four rows, and return the seconds until they are acknowledged."""
     with connected(config.address, "searcher", name) as client:
-        message, frames = put_of(client.sender, first, messages.Visit(lease=0, epoch=0, prompt_key="p0"), 8)
+        message, frames = put_of(0, first, 8)
         started = time.monotonic()
         ack, _ = client.call(message, messages.PutAck, frames=frames, deadline_seconds=PATIENCE_SECONDS)
         assert ack.stored == 4

@@ -14,19 +14,13 @@ import psutil
 import pytest
 import zmq
 
-from tba.buffer.store.store import Store
-from tba.buffer.store.tables.trajectories import TRAJECTORY_COLUMNS
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_HEADER_BYTES, decode_reply, encode_request
 from tba.common.wire.messages import GetStatus, Status
-from tba.tests.helpers.checks import wait_until
-from tba.tests.helpers.mutations import PROMPTS, VERSIONS, Mutator
-from tba.tests.helpers.producers import put_of
+from tba.tests.helpers.mutations import PROMPTS, VERSIONS
 from tba.tests.helpers.puts import connected, prepare
 from tba.tests.process.conftest import clean_environment
-from tba.tests.runner import size
 
-MESSAGES = size(2000, 5000)
 # Three threads wake a fourth. Without a lock around the socket libzmq aborts within a second.
 WAKE = """
 import sys, threading, time
@@ -42,15 +36,6 @@ while time.monotonic() < deadline:
     channel.receive(0.1, 64)
 for thread in threads: thread.join()
 channel.close()
-"""
-UNREADABLE = """
-from tba.buffer.server import network
-read = network.decode_request
-def decode(frames):
-    if bytes(frames[0]).count(b"poison"):
-        raise MemoryError
-    return read(frames)
-network.decode_request = decode
 """
 
 
@@ -107,37 +92,6 @@ def test_a_bad_message_gets_an_error_reply_and_the_server_continues(server, conf
     assert status_of(config).rejected == Counter(code for _, code in BAD.values())
 
 
-def test_thousands_of_mutated_messages_over_a_socket_do_not_harm_the_server(server, config, raw):
-    prepare_all(config)
-    mutator, answered, parked = Mutator(9), 0, 0
-    for sent in range(1, MESSAGES + 1):
-        raw.send_multipart(mutator.message())
-        answered += len(replies(raw, 0))
-        # A peer with more unread replies than a client has requests under way loses some.
-        if sent - answered - parked > 64:
-            answered += len(replies(raw, 200))
-            parked = sent - answered
-    wait_until(lambda: status_of(config).queued_bytes == 0, what="the queue is empty")
-    answered += len(replies(raw, 1000))
-    assert answered > 0.95 * MESSAGES, "a few may be parked, and none is ignored"
-    assert server.poll() is None
-    with connected(config.address, "searcher") as client:
-        visit = messages.Visit(lease=0, epoch=0, prompt_key="p0")
-        client.post(*put_of(client.sender, 0, visit, 8))
-        assert client.poll(60)[0].message.stored == 4  # type: ignore[attr-defined]
-    with closing(sqlite3.connect(config.database)) as database:
-        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-
-
-def test_a_message_that_fails_for_lack_of_memory_does_not_end_the_server(start_tba, config, raw):
-    start_tba("buffer", "serve", "--config", config.file, patch=UNREADABLE)
-    raw.send(b"poison")
-    assert raw.poll(60_000)
-    (reply,) = replies(raw, 100)
-    assert reply.code == "internal"
-    assert status_of(config).rejected == {"internal": 1}
-
-
 def test_refused_messages_do_not_fill_memory_while_the_writer_waits(server, config, raw):
     prepare_all(config)
     with closing(sqlite3.connect(config.database, isolation_level=None)) as other, connected(config.address) as stuck:
@@ -174,35 +128,3 @@ def test_heartbeats_that_wait_for_a_locked_database_keep_their_leases(server, co
 def test_many_threads_may_wake_the_network():
     woken = subprocess.run([sys.executable, "-c", WAKE], env=clean_environment(), capture_output=True, timeout=60)
     assert woken.returncode == 0, woken.stderr.decode()
-
-
-def test_a_reader_of_an_old_state_does_not_block_the_writer(tmp_path):
-    store = Store(tmp_path / "buffer.sqlite", durability="process")
-    run = store.open_run("test", seed=0, config={}, software={})
-    with closing(sqlite3.connect(store.path, isolation_level=None)) as reader:
-        reader.execute("BEGIN")
-        reader.execute("SELECT COUNT(*) FROM payloads").fetchone()
-        slowest = max(write_five_mib(store, run) for _ in range(12))
-        held = log_bytes(store)
-    assert held > 50 << 20, "the reader prevents a reset of the WAL"
-    slowest = max([slowest, *(write_five_mib(store, run) for _ in range(12))])
-    assert log_bytes(store) < held + (20 << 20), "the WAL is reset"
-    # Even on a busy machine: a writer that is blocked waits for the reader, which lives on.
-    assert slowest < 60
-    store.close()
-
-
-def write_five_mib(store: Store, run) -> float:
-    started = time.monotonic()
-    with store.transaction():
-        for id_ in store.trajectories.new_ids(5):
-            row: dict[str, Any] = dict.fromkeys(TRAJECTORY_COLUMNS, 0)
-            row |= {"id": id_, "run": run.id, "sequence": id_, "dedup_hash": id_, "payload_bytes": 1 << 20}
-            row |= dict.fromkeys(("reward_parts", "stop_reason", "sampling", "text", "error", "metadata"), "{}")
-            columns = {name: [value] for name, value in row.items()}
-            store.trajectories.add(columns, [[memoryview(blob)] for blob in (bytes(1 << 20), b"", b"", b"", b"")])
-    return time.monotonic() - started
-
-
-def log_bytes(store: Store) -> int:
-    return store.path.with_name(store.path.name + "-wal").stat().st_size

@@ -12,13 +12,11 @@ from tba.common.config import Config
 from tba.common.errors import ConfigError, HttpRefused, WorkerLost
 from tba.searcher.checks import check_reward_model
 from tba.searcher.evaluation.evaluator import GoldModel
-from tba.searcher.scoring.classifier import RewardModel
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt
-from tba.tests.helpers.classifiers import make_classifier
 from tba.tests.helpers.reward_server import KEY, serving
 
 BAD_REPLIES = {
@@ -81,17 +79,6 @@ def scores(rewards, pairs):
 def test_each_route_gives_the_logit_of_prompt_and_response(rewards, server, keys, added):
     found = scores(rewards(server.url, api_key=KEY, **keys), [("1+1=", text) for text in TEXTS])
     assert found == [(pytest.approx(0.5 * (4 + len(text) + added) / 10), None) for text in TEXTS]
-
-
-@pytest.mark.slow
-def test_the_rewards_are_those_of_the_same_classifier_here(rewards, tmp_path):
-    directory = make_classifier(tmp_path / "model")
-    config = Config.model_validate({"reward_model": {"path": str(directory)}})
-    model = RewardModel(directory, config.reward_model, "cpu")
-    logits = [float(model.score([model.encode("1+1=", text)], lambda *_: None)[0]) for text in TEXTS]
-    with serving(directory) as other:
-        found = scores(rewards(other.url), [("1+1=", text) for text in TEXTS])
-    assert [total for total, _ in found] == pytest.approx([0.5 * logit for logit in logits], abs=1e-5)
 
 
 def test_a_failure_that_passes_is_retried(rewards, server):

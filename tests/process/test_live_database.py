@@ -39,15 +39,6 @@ def test_query_sees_acknowledged_rows_while_the_server_writes(writing, tba_here,
     assert counted(tba_here, "--config", run_config.file) >= later
 
 
-def test_a_backup_of_a_busy_buffer_is_sound_and_complete(writing, tba_here, run_config, tmp_path):
-    before = writing()
-    result = tba_here("buffer", "backup", "copy.sqlite", "--json", "--config", run_config.file)
-    assert result.exit_code == 0, result.message
-    assert result.json["integrity"] == "ok"
-    assert before <= counted(tba_here, "--buffer", "copy.sqlite") <= writing() + ROWS
-    assert tba_here("buffer", "check", "--buffer", "copy.sqlite").exit_code == 0
-
-
 def test_a_live_buffer_passes_its_check_and_is_exported(writing, tba_here, run_config, tmp_path):
     result = tba_here("buffer", "check", "--config", run_config.file)
     assert result.exit_code == 0, result.output
@@ -82,13 +73,6 @@ def test_an_import_goes_through_the_running_server(writing, tba_here, run_config
     query = "SELECT role, trajectories FROM clients WHERE role = 'importer'"
     result = tba_here("buffer", "query", query, "--json", "--config", run_config.file)
     assert result.json == [{"role": "importer", "trajectories": 100}]
-
-
-def test_an_import_into_the_server_of_another_run_is_refused(writing, tba_here, run_config, tmp_path):
-    (tmp_path / "demos.jsonl").write_text('{"prompt_ids": [1], "response_ids": [2]}\n')
-    result = tba_here("buffer", "import", "demos.jsonl", "--config", run_config.file, "--set", "run.name=other")
-    assert result.exit_code == 78
-    assert "belongs to run test, and run.name is other" in result.message
 
 
 def test_ctrl_c_ends_a_long_query_immediately(writing, run_config, tmp_path):

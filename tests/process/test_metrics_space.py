@@ -57,14 +57,6 @@ def test_lines_wait_for_space_and_are_then_written_whole_and_in_order(metrics, s
     assert caplog.records[1].fields["lines"] == 20
 
 
-def test_sync_writes_the_waiting_lines(metrics, small_disk):  # noqa: F811
-    fill(small_disk)
-    step = record_until_lines_wait(metrics, 0, 3)
-    small_disk.relieve()
-    metrics.sync()
-    assert steps(small_disk) == list(range(step))
-
-
 def test_lines_that_were_never_written_are_logged_at_the_end(small_disk, caplog):  # noqa: F811
     log = MetricsLog(small_disk.path, first_step=0)
     fill(small_disk)

@@ -1,23 +1,17 @@
 """What a run shows to Prometheus has everything that deploy/prometheus asks for."""
 
 import contextlib
-import json
-import shutil
-import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tba.common.errors import Refused
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.messages import STALL_REASONS
 from tba.tests.helpers.checks import wait_until
-from tba.tests.helpers.prometheus import FOLDER, expressions, names_in, panels, promtool
+from tba.tests.helpers.prometheus import expressions, names_in, promtool
 from tba.tests.process.conftest import arithmetic, free_port
 
 
@@ -28,38 +22,6 @@ def scrape(port: int) -> str:
             return text
     except urllib.error.URLError:
         return ""
-
-
-@contextlib.contextmanager
-def prometheus(folder: Path, targets: list[str]) -> Iterator[str]:
-    """Run a Prometheus with the rules of deploy/prometheus that scrapes these addresses; yields its own."""
-    address = f"127.0.0.1:{free_port()}"
-    rules, scraped = json.dumps([str(FOLDER / "alerts.yml")]), json.dumps(targets)
-    (folder / "prometheus.yml").write_text(
-        f"global: {{scrape_interval: 1s}}\nrule_files: {rules}\n"
-        f"scrape_configs: [{{job_name: tba, static_configs: [{{targets: {scraped}}}]}}]\n"
-    )
-    options = {"config.file": folder / "prometheus.yml", "storage.tsdb.path": folder / "series"}
-    command = ["prometheus", f"--web.listen-address={address}", *(f"--{key}={value}" for key, value in options.items())]
-    with (folder / "prometheus.log").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
-        yield f"http://{address}"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def evaluate(server: str, expression: str) -> list[object]:
-    """Return the series of an expression now; none while Prometheus starts."""
-    query = urllib.parse.urlencode({"query": expression})
-    try:
-        with urllib.request.urlopen(f"{server}/api/v1/query?{query}", timeout=60) as reply:
-            series: list[object] = json.load(reply)["data"]["result"]
-            return series
-    # Refused, or 503.
-    except urllib.error.URLError:
-        return []
 
 
 @pytest.mark.slow
@@ -88,21 +50,3 @@ def test_a_run_exposes_every_metric_of_the_dashboard_and_the_alerts(make_config,
     missing = {title: names for title, expr in expressions().items() if (names := names_in(expr) - names_in(text))}
     assert not missing
     promtool("check", "metrics", stdin=text)
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed (Debian: apt install prometheus)")
-    queries = {title: expr.replace("$run", "test") for title, expr in panels().items()}
-    # The run moves.
-    stands_still = queries.pop("Stands still, by reason A")
-    with prometheus(tmp_path, [f"127.0.0.1:{port}"]) as server:
-        empty = set(queries)
-
-        def all_drawn() -> bool:
-            assert process.poll() is None
-            empty.difference_update([title for title in empty if evaluate(server, queries[title])])
-            return not empty
-
-        with contextlib.suppress(AssertionError):
-            wait_until(all_drawn, 60, "data of every panel")
-        assert empty == set()
-        assert evaluate(server, stands_still) == []
-        assert len(evaluate(server, stands_still.replace("== 1", "== 0"))) == len(STALL_REASONS)

@@ -11,10 +11,7 @@ from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, score
 from tba.searcher.tasks import declared_floor, load_task
 from tba.searcher.tasks.redteam import Classifier, Victim
-from tba.tests.helpers.classifiers import EXAMPLE_MODEL
 from tba.tests.helpers.reward_server import serving
-from tba.tests.helpers.whole_run import check_rewards
-from tba.tests.process.conftest import arithmetic
 
 NULLS = '{"choices": [{"text": null}, {"text": "a"}]}'
 
@@ -108,39 +105,3 @@ def test_a_failure_of_a_server_is_an_error_of_the_row_that_the_workers_report(se
 def test_options_that_cannot_work_are_refused(server, options, problem):
     with pytest.raises(TaskError, match=problem):
         load_task(section(server, **options))
-
-
-def test_a_run_trains_on_the_log_probabilities_of_replies_and_is_evaluated_by_its_attacks(server, make_config, tba):
-    least, steps = 0.01, 3
-    options = {
-        "victim": {"url": server.url, "replies": 2},
-        "classifier": {"url": server.url},
-        "prompts": ["7+70=", "7+71=", "7+72=", "7+73="],
-        "held_out": ["7+70="],
-        # A 7 among four characters of a reply is enough: the model answers 147 or 157.
-        "threshold": 0.2,
-        "least_probability": least,
-    }
-    task = {"name": "redteam", "options": options, "reward_seconds": 60, "limit": 0, "held_out_limit": 1}
-    train = {"steps": steps, "prompts_per_step": 4}
-    evaluation = {
-        "at_end": True,
-        "samples": 16,
-        "temperature": 2.0,
-        "embedder": str(EXAMPLE_MODEL),
-    }
-    run = make_config(**arithmetic(task=task, train=train, eval=evaluation))
-    result = tba("run", run.file, timeout=400)
-    assert result.returncode == 0, result.stderr
-    rows = run.query("SELECT text, reward, error FROM trajectories")
-    assert {error for *_, error in rows} == {None}
-    # The replies are the attack backwards and a digit, 0 or 1.
-    shares = [(text.count("7") / (len(text) + 1)) if text.strip() else 0.0 for text, *_ in rows]
-    assert [reward for _, reward, _ in rows] == pytest.approx([math.log(max(share, least)) for share in shares])
-    assert len(set(shares)) > 1
-    check_rewards(run, steps)
-    evaluated = json.loads((run.directory / "eval.jsonl").read_text().splitlines()[-1])
-    assert evaluated["step"] == steps
-    assert evaluated["sampled_reward_part_correct"] > 0
-    assert 0 < evaluated["embedding_distance"] <= 2
-    assert 0 < evaluated["distinct_correct_by_embedding"] <= evaluated["distinct_correct"]

@@ -188,12 +188,6 @@ def evaluate(scorer, texts, go_on=lambda _: True, least=0.0) -> dict[str, float]
     return measured.metrics
 
 
-def test_the_few_answers_of_an_evaluation_that_cannot_be_scored_count_as_wrong(scorer):
-    found = evaluate(scorer, [*["good"] * 99, "raises"], least=-1.0)
-    assert found is not None
-    assert (found["accuracy"], found["reward"], found["failed"]) == (0.99, 0.98, 0.01)
-
-
 def test_an_evaluation_counts_everything_that_cannot_be_answered_or_scored(scorer):
     texts = ["good", "", "GOOD", *(misdeed for misdeed in MISDEEDS if misdeed != "prints")]
     found = evaluate(scorer, texts, least=-1.0)
@@ -201,14 +195,6 @@ def test_an_evaluation_counts_everything_that_cannot_be_answered_or_scored(score
     assert not {"accuracy", "reward"} & found.keys()
     assert found["unfinished"] == pytest.approx(1 / 15)
     assert found["failed"] == pytest.approx(13 / 15)
-
-
-def test_a_task_that_only_rewards_has_no_accuracy(scorer):
-    found = evaluate(scorer, ["prints", "forks"])
-    assert found is not None
-    assert "accuracy" not in found
-    assert found["reward"] == pytest.approx(1.0)
-    assert found["failed"] == 0
 
 
 def test_an_evaluation_can_be_given_up(scorer):

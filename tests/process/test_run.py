@@ -16,7 +16,6 @@ from tba.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.whole_run import STEPS, check_history, children_of, log_of, small_sections, starts_of
-from tba.tests.runner import FULL_SIZE
 
 
 @pytest.fixture
@@ -177,20 +176,6 @@ def test_deltas_and_adapters_are_served_through_the_socket_to_searchers_of_which
 
 
 STARTS = {"buffer serve": 1, "search": 2, "train": 1}
-# Enough steps for the leases of a killed searcher to expire and to be answered by another one.
-LONG = 80
-
-
-@pytest.mark.skipif(not FULL_SIZE, reason="the next test kills all roles in one run")
-@pytest.mark.parametrize("role", STARTS)
-def test_a_run_survives_sigkill_of_a_role(small_run, start_tba, tmp_path, role):
-    run = small_run(train={"steps": LONG}, search={"cpu_searchers": 2})
-    launcher = start_tba("run", run.file)
-    wait_until(lambda: run.steps_trained() >= 4 and starts_of(run, role) >= STARTS[role])
-    killed = kill_child(launcher, role)
-    assert launcher.wait(400) == 0, log_of(tmp_path)
-    assert starts_of(run, role) > STARTS[role]
-    check_history(run, steps=LONG, killed=[killed])
 
 
 def test_a_run_survives_sigkill_of_one_role_after_the_other_and_ctrl_c_ends_all_children(
@@ -294,15 +279,6 @@ def test_ctrl_c_while_the_trainer_loads_ends_immediately_and_announces_no_checkp
     assert "stopping: nothing was trained yet" in output
     assert f"stopped; start again with: {sys.executable} -m tba run {run.file}\n" in output
     assert "checkpoint" not in output
-
-
-def test_a_new_run_never_overwrites_an_old_one(small_run, tba_here):
-    run = small_run()
-    run.directory.mkdir()
-    (run.directory / "metrics.jsonl").write_text('{"step": 0}\n')
-    result = tba_here("run", run.file)
-    assert result.exit_code == 2
-    assert "add --resume" in result.message
 
 
 def test_a_child_with_a_wrong_configuration_ends_the_run_with_its_sentence(small_run, tba, example_model, tmp_path):

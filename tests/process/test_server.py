@@ -1,7 +1,6 @@
 """A real buffer server process with real sockets: restarts, kills and a second server."""
 
 import json
-import signal
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -9,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.common.errors import BufferUnavailable
 from tba.common.wire import fields, messages
-from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.puts import connected, prepare, put_message
 
@@ -50,37 +47,6 @@ def test_a_server_records_what_set_each_value(start_tba, run_config):
     assert [found.get(key) for key in keys] == expected
 
 
-def test_a_client_without_a_server_gives_up_at_its_deadline(run_config):
-    with connect(run_config) as client, pytest.raises(BufferUnavailable, match="is `tba buffer serve` running"):
-        client.call(GetStatus(), Status, deadline_seconds=0.5)
-
-
-def test_a_sender_is_recognised_by_its_name_after_a_reconnection(server, run_config, trajectory):
-    with connect(run_config, "searcher") as first:
-        prepare(first)
-        first.post(*put_of(trajectory, 4, 0))
-        assert first.poll(60)[0].message.stored == 4
-        same = {"sender": first.sender, "secret": first.secret}
-        with closing(BufferClient(run_config.address, role="searcher", name="test", **same)) as returned:
-            returned.post(*put_of(trajectory, 4, 0))
-            (reply,) = returned.poll(60)
-            assert reply.message == messages.PutAck(first_sequence=0, stored=0, duplicates=4)
-
-
-def test_pending_requests_are_sent_again_as_soon_as_the_server_is_back(server, start_tba, run_config, trajectory):
-    with connect(run_config, "searcher") as client:
-        prepare(client)
-        # The server receives requests and does not answer.
-        server.send_signal(signal.SIGSTOP)
-        client.post(*put_of(trajectory, 4, 0))
-        client.poll(0.2)
-        server.kill()
-        server.wait()
-        start_tba("buffer", "serve", "--config", run_config.file)
-        (reply,) = client.poll(60)
-        assert reply.message.stored == 4
-
-
 def test_a_parked_request_is_answered_when_the_data_arrives(server, run_config, trajectory):
     with connect(run_config, "searcher") as searcher, connect(run_config, "trainer") as trainer:
         prepare(searcher)
@@ -107,15 +73,6 @@ def ipc_config(make_config, tmp_path):
     """A `run_config` with a socket file as address."""
     address = f"ipc://{tmp_path}/socket"
     return replace(make_config(buffer={"address": address}, train={"prompts_per_step": 1}), address=address)
-
-
-def test_a_second_server_does_not_take_the_socket_file_of_the_first(start_tba, ipc_config, tba_here):
-    start_tba("buffer", "serve", "--config", ipc_config.file)
-    with connect(ipc_config) as client:
-        client.call(GetStatus(), Status, deadline_seconds=120)
-        result = tba_here("buffer", "serve", "--config", ipc_config.file, "--set", "buffer.database=other.sqlite")
-        assert (result.exit_code, f"buffer.address {ipc_config.address} is in use" in result.message) == (1, True)
-    assert status_of(ipc_config).run_name == "test", "a new client still reaches the first server"
 
 
 def test_the_socket_file_of_a_killed_server_is_replaced(start_tba, ipc_config, tmp_path):

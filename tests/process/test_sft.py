@@ -4,8 +4,6 @@ import json
 import signal
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tba.common.config import Config
 from tba.common.errors import EXIT_INTERRUPTED
@@ -45,29 +43,6 @@ def test_sft_interrupted_by_ctrl_c_exits_with_an_error(start_tba, pairs, example
     stopped.send_signal(signal.SIGINT)
     assert stopped.wait(60) == EXIT_INTERRUPTED
     assert not out.exists()
-
-
-def test_two_processes_have_the_losses_of_one_and_write_the_same_model(tba, tba_here, pairs, example_model, tmp_path):
-    common = ("sft", pairs, "--model", str(example_model), "--cpu", "--batch-size", "4", "--set", "model.dtype=float32")
-    rows, weights = {}, {}
-    for count in ("1", "2"):
-        out = tmp_path / f"warm{count}"
-        command = (*common, "--out", str(out), "--steps", "4", "--held-out", pairs)
-        if count == "1":
-            assert tba_here(*command).exit_code == 0
-        else:
-            result = tba(*command, "--set", "train.processes=2")
-            assert result.returncode == 0, result.stderr
-        rows[count] = [json.loads(line) for line in (out / "sft_metrics.jsonl").read_text().splitlines()]
-        weights[count] = load_file(out / "model.safetensors")
-        assert not out.with_name(f"warm{count}.work").exists()
-    for name in ("loss", "grad_norm", "learning_rate"):
-        assert [row[name] for row in rows["2"]] == pytest.approx([row[name] for row in rows["1"]], rel=1e-4)
-    assert rows["2"][-1]["held_out_loss"] == pytest.approx(rows["1"][-1]["held_out_loss"], rel=1e-4)
-    assert weights["1"].keys() == weights["2"].keys()
-    assert all(torch.allclose(weights["2"][name], tensor, atol=1e-5) for name, tensor in weights["1"].items())
-    refused = tba_here(*common, "--out", tmp_path / "x", "--set", "train.processes=2", "--json")
-    assert (refused.exit_code, "--json is for one process" in refused.message) == (2, True)
 
 
 def test_two_processes_that_are_stopped_resume_with_the_losses_of_an_uninterrupted_training(

@@ -29,6 +29,34 @@ class Unsteady:
 '''
 
 
+SHARING = """
+from tba.searcher.tasks.task import Prompt, Turn
+
+class Sharing:
+    name = "sharing"
+    steps = 0
+
+    def prompts(self):
+        return [Prompt(key, "say", key) for key in "ab"]
+
+    def held_out(self):
+        return self.prompts()
+
+    def environment(self, prompt):
+        return self
+
+    def reset(self, prompt):
+        return []
+
+    def step(self, reply, finished):
+        self.steps += 1
+        return Turn([("user", str(self.steps))], 1.0 if reply else 1 / 0)
+
+    def close(self):
+        pass
+"""
+
+
 @pytest.fixture
 def checked(tba):
     """Run `tba task check` and return its exit code, the findings by check, and its log."""
@@ -88,6 +116,24 @@ def test_a_check_names_what_is_wrong_with_a_task(checked, tmp_path):
     assert "IndexError" in log
 
 
+def test_a_check_plays_the_episodes_of_a_task(checked):
+    code, findings, _ = checked("guess")
+    assert (code, {one["result"] for one in findings.values()}) == (0, {"ok", "unchecked"})
+    assert findings["same in every process"]["detail"].endswith("load the same prompts and give the same observations")
+    assert findings["errors"]["detail"] == "0 of 16 episodes"
+    assert findings["speed"]["detail"].endswith(" turns per second, resets included")
+
+
+def test_a_check_finds_episodes_that_share_state_and_the_call_that_fails(checked, tmp_path):
+    file = tmp_path / "sharing.py"
+    file.write_text(SHARING)
+    code, findings, _ = checked(file)
+    assert (code, findings["same in every process"]["result"]) == (1, "fail")
+    assert "observations differ between two processes" in findings["same in every process"]["detail"]
+    assert "2 of 4 episodes; prompt 'a' after 1 answers" in findings["errors"]["detail"]
+    assert "environment of sharing: step(): ZeroDivisionError" in findings["errors"]["detail"]
+
+
 def test_a_scorer_that_never_ends_is_found_within_its_time_limit(checked, tmp_path):
     """The two processes that compare rewards have no limit, so they score nothing then."""
     file = tmp_path / "endless.py"
@@ -116,16 +162,6 @@ def test_prompts_that_are_none_end_the_check(checked, tmp_path, prompts, sentenc
     code, findings, _ = checked(file)
     assert (code, list(findings)) == (1, ["load", "prompts"])
     assert sentence in findings["prompts"]["detail"]
-
-
-@pytest.mark.slow
-def test_a_task_may_print_anything_and_at_its_end(tba_here, tmp_path):
-    assert tba_here("task", "new", "loud", "--dir", tmp_path).exit_code == 0
-    with (tmp_path / "loud.py").open("a") as file:
-        file.write("import atexit, os\natexit.register(print, 'end')\natexit.register(os.write, 1, b'\\xff')\n")
-    command = [sys.executable, "-m", "tba", "task", "check", str(tmp_path / "loud.py")]
-    result = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=200)
-    assert b"two processes load the same prompts" in result.stdout, result.stderr
 
 
 HIDING = ("random", "threading", "socket", "json", "math", "numbers", "numpy", "msgpack", "tempfile", "sitecustomize")

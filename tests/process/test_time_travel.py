@@ -63,14 +63,6 @@ def test_a_replay_reproduces_the_recorded_losses_bit_for_bit(recorded, offline):
     assert hashlib.sha256(recorded.database.read_bytes()).hexdigest() == before
 
 
-def test_several_processes_replay_a_run_together(recorded, tba, tmp_path):
-    run = dataclasses.replace(recorded, directory=tmp_path / "two")
-    flags = ("--offline", "--buffer", str(recorded.database), "--replay", "--as-of", "2", "--processes", "2")
-    done = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}", *flags, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert losses(run) == pytest.approx(losses(recorded)[:2], abs=1e-5)
-
-
 def test_a_replay_with_another_learning_rate_reports_the_largest_difference(offline):
     assert "largest difference" in offline("again", "--replay", train__learning_rate=1e-3)[1]
 

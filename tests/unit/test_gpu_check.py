@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import re
 import sys
 import time
@@ -100,35 +99,6 @@ def test_a_stage_that_cannot_run_is_skipped_with_a_reason(run, gpu_check):
         raise gpu_check.findings.Skip("no room")
 
     assert run(skips=skips).stages["skips"].result == "skipped: no room"
-
-
-def test_without_time_left_a_stage_is_not_started(gpu_check, tmp_path):
-    report = gpu_check.findings.Report(tmp_path, {"card": "none"})
-    options = argparse.Namespace(work=tmp_path, tiny=False)
-    gpu_check.main.run(gpu_check.package.STAGES[0], options, report, time.monotonic() + 1)
-    assert json.loads((tmp_path / "report.json").read_text())["stages"]["facts"]["result"] == "skipped: no time left"
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-def test_where_a_fork_cannot_use_cuda_the_stages_are_new_interpreters(gpu_check, tmp_path, monkeypatch):
-    facts = importlib.import_module("benchmarks.gpu_check.facts")
-
-    def in_a_fork(*_: object) -> None:
-        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
-
-    # The new interpreter imports the stage itself.
-    monkeypatch.setattr(facts, "facts", in_a_fork)
-    report = gpu_check.findings.Report(tmp_path, {"card": "none"})
-    options = argparse.Namespace(work=tmp_path, tiny=True, device="cpu", method="fork")
-    gpu_check.main.run(gpu_check.package.STAGES[0], options, report, time.monotonic() + 300)
-    assert (options.method, report.stages["facts"].result) == ("spawn", "passed")
-
-
-def test_a_stage_without_a_name_is_refused(gpu_check, capsys):
-    with pytest.raises(SystemExit):
-        gpu_check.main.parse(["--only", "facts,speed"])
-    assert "no stage is called speed; the stages are facts, kernel," in capsys.readouterr().err
 
 
 def checks_of_the_page() -> set[str]:

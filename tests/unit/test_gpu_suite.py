@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tba.tests.conftest import ROOT
-from tba.tests.gpu.report import Item, ReportWriter, as_markdown
+from tba.tests.gpu.report import ReportWriter
 
 
 def run_suite(report, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -61,28 +60,3 @@ def test_a_test_has_the_outcome_of_its_worst_phase_and_keeps_its_figures(tmp_pat
     assert "1 passed, 1 failed, 1 skipped." in text
     assert "| mfu | 0.4322 |" in text
     assert "| bad | failed | 4 | assert 1 \\| 2 |" in text
-
-
-def test_the_report_names_machine_and_topology():
-    node = {"gpus": ["H100, 81559 MiB", "H100, 81559 MiB"], "driver": "580.1, CUDA 13.0", "topology": "GPU0\tX\n"}
-    text = as_markdown(node, {"torch": "2.13.0"}, [Item("one")])
-    assert "| gpus | H100, 81559 MiB; H100, 81559 MiB |" in text
-    assert "```\nGPU0\tX\n```" in text
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-def test_where_torch_lacks_the_packed_kernel_its_tests_are_skipped_with_a_reason(tmp_path):
-    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\ncase "$*" in *memory.total*) echo 0, GPU-1, 81559, 0;; esac\n')
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    (tmp_path / "older_torch.py").write_text(
-        "from torch.nn.attention import varlen\n\n"
-        "varlen.varlen_attn = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=None: None\n"
-    )
-    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
-    done = run_suite(tmp_path / "report", "-p", "older_torch", "-k", "test_packing", **environment)
-    assert done.returncode == 0, done.stdout
-    items = json.loads((tmp_path / "report.json").read_text())["items"]
-    assert len(items) >= 7
-    (reason,) = {item["reason"] for item in items if item["name"].startswith("test_packing.py::")}
-    assert re.fullmatch(r"torch .* lacks the packed attention kernel, which came with 2\.12", reason)

@@ -25,12 +25,3 @@ def test_importing_the_core_loads_nothing_heavy():
     loaded = {name: HEAVY.intersection(modules) for name, *modules in map(str.split, lines)}
     assert {name: heavy for name, heavy in loaded.items() if heavy} == {}
     assert list(loaded) == list(CORE)
-
-
-def test_the_command_line_loads_no_role_before_a_command_runs():
-    code = "import sys, tba.cli; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    roles = [name for name in loaded if name.startswith(("tba.buffer", "tba.searcher", "tba.trainer", "tba.ui"))]
-    # These declare commands, and import nothing else of their roles.
-    assert all(name.count(".") == 1 or name.endswith("commands") for name in roles), roles
-    assert not {"sqlite3", "pydantic", "numpy", "zmq"} & set(loaded)

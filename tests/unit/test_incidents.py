@@ -1,10 +1,8 @@
 """Faults of other systems, brought into this one: each is found, and someone is told (docs/incidents.md)."""
 
-import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 
 from tba.buffer.sampling.index import SamplingIndex
-from tba.buffer.tools.check import check
 from tba.common.clock import SystemClock
 from tba.common.config import ObjectiveSection
 from tba.common.errors import CanaryMismatch
@@ -153,9 +150,7 @@ def test_a_grader_in_a_thread_gives_errors_and_no_zeros(tmp_path, monkeypatch):
 
 def test_after_a_kill_no_prompt_is_skipped_and_no_response_is_lost(harness, trajectory, tmp_path):
     """OpenRLHF #1322, NeMo-RL #3820: the position in the prompts was ahead of what had been trained on."""
-    killed = harness(tmp_path / "buffer.sqlite")
-    killed.register(6)
-    killed.announce(0, 0)
+    killed = harness(tmp_path / "buffer.sqlite", fill=(6, 0))
     first, second, *_ = killed.lease(4, sender="a.1").visits
     killed.put([trajectory(one.prompt_key, one.lease) for one in (first, second)], 0, sender="a.1")
     killed.store.close()
@@ -169,26 +164,11 @@ def test_after_a_kill_no_prompt_is_skipped_and_no_response_is_lost(harness, traj
     assert len(batch.trajectory_ids) == 1
 
 
-def test_prompts_that_a_run_has_skipped_are_found_by_the_check_of_its_database(harness):
-    """The same fault, in the table of visits."""
-    buffer = harness()
-    buffer.register(4)
-    buffer.announce(0, 0)
-    held = [one.lease for one in buffer.lease(4).visits]
-    assert buffer.lease(2, held=held).visits
-    buffer.store.close()
-    with closing(sqlite3.connect(buffer.store.path)) as connection, connection:
-        connection.execute("DELETE FROM visits WHERE epoch = 0 AND place = 3")
-    failed = {row["check"] for row in check(buffer.store.path) if row["result"] == "fail"}
-    assert failed == {"past epochs are complete"}
-
-
 def test_a_buffer_that_offers_only_its_first_group_says_that_prompts_are_missing(harness, monkeypatch):
     """TRL #6804: only the first group of a batch reached the replay buffer."""
     extend = SamplingIndex.extend
     monkeypatch.setattr(SamplingIndex, "extend", lambda self, block: None if self.prompt_ids else extend(self, block))
-    buffer = harness()
-    buffer.fill(4, 4)
+    buffer = harness(fill=(4, 4))
     assert buffer.sample(0, prompts=4, samples=4) is None
     assert buffer.ask(GetStatus()).message.trainer_waits_for == "1 of 4 prompts have trajectories"
 

@@ -2,13 +2,10 @@
 
 import importlib
 import json
-import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -48,43 +45,6 @@ def test_recent_data_of_the_papers_buffer_is_at_most_2k_minus_1_steps_old(benchm
     assert found[5:] == [[5 + step % 5] for step in range(5, 40)]
 
 
-def test_without_recency_the_papers_buffer_returns_data_of_any_age(benchmark):
-    setting = benchmark.setting.Setting(
-        objective="tb", rate=1e-4, seed=1, beta=0.1, steps=40, sync_every=5, recency=0.0, generated=8, fill=2
-    )
-    found = ages(benchmark.sources.PaperBuffer(RecordingSearcher(), setting), setting)
-    assert max(found[-1]) > 9
-
-
-def test_priority_prefers_responses_of_high_reward(benchmark):
-    setting = benchmark.setting.Setting(
-        objective="tb", rate=1e-4, seed=1, beta=0.1, samples=4, sync_every=5, recency=0.0, generated=16, fill=4,
-        priority=9.0,
-    )  # fmt: skip
-    source = benchmark.sources.PaperBuffer(RecordingSearcher(), setting)
-    assert np.mean([one.reward for group in source.batch(0) for one in group]) > 0.9
-
-
-def test_a_penalty_lowers_rewards_and_changes_no_response(benchmark, example_model):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(example_model, dtype=torch.float32)
-    task = benchmark.tasks.load_task("arithmetic")
-
-    def responses(penalty):
-        setting = benchmark.setting.Setting(objective="tb", rate=1e-4, seed=1, beta=0.1, penalty=penalty)
-        groups = benchmark.sources.Searcher(policy, task, setting).groups(4, 8, 0)
-        return [one for group in groups for one in group]
-
-    plain, lower = responses(0.0), responses(0.05)
-    assert [one.tokens for one in plain] == [one.tokens for one in lower]
-    assert {one.reward for one in plain} == {0.0, 1.0}
-    paid = [one.reward - other.reward for one, other in zip(plain, lower, strict=True)]
-    assert min(paid) >= 0
-    assert 0.03 < max(paid) <= 0.05
-
-
 def test_the_file_of_results_returns_the_settings_that_were_written(benchmark, tmp_path):
     setting = benchmark.setting.Setting(objective="tba_prime:mean_kl=policy", rate=3e-5, seed=10, beta=0.1)
     columns = {name: [0.5, 0.75] for name in ("reward", "greedy", "pass_at_8", "drift", "age")}
@@ -112,28 +72,6 @@ def test_the_best_rate_is_chosen_by_all_seeds_of_the_sweep_and_by_no_other(bench
     assert panels.best_rate(results, template) is None
 
 
-def test_seeds_of_the_sweep_are_measured_on_other_problems_than_reported_ones(benchmark):
-    task = benchmark.tasks.load_task("arithmetic")
-    choosing, reporting, training = (set(part) for part in (*task.held_out.values(), task.training))
-    assert len(choosing | reporting | training) == len(choosing) + len(reporting) + len(training)
-    assert not set(benchmark.setting.SWEEP_SEEDS) & set(benchmark.setting.REPORT_SEEDS)
-
-
-def test_measurements_from_probabilities_agree_with_samples(benchmark, example_model):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(example_model, dtype=torch.float32)
-    task = benchmark.tasks.load_task("arithmetic")
-    problems = task.held_out["choosing"][:64]
-    exact = benchmark.sampling.measure(policy, task, problems)
-    sampled = benchmark.sampling._from_samples(policy, task, problems)
-    assert exact.greedy == sampled.greedy
-    # Standard errors of 512 samples: 0.02, and 0.05 for the 64 groups.
-    assert exact.reward == pytest.approx(sampled.reward, abs=0.08)
-    assert exact.pass_at_8 == pytest.approx(sampled.pass_at_8, abs=0.15)
-
-
 def ended(benchmark, panel, ends, seeds):
     """Return results by setting, with the final reward by objective and column."""
     flat = {name: [0.5, 0.5] for name in ("greedy", "pass_at_8")} | {name: [0.0, 1.0] for name in ("drift", "age")}
@@ -157,30 +95,3 @@ def test_gains_are_relative_to_fresh_data_of_the_objective_and_of_tb(benchmark):
     lines = report.table(results, cells, seeds)
     assert "| dr_grpo | D = 64 | 1e-04 (not swept) | 2 | 0.562 ± 0.000 | 50% | 25% | 0.500 |" in lines[4]
     assert "took 4 CPU minutes" in lines[-1]
-
-
-def test_the_picture_shows_what_is_in_the_file_whatever_was_asked_for(benchmark, tmp_path, monkeypatch):
-    command = importlib.import_module("benchmarks.off_policy.__main__")
-    ends = {(name, column): 0.75 for name in ("tb", "dr_grpo") for column in ("fresh", "D = 64")}
-    results = ended(benchmark, benchmark.panels.PANELS["staleness"], ends, benchmark.setting.REPORT_SEEDS[:2])
-    file, picture = tmp_path / "results.jsonl", tmp_path / "off_policy_staleness_arithmetic.png"
-    rows = [asdict(setting) | asdict(result) for setting, result in results.items()]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def drawn(*arguments):
-        monkeypatch.setattr(sys, "argv", ["off_policy", "staleness", "--results", str(file), *arguments])
-        command.main()
-        return picture.read_bytes()
-
-    every = drawn("--objectives", "tb", "dr_grpo", "--columns", "fresh", "D = 64", "--seeds", "2")
-    assert drawn("--objectives", "tb", "--columns", "fresh", "--seeds", "1") == every
-    picture.write_bytes(b"kept")
-    assert drawn("--tables-only") == b"kept"
-
-
-def test_the_red_team_benchmark_samples_with_the_same_code(benchmark):
-    redteam = importlib.import_module("benchmarks.redteam")
-    model = importlib.import_module("tba.tests.helpers.trainer").tiny_model()
-    responses = redteam.sample(model, [[3, 4], [5, 6]], 4, 2, None)
-    assert [response.problem.prompt for response in responses] == [(3, 4), (5, 6)]
-    assert all(1 <= len(response.tokens) <= 4 for response in responses)

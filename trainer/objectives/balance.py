@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tba.trainer.objectives.advantages import imitation, taper
-from tba.trainer.objectives.responses import Responses, Terms
+from tba.trainer.objectives.responses import Responses, Terms, Turns, row_sums
 
 
 def trajectory_balance(
@@ -66,6 +66,49 @@ def trajectory_balance_learned_z(responses: Responses, beta: float) -> Terms:
     residual_bK = responses.log_z_b[:, None] + responses.policy_bK - target_bK
     loss = beta / 2 * residual_bK.square().sum() / responses.totals.rows
     return Terms(loss, -beta * residual_bK.detach(), torch.ones_like(target_bK))
+
+
+def turn_balance(responses: Responses, beta: float) -> Terms:
+    """Return the Trajectory Balance loss at the boundaries of turns, with a log Z of each history h.
+
+        log Z(h)   = mean over the turns t of the group with h_t = h of c_t,   detached
+        c_t        = log Z(h_t+1) + r_t / beta + log ref(a_t|h_t) - log pi(a_t|h_t),   log Z = 0 after the last turn
+        residual_t = log Z(h_t) - c_t
+        loss       = beta/2 * 1/(BK) sum_ijt residual_ijt^2
+
+    Where no other turn of the group has the history, the residual has the learned log Z of h_t instead, which gets a
+    gradient; c_t-1 keeps the c_t of that turn, whose mean is right at the optimum whatever the learned one says. For
+    one turn it is `trajectory_balance`. docs/objectives.md derives why random observations do not move the optimum.
+
+    The advantage of a response is the mean over its turns. Raises ValueError if there are no `responses.turns`.
+    """
+    turns = responses.turns
+    if turns is None:
+        raise ValueError('log_z = "turn" needs the turns of the responses')
+    policy_S = row_sums(responses.logprob_R[responses.mask_R], torch.ones(sum(turns.lengths)).bool(), turns.lengths)
+    target_S = turns.reward_S / beta + turns.reference_S
+    times_S, log_z_S = _log_z_of_histories(turns, target_S, policy_S.detach())
+    residual_S = torch.where(times_S > 1, log_z_S, turns.log_z_S) + policy_S - target_S
+    loss = beta / 2 * residual_S.square().sum() / responses.totals.rows
+    total_N = torch.zeros(len(responses.lengths), dtype=torch.float64).index_add_(0, turns.row_S, residual_S.detach())
+    advantage_bK = -beta * (total_N / turns.row_S.bincount()).view_as(responses.reward_bK)
+    return Terms(loss, advantage_bK, torch.ones_like(advantage_bK))
+
+
+def _log_z_of_histories(turns: Turns, target_S: Tensor, policy_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many turns share the history of each turn, and its log Z: [S] each. Adds log Z(h_t+1) to `target_S`.
+
+    Last turns come first. The turns of one history have the same depth, and the next turn of a row follows in S.
+    """
+    times_S = turns.history_S.bincount()[turns.history_S]
+    log_z_S = torch.zeros_like(target_S)
+    for depth in range(int(turns.depth_S.max()), -1, -1):
+        here = (turns.depth_S == depth).nonzero()[:, 0]
+        before = here[:0] if depth == 0 else here - 1
+        total_H = torch.zeros_like(target_S).index_add_(0, turns.history_S[here], (target_S - policy_S)[here])
+        log_z_S[here] = total_H[turns.history_S[here]] / times_S[here]
+        target_S[before] += log_z_S[here[: len(before)]]
+    return times_S, log_z_S
 
 
 def optimal_advantage(responses: Responses, *, beta: float, value_beta: float) -> Terms:

@@ -20,7 +20,12 @@ from tba.trainer.objectives.advantages import (
     standardised,
     taper,
 )
-from tba.trainer.objectives.balance import optimal_advantage, trajectory_balance, trajectory_balance_learned_z
+from tba.trainer.objectives.balance import (
+    optimal_advantage,
+    trajectory_balance,
+    trajectory_balance_learned_z,
+    turn_balance,
+)
 from tba.trainer.objectives.responses import Responses, Terms, row_totals
 
 # A ratio below 1 - this is clipped.
@@ -46,6 +51,8 @@ class Objective:
     terms: Callable[[Responses, float], Terms]
     needs_reference: bool
     learns_log_z: bool = False
+    # Whether log Z is that of each turn's history.
+    log_z_of_turns: bool = False
     ratio_bounds: tuple[float, float] | None = None
     ratio_of_response: bool = False
     # The least reward that the task is said to give, or -inf if the loss does not depend on it.
@@ -73,6 +80,8 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
     """Return the objective that the configuration names. `longest_response` is in tokens."""
     floor = config.floor if config.imitation_weight and config.floor != "group" else -math.inf
     objective = partial(Objective, name=config.name, needs_reference=config.uses_reference)
+    if config.log_z == "turn":
+        return objective(terms=turn_balance, learns_log_z=True, log_z_of_turns=True)
     if config.name == "tb":
         balance = partial(
             trajectory_balance,

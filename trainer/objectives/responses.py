@@ -3,7 +3,7 @@
 An objective returns the micro-batch's part of the loss. Everything it divides by is counted over the whole batch and
 all ranks (`Totals`), so the parts add up to the same loss and gradient however the batch is cut.
 
-Shape suffixes: b prompts of a micro-batch, K responses to each, N = b x K rows, R response tokens.
+Shape suffixes: b prompts of a micro-batch, K responses to each, N = b x K rows, R response tokens, S turns.
 """
 
 from dataclasses import dataclass
@@ -23,6 +23,25 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns of all responses, in their order, S of them. Each is a run of counted tokens.
+
+    `lengths` are the tokens of each turn. `row_S` is the row of a turn, `depth_S` the number of turns before it in that
+    row. `history_S` numbers what came before a turn: the same number means the same tokens in the same group.
+    `reward_S` sums to the rewards of the rows. `reference_S` are log-probabilities under the reference policy.
+    `log_z_S` is the learned log Z of the history, with gradient.
+    """
+
+    lengths: list[int]
+    row_S: Tensor
+    depth_S: Tensor
+    history_S: Tensor
+    reward_S: Tensor
+    reference_S: Tensor
+    log_z_S: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Responses:
     """K responses to each of b prompts; row i belongs to prompt i // K. Log-probabilities are natural logarithms.
 
@@ -32,7 +51,8 @@ class Responses:
     `known_bK`, None for all: not in demonstrations, for example. Tokens with `mask_R`
     False, for example tool output, were not chosen by the policy and do not count. `lengths` are the response tokens
     of each row. `reference_bK` are sums over the counted tokens under the reference policy, NaN if the objective needs
-    none. `staleness_bK` is in optimiser steps. `log_z_b` is a learned log Z, for the objective that learns it.
+    none. `staleness_bK` is in optimiser steps. `log_z_b` is a learned log Z, for the objective that learns it,
+    `turns` are for the one with a log Z of each turn.
     """
 
     logprob_R: Tensor
@@ -46,6 +66,7 @@ class Responses:
     log_z_b: Tensor | None = None
     tempered_R: Tensor | None = None
     known_bK: Tensor | None = None
+    turns: Turns | None = None
 
     @property
     def policy_bK(self) -> Tensor:

@@ -122,6 +122,7 @@ def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str
         "error": (known["error"] or "")[:limit],
         "is_cut": limit is not None and any(len(text or "") > limit for text in (prompt, response, known["error"])),
         "has_prompt": prompt is not None,
+        "turns": turns_of(known),
         "tokens": strip(known, decode, colour=colour, first=int(first), log_ratios=ratios.values if ratios else ()),
         "ratios": ratios,
         "is_decoded": decode is not None,
@@ -133,6 +134,26 @@ def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str
         "colours": COLOURS,
         "quantities": QUANTITIES,
     }
+
+
+def turns_of(known: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the turns of an episode for a page, [] of a single response.
+
+    Each has the entries of the turn table, its `reply`, the `versions` of its tokens, and `anew` if its context is not
+    the one before with more behind it.
+    """
+    pieces = known.get("pieces") or []
+    replies = {piece["start"]: piece["text"] or "" for piece in pieces}
+    anew = {piece["start"] + piece["tokens"] for piece in pieces if piece["new_context"]}
+    versions = [version for version, count in known["version_runs"] or [] for _ in range(count)]
+    turns = []
+    for turn in known["turns"]:
+        start, end = turn["start"], turn["start"] + turn["tokens"]
+        made_by = ", ".join(f"v{version}" for version in dict.fromkeys(versions[start:end]))
+        turns.append(
+            turn | {"reply": replies.get(start, "")[:TEXT_CHARACTERS], "versions": made_by, "anew": start in anew}
+        )
+    return turns
 
 
 def _log_ratios(run: Run, known: dict[str, Any], asked: str | None) -> LogRatios:

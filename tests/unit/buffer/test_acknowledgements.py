@@ -168,27 +168,6 @@ def test_a_batch_that_fails_to_be_read_is_refused_and_the_server_continues(servi
     assert len(batch.trajectory_ids) == 4
 
 
-def test_a_failed_sync_ends_the_server_and_nothing_is_acknowledged(serving, trajectory):
-    serving.store.broken = SyncFailed("the disk")
-    serving.put([trajectory()])
-    assert serving.ended()
-    assert serving.raised is serving.store.broken
-    assert serving.client.poll(0.1) == []
-    with pytest.raises(SyncFailed):
-        serving.store.open_run("other", seed=0, config={}, software={})
-
-
-def test_puts_wait_for_a_disk_that_blocks_and_are_all_acknowledged_afterwards(serving, trajectory):
-    serving.store.released.clear()
-    puts = [serving.put([trajectory(tokens=[n])], first=n) for n in range(40)]
-    assert serving.client.poll(0.1) == []
-    assert serving.committed() < 40
-    serving.store.released.set()
-    acknowledged: list[int] = []
-    wait_until(lambda: acknowledged.extend(r.header.id for r in serving.client.poll(0.1)) or len(acknowledged) == 40)
-    assert acknowledged == puts
-
-
 def test_a_server_that_stops_acknowledges_what_is_committed(serving, trajectory):
     serving.store.released.clear()
     put = serving.put([trajectory()])
@@ -210,20 +189,6 @@ def patient(monkeypatch):
 def wait_for_answers(serving, *requests: int) -> None:
     answered = set[int]()
     wait_until(lambda: answered.update(one.header.id for one in serving.client.poll(0.1)) or answered >= set(requests))
-
-
-def test_a_status_is_answered_although_a_put_of_its_group_finds_no_space(patient, serving, trajectory):
-    with closing(sqlite3.connect(serving.path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        serving.client.post(messages.Hello(host="h", pid=1))
-        # The writer has taken the hello and waits for the lock: later requests form one group.
-        time.sleep(0.3)
-        serving.store.full = True
-        put, status = serving.put([trajectory()]), serving.client.post(GetStatus())
-        time.sleep(0.3)
-        other.execute("ROLLBACK")
-    wait_for_answers(serving, status)
-    assert serving.client.is_pending(put)
 
 
 def test_status_and_heartbeat_are_answered_while_the_database_is_locked(patient, serving, trajectory):

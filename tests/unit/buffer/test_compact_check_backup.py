@@ -20,9 +20,7 @@ TEST_RUN = ["--set", "run.name=test"]
 @pytest.fixture
 def capped(harness, trajectory):
     """One prompt with ten trajectories, of which two can be sampled; step 0 was trained on the first two."""
-    buffer = harness(buffer={"prompt_cap": 2})
-    buffer.register(1)
-    buffer.announce(0, 0)
+    buffer = harness(buffer={"prompt_cap": 2}, fill=(1, 0))
     buffer.put([trajectory(tokens=[n] * 2000) for n in range(2)], 0)
     buffer.sample(0, prompts=1, samples=2)
     buffer.report(0, rows=numbers_of(2, token_log_ratios=log_ratios([0.5] * 2000, [0.5] * 2000)))
@@ -59,8 +57,7 @@ def test_prune_of_tokens_keeps_what_the_oldest_checkpoint_may_repeat(capped, tba
 
 
 def test_prune_of_tokens_keeps_a_batch_that_is_not_trained_on_yet(harness, trajectory, tba_buffer):
-    buffer = harness(buffer={"prompt_cap": 2})
-    buffer.fill(1, 2)
+    buffer = harness(buffer={"prompt_cap": 2}, fill=(1, 2))
     buffer.sample(0, prompts=1, samples=2)
     buffer.put([trajectory(tokens=[50 + n]) for n in range(2)], 100)
     buffer.store.close()
@@ -164,13 +161,6 @@ def test_prune_of_tokens_ignores_the_local_configuration_if_the_database_is_name
     assert (done["run"], done["trajectories_kept"]) == ("test", 5)
 
 
-def test_prune_of_tokens_uses_the_local_configuration_otherwise(capped, tba_buffer, tmp_path):
-    record_start(capped, buffer={"prompt_cap": 5}, run={"name": "test"})
-    (tmp_path / "tba.toml").write_text(f'[buffer]\nprompt_cap = 1\ndatabase = "{capped}"\n')
-    done = tba_buffer("prune", "--tokens", "--keep-steps", 0, "--json").json
-    assert (done["run"], done["trajectories_kept"]) == ("test", 1)
-
-
 def test_prune_of_tokens_checks_the_free_disk_space_first(capped, tba_buffer, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     refused = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0)
@@ -190,6 +180,7 @@ def test_a_sound_database_passes_every_check(filled, tba_buffer):
 
 
 NO_SUCH_ROW = check._REFERENCES
+TURNS = "the turns of an episode follow each other in its response"
 # Each statement with the rule that it breaks.
 BREAKAGES = {
     "DELETE FROM trajectory_rows WHERE id = 7": NO_SUCH_ROW,
@@ -201,6 +192,9 @@ BREAKAGES = {
     "UPDATE trajectory_rows SET compacted_at = 1.0 WHERE id = 3": "compacted trajectories have no tokens",
     "UPDATE trajectory_rows SET response_tokens = 4 WHERE id = 3": "token counts match the stored arrays",
     "UPDATE consumption_rows SET token_log_ratios = x'0000' WHERE slot = 0": "one log-ratio per token",
+    """UPDATE trajectory_rows SET turns = '[{"start": 0, "tokens": 4}]'""": TURNS,
+    """UPDATE trajectory_rows SET turns = '[{"start": 0, "tokens": 2}, {"start": 1, "tokens": 1}]'""": TURNS,
+    "UPDATE trajectory_rows SET error_kind = NULL WHERE id = 7": "exactly the errors have a kind",
     "UPDATE prompts SET run = 2 WHERE id = 1": "a trajectory and its prompt belong to the same run",
     "UPDATE trajectory_rows SET policy_version = 5 WHERE id = 3": "every policy version was announced",
     "DELETE FROM consumption_rows WHERE slot = 5": "each batch has prompts × samples slots",
@@ -256,8 +250,7 @@ def test_steps_that_a_backup_lacks_are_a_note(filled, tba_buffer):
 
 
 def test_a_backup_of_a_running_server_is_one_file_with_everything_committed(harness, tba_buffer, tmp_path):
-    buffer = harness()
-    buffer.fill(2, 3)
+    buffer = harness(fill=(2, 3))
     done = tba_buffer("backup", "copy.sqlite", "-b", buffer.store.path, "--json").json
     assert (done["file"], done["integrity"]) == ("copy.sqlite", "ok")
     assert done["bytes"] == (tmp_path / "copy.sqlite").stat().st_size
@@ -267,8 +260,7 @@ def test_a_backup_of_a_running_server_is_one_file_with_everything_committed(harn
 
 def test_writes_during_a_backup_neither_enter_nor_delay_it(harness, trajectory, tmp_path, monkeypatch):
     monkeypatch.setattr("tba.buffer.tools.backup._PAGES", 2)
-    buffer = harness()
-    buffer.fill(1, 4)
+    buffer = harness(fill=(1, 4))
     calls = []
 
     def write(done: int, total: int) -> None:

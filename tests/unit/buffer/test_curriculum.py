@@ -42,10 +42,7 @@ class Searching:
 
 
 def start(harness, path=None, prompts: int = 8, **curriculum: object) -> ServiceHarness:
-    buffer = harness(path, curriculum={**ON, **curriculum})
-    buffer.register(prompts)
-    buffer.announce(0, 0)
-    return buffer
+    return harness(path, curriculum={**ON, **curriculum}, fill=(prompts, 0))
 
 
 def test_an_epoch_skips_what_is_solved_and_ends_with_what_never_passed(harness):
@@ -104,9 +101,7 @@ def test_other_settings_after_a_restart_change_the_next_epoch_and_not_the_curren
 
 def test_answers_that_were_compacted_still_count(harness, tmp_path):
     path = tmp_path / "compacted.sqlite"
-    before = harness(path, curriculum=ON, buffer={"prompt_cap": 1})
-    before.register(8)
-    before.announce(0, 0)
+    before = harness(path, curriculum=ON, buffer={"prompt_cap": 1}, fill=(8, 0))
     Searching(before, {"p1": 4}).visit(8)
     before.store.close()
     config = Config.model_validate(

@@ -1,13 +1,13 @@
 """Export and import of trajectories: nothing is lost, and nothing is added twice."""
 
 import json
-import sys
 
 import pytest
 
 from tba.buffer.store.store import Store
 from tba.tests.helpers.buffer import ask as ask_file
 from tba.tests.helpers.buffer import change
+from tba.tests.helpers.puts import make_episode
 from tba.tests.runner import slow
 
 FILES = ["rows.jsonl", *slow("rows.parquet")]
@@ -33,10 +33,15 @@ def ask(tmp_path):
     return lambda sql, path=None: ask_file(path or tmp_path / "other/buffer.sqlite", sql)
 
 
-PAYLOADS = "SELECT prompt_ids, response_ids, logprobs, version_runs, loss_mask FROM payloads ORDER BY trajectory"
+PAYLOADS = (
+    "SELECT prompt_ids, response_ids, logprobs, version_runs, loss_mask, segments FROM payloads ORDER BY trajectory"
+)
 KEPT = (
-    "SELECT prompt, reward, reward_parts, stop_reason, temperature, top_p, created_at, generation_seconds, text, error"
-    " FROM trajectories ORDER BY id"
+    "SELECT prompt, reward, reward_parts, stop_reason, temperature, top_p, created_at, generation_seconds, text, error,"
+    " error_kind, turns FROM trajectories ORDER BY id"
+)
+TURNS = (
+    "SELECT turn, start, tokens, seconds, environment_seconds, reward, parts, messages FROM turns ORDER BY trajectory"
 )
 
 
@@ -44,38 +49,30 @@ KEPT = (
 def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness, trajectory, target, ask, tmp_path):
     import numpy as np
 
-    buffer = harness()
-    buffer.fill(2, 2)
+    buffer = harness(fill=(2, 2))
     logprobs = np.array([-0.1, -1e-7, -3.3333333], np.float32)
     odd = {"text": 'a "b"\n\u2028é', "metadata": {"deep": [{"x": 1.5}]}, "loss_mask": np.array([1, 0, 1], np.uint8)}
     runs = np.array([[0, 1], [0, 2]], np.int32)
     buffer.put([trajectory("p1", tokens=[7, 8, 2**31 - 1], logprobs=logprobs, version_runs=runs, **odd)], 100)
-    buffer.put([trajectory("p0", tokens=[], error="no", stop_reason="error")], 200)
+    buffer.put([trajectory("p0", tokens=[], error="no", stop_reason="error", error_kind="worker")], 200)
+    buffer.put([make_episode(turns=[turn | {"environment_seconds": 0.1} for turn in make_episode().turns])], 300)
     path = buffer.store.path
-    assert tba_buffer("export", name, "-b", path, "--json").json["trajectories"] == 6
+    assert tba_buffer("export", name, "-b", path, "--json").json["trajectories"] == 7
     # The vocabulary of a model that is not here is not known.
     elsewhere = [*target, "--set", "model.path=elsewhere/model"]
     assert tba_buffer("import", name, *elsewhere, "--json").json == {
         "file": name,
         "run": "other",
-        "rows": 6,
-        "new": 6,
+        "rows": 7,
+        "new": 7,
         "there_already": 0,
     }
     assert ask(PAYLOADS) == ask(PAYLOADS, path)
+    assert len(ask(TURNS)) == 4
+    assert ask(TURNS) == ask(TURNS, path)
     assert ask(KEPT) == ask(KEPT, path)
     metadata = json.loads(ask("SELECT metadata FROM trajectories WHERE text IS NOT NULL")[0][0])
     assert metadata == {"deep": [{"x": 1.5}], "imported_version": 0, "imported_run": buffer.run.uuid}
-
-
-@pytest.mark.parametrize("name", [*FILES, "database"])
-def test_importing_again_adds_nothing(name, tba_buffer, filled, target):
-    source = filled if name == "database" else name
-    if name != "database":
-        tba_buffer("export", name, "-b", filled)
-    assert tba_buffer("import", source, *target, "--json").json["new"] == 7
-    again = tba_buffer("import", source, *target)
-    assert again.output == f"7 rows in {source}: 0 new in run other, 7 already present\n"
 
 
 def test_imports_belong_to_no_policy_of_the_run_and_are_never_on_policy(
@@ -214,16 +211,6 @@ def test_an_export_reports_compacted_trajectories(tba_buffer, filled):
     assert (done["trajectories"], done["without_tokens"]) == (6, 1)
 
 
-@pytest.mark.parametrize("command", [["export", "x.parquet"], ["import", "rows.parquet"]], ids=["export", "import"])
-def test_a_missing_parquet_extra_gives_one_sentence(command, tba_buffer, filled, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    refused = tba_buffer(*command, "-b", filled, "--set", "run.name=test")
-    assert refused.exit_code == 78
-    assert "pyarrow is not installed: in the clone of tba, pip install '.[parquet]'" in refused.message
-
-
 # ---------------------------------------------------------------- import
 
 
@@ -250,6 +237,9 @@ def test_demonstrations_are_imported_as_text_and_as_tokens(tba_buffer, target, t
 
 GOOD = {"prompt_ids": [1], "response_ids": [2]}
 FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"temperature": 1.0, "top_p": 1.0}}
+
+
+TURN = make_episode().turns[1] | {"start": 0}
 
 
 @pytest.mark.parametrize(
@@ -282,6 +272,12 @@ FULL = GOOD | {"logprobs": [-1.0], "version_runs": [[0, 1]], "sampling": {"tempe
         (GOOD | {"metadata": {"x": json.loads("[" * 100 + "]" * 100)}}, "nested more than 100 deep"),
         (GOOD | {"metadata": {"x": "y" * (200 << 10)}}, "metadata of row 0 has"),
         (GOOD | {"text": "x" * (17 << 20)}, "header of"),
+        (GOOD | {"turns": [{"start": 0}]}, "rows.turns[0][0]: Object missing required field"),
+        (GOOD | {"turns": [TURN | {"reward": float("nan")}]}, "Out of range float values"),
+        (GOOD | {"turns": [TURN | {"tokens": 2}]}, "turn 0 of row 0 is not after the one before it and inside"),
+        (GOOD | {"segments": [0]}, "the segments [0] of row 0"),
+        (GOOD | {"error": "no", "error_kind": "boredom"}, "error_kind: Input should be"),
+        (GOOD | {"error_kind": "reward"}, "row 0 has error None, error_kind 'reward'"),
         (GOOD | {"run": "r", "id": -1}, "id: Input should be greater"),
     ],
 )

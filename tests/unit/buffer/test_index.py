@@ -43,13 +43,6 @@ def test_a_reservoir_is_a_uniform_sample_of_all_that_arrived():
     assert ((counts - 60) ** 2 / 60).sum() < 56
 
 
-def test_removed_rows_are_compacted_away():
-    index = SamplingIndex(Limits(prompt_cap=4, dedup=True))
-    for id_ in range(20_000):
-        add(index, Entry(id_, id_ % 1000, 0, 0.0, dedup_hash=id_))
-        assert len(index.columns) - len(index) <= max(1024, len(index.columns) // 4)
-
-
 # ------------------------------------------------------------ any sequence
 
 
@@ -240,19 +233,6 @@ def test_a_trajectory_takes_at_most_100_bytes(limits, rule):
     tracemalloc.stop()
     assert len(index) == 8 * 1500
     assert used / len(index) <= 100
-
-
-@pytest.mark.parametrize("keep", ["best", *slow("newest", "reservoir")])
-def test_the_cost_of_a_long_block_is_linear_in_its_rows(keep):
-    """100 of 8,192 responses to one prompt stay. The entry to remove is never searched for among all of them."""
-    entries = [Entry(id_, 0, 0, id_ % 7, id_) for id_ in range(8192)]
-    lengths = []
-    index = SamplingIndex(Limits(prompt_cap=100, dedup=True, prompt_keep=keep))
-    remove: Any = index._remove
-    index._remove = lambda *row: (lengths.append(index._count[row[0]]), remove(*row))  # type: ignore[assignment]
-    index.extend(block_of(entries))
-    assert len(index) == 100
-    assert keep == "newest" or max(lengths) == 101
 
 
 def lines_run(sampler: Sampler, step: int) -> int:

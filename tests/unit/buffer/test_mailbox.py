@@ -27,25 +27,6 @@ def test_a_transaction_takes_some_of_each_queue_and_one_batch():
     assert [taken.header.type for taken in mailbox.take(0)] == [*["get_status"] * 18, "sample_batch"]
 
 
-def test_a_lease_counts_as_many_rows_of_a_transaction_as_it_wants_prompts():
-    mailbox = Mailbox(1 << 20)
-    for n, want in enumerate([200, 100, 4096, 1]):
-        lease = messages.LeasePrompts(want=want, held=[], weights_version=0, wait_seconds=0.0)
-        mailbox.add(arrival(lease, peer=bytes([n]), role="searcher"))
-    assert [len(mailbox.take(0)) for _ in range(3)] == [2, 1, 1]
-
-
-def test_urgent_requests_of_one_connection_beyond_a_limit_are_dropped():
-    mailbox = Mailbox(1 << 20)
-    for _ in range(100):
-        mailbox.add(arrival(GetStatus()))
-    mailbox.add(arrival(GetStatus(), peer=b"other"))
-    assert (mailbox.dropped, mailbox.bytes) == (36, 65)
-    mailbox.take(0)
-    mailbox.add(arrival(GetStatus()))
-    assert mailbox.dropped == 36
-
-
 def test_other_requests_of_one_connection_beyond_a_limit_are_dropped():
     mailbox = Mailbox(1 << 20)
     for id_ in range(1000):
@@ -55,17 +36,6 @@ def test_other_requests_of_one_connection_beyond_a_limit_are_dropped():
     assert {taken.peer for taken in mailbox.take(0)} == {Peer(b"p"), Peer(b"other")}
     mailbox.add(arrival(LEASE, role="searcher"))
     assert mailbox.dropped == 872
-
-
-def test_the_repetitions_of_a_request_that_waits_are_left_out():
-    mailbox = Mailbox(1 << 20)
-    for _ in range(4):
-        for id_ in range(65):
-            mailbox.add(arrival(LEASE, role="searcher", id_=id_))
-    assert (mailbox.dropped, mailbox.bytes) == (0, 65)
-    assert len(mailbox.take(0)) == 65
-    mailbox.add(arrival(LEASE, role="searcher", id_=0))
-    assert mailbox.bytes == 1
 
 
 def parked_lease(sender: str, peer: bytes = b"1", deadline: float = 1.0) -> Arrival:

@@ -1,12 +1,7 @@
 """A query in a process of its own: its result, and its limits."""
 
-import contextlib
-import sqlite3
-import time
-
 import pytest
 
-from tba.buffer.store.reader import open_reader
 from tba.buffer.tools.query import query_limited
 from tba.buffer.tools.query_process import MAX_QUERY_ROWS, QueryResult
 from tba.common.errors import UsageError
@@ -23,12 +18,6 @@ def test_rows_of_every_type_come_back_as_they_are(filled):
     assert ask(filled, "SELECT COUNT(*) FROM trajectories").rows == [[7]]
 
 
-def test_rows_beyond_the_limit_are_left_out_and_named(filled):
-    result = ask(filled, "SELECT id FROM trajectories ORDER BY id", limit=3)
-    assert (result.rows, result.cut) == ([[1], [2], [3]], "first 3 rows only")
-    assert ask(filled, "SELECT id FROM trajectories LIMIT 3", limit=3).cut == ""
-
-
 def test_bytes_of_a_result_have_a_limit(filled):
     numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100)"
     result = ask(filled, f"{numbers} SELECT hex(zeroblob(100000)) FROM n")
@@ -43,17 +32,6 @@ MANY = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100
 def test_a_result_can_be_read_whatever_its_values_are(row, filled):
     result = ask(filled, f"{MANY} SELECT {row} FROM n", limit=MAX_QUERY_ROWS)
     assert "at most 8 MiB" in result.cut
-
-
-def test_the_time_to_open_the_database_is_not_that_of_the_query(filled, monkeypatch):
-    @contextlib.contextmanager
-    def slowly(path):
-        with open_reader(path) as connection:
-            time.sleep(0.3)
-            yield connection
-
-    monkeypatch.setattr("tba.buffer.tools.query.open_reader", slowly)
-    assert ask(filled, "SELECT trim('xa', 'x')", seconds=0.3).rows == [["a"]]
 
 
 # Functions that SQLite does not interrupt, with time proportional to a power of the length of a text.
@@ -93,10 +71,3 @@ def test_a_query_that_crashes_sqlite_ends_no_other_process(filled):
 def test_a_query_beyond_what_is_allowed_is_refused(sql, words, filled):
     with pytest.raises(UsageError, match=words):
         ask(filled, sql)
-
-
-def test_a_query_waits_for_no_writer(filled):
-    with contextlib.closing(sqlite3.connect(filled, isolation_level=None)) as writer:
-        writer.execute("BEGIN IMMEDIATE")
-        writer.execute("DELETE FROM trajectory_rows")
-        assert ask(filled, "SELECT COUNT(*) FROM trajectories").rows == [[7]]

@@ -99,8 +99,9 @@ def limited(harness, prompts: int, **buffer: object):
 
 
 def test_the_trainer_waits_for_inserts(harness):
-    buffer = harness(buffer={"samples_per_insert": 1}, train={"prompts_per_step": 2, "samples_per_prompt": 2})
-    buffer.fill(2, 3)
+    buffer = harness(
+        buffer={"samples_per_insert": 1}, train={"prompts_per_step": 2, "samples_per_prompt": 2}, fill=(2, 3)
+    )
     assert buffer.sample(0, prompts=2, samples=2) is not None
     assert buffer.sample(1, prompts=2, samples=2) is None
     assert buffer.ask(GetStatus()).message.trainer_waits_for == "", "it still trains on step 0"
@@ -145,12 +146,3 @@ def test_searchers_are_held_back_again_after_the_trainer_that_lacked_prompts_is_
     again = messages.SampleBatch(step=0, prompts=2, samples=2, reference="initial", wait_seconds=0.0)
     assert buffer.ask(again, role="trainer", sender="t.2") is None
     assert len(buffer.lease(2, held=[1, 2]).visits) == 2, "another trainer lacks prompts"
-
-
-def test_a_rebuilt_index_keeps_the_same_entries_under_a_limit_on_bytes(harness, trajectory):
-    buffer = harness(buffer={"max_payload_bytes": 200})
-    buffer.fill(1, 0)
-    buffer.put([trajectory(tokens=[n]) for n in range(30)], 0)
-    before = buffer.service.state.index.entries(1)
-    buffer.service.state.rebuild()
-    assert buffer.service.state.index.entries(1) == before

@@ -22,8 +22,7 @@ def sample(step=0):
 
 
 def test_a_put_under_a_known_number_with_another_response_is_refused(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     buffer.put([trajectory(tokens=[1, 2])], first_sequence=0, sender="new.1")
     assert buffer.put([trajectory(tokens=[1, 2])], first_sequence=0, sender="new.1").duplicates == 1
     with pytest.raises(Refused, match="trajectory 0 of new.1, which is stored with another") as refused:
@@ -32,8 +31,7 @@ def test_a_put_under_a_known_number_with_another_response_is_refused(harness, tr
 
 
 def test_log_probabilities_of_trajectories_that_do_not_exist_are_refused(harness):
-    buffer = harness()
-    buffer.fill(1, 4)
+    buffer = harness(fill=(1, 4))
     batch = buffer.ask(sample(), role="trainer", sender="t.1").message
     known = batch.trajectory_ids
     with pytest.raises(Refused, match="trajectory 999, which does not exist"):
@@ -43,8 +41,7 @@ def test_log_probabilities_of_trajectories_that_do_not_exist_are_refused(harness
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_report_with_numbers_of_more_or_fewer_rows_than_slots_is_refused_and_changes_nothing(harness, rows):
-    buffer = harness()
-    buffer.fill(1, 4)
+    buffer = harness(fill=(1, 4))
     buffer.ask(sample(), role="trainer", sender="t.1")
     with pytest.raises(Refused, match=f"has numbers of {rows} rows?, and its batch 2 slots: report one row") as refused:
         buffer.report(0, rows=numbers_of(rows))
@@ -54,8 +51,7 @@ def test_a_report_with_numbers_of_more_or_fewer_rows_than_slots_is_refused_and_c
 
 
 def test_the_numbers_of_a_report_are_stored_slot_by_slot_and_those_of_a_repeated_one_replace_them(harness):
-    buffer = harness()
-    buffer.fill(1, 4)
+    buffer = harness(fill=(1, 4))
     buffer.ask(sample(), role="trainer", sender="t.1")
     numbers = "SELECT logprob, log_ratio, advantage, weight, mismatch, skipped FROM consumption ORDER BY slot"
     buffer.report(0)
@@ -71,8 +67,7 @@ def test_the_numbers_of_a_report_are_stored_slot_by_slot_and_those_of_a_repeated
 
 @pytest.mark.parametrize("tokens", [0, 1, 3])
 def test_log_ratios_of_more_or_fewer_tokens_than_the_response_has_are_refused_and_change_nothing(harness, tokens):
-    buffer = harness()
-    buffer.fill(1, 4)
+    buffer = harness(fill=(1, 4))
     buffer.ask(sample(), role="trainer", sender="t.1")
     sentence = f"log-ratios of {2 * tokens} bytes for the 2 response tokens of slot 1: report 2 bytes for each"
     with pytest.raises(Refused, match=sentence) as refused:
@@ -83,8 +78,7 @@ def test_log_ratios_of_more_or_fewer_tokens_than_the_response_has_are_refused_an
 
 
 def test_log_ratios_of_tokens_are_stored_slot_by_slot_and_count_towards_the_log(harness, monkeypatch):
-    buffer = harness()
-    buffer.fill(1, 4)
+    buffer = harness(fill=(1, 4))
     buffer.ask(sample(), role="trainer", sender="t.1")
     written: list[int] = []
     monkeypatch.setattr(buffer.store.database, "note_written", written.append)
@@ -96,8 +90,7 @@ def test_log_ratios_of_tokens_are_stored_slot_by_slot_and_count_towards_the_log(
 
 
 def test_a_batch_whose_header_fits_no_message_is_refused_before_it_is_recorded(harness, monkeypatch):
-    buffer = harness()
-    buffer.fill(1, 4)
+    buffer = harness(fill=(1, 4))
     monkeypatch.setattr(training, "_MAX_BATCH_HEADER", 200)
     with pytest.raises(Refused, match="the largest rows are trajectories") as refused:
         buffer.ask(sample(), role="trainer", sender="t.1")

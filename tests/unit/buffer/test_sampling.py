@@ -3,13 +3,11 @@
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tba.buffer.sampling.index import Entry, SamplingIndex
 from tba.buffer.sampling.rules import Limits, SamplingRules, Shortage
 from tba.buffer.sampling.sampler import Draw, Sampler
 from tba.tests.helpers.index import add
-from tba.tests.runner import slow
 
 
 def rules(**changes: Any) -> SamplingRules:
@@ -44,33 +42,6 @@ def test_all_trajectories_of_a_group_are_of_one_prompt():
             assert len({entry.prompt for entry in group}) == 1
 
 
-def test_a_group_repeats_no_trajectory_while_there_are_enough():
-    index = index_of([(0, 0, 0.0)] * 5)
-    for seed in range(20):
-        (group,) = draw(index, rules(), seed, samples=5)
-        assert sorted(entry.id for entry in group) == [0, 1, 2, 3, 4]
-
-
-def test_a_prompt_with_too_few_trajectories_is_sampled_with_replacement():
-    (group,) = draw(index_of([(0, 0, 0.0)] * 2), rules(), samples=8)
-    assert len(group) == 8
-
-
-def test_the_recency_rule_draws_only_recent_trajectories_if_there_are_any():
-    index = index_of([(0, 0, 0.0), (0, 9, 0.0), (0, 10, 0.0)])
-    for seed in range(20):
-        (group,) = draw(index, rules(recency_window=1), seed, step=10)
-        assert {entry.id for entry in group} == {1, 2}
-
-
-def test_the_recency_rule_prefers_prompts_that_were_never_trained_on():
-    index = index_of([(prompt, 10, 0.0) for prompt in range(10)])
-    index.mark_trained([0, 1, 2, 3, 4, 5, 6])
-    for seed in range(20):
-        groups = draw(index, rules(), seed, step=10, groups=3)
-        assert {group[0].prompt for group in groups} == {7, 8, 9}
-
-
 def test_without_replacement_a_prompt_is_recent_if_a_whole_group_is():
     # Prompt 0 has one recent entry, never trained on; prompt 1 has two, both trained on.
     index = index_of([(0, 10, 0.0), (0, 0, 0.0), (1, 10, 0.0), (1, 9, 0.0)])
@@ -87,33 +58,6 @@ def test_without_replacement_a_prompt_with_too_few_trajectories_is_not_sampled()
     assert shortage.reason == "1 of 2 prompts have 2 different trajectories"
 
 
-def marked_index(rows: list[tuple[int, int, float]]) -> SamplingIndex:
-    """An index of which every seventh trajectory is part of a recorded batch."""
-    index = index_of(rows)
-    index.mark_trained(range(0, len(rows), 7))
-    return index
-
-
-@pytest.mark.parametrize("replacement", ["if_needed", "never"])
-@pytest.mark.parametrize("max_staleness", [2, *slow(None, 5)])
-@pytest.mark.parametrize("window", [3, *slow(0)])
-def test_a_sampler_in_use_draws_the_batches_of_a_new_one_while_prompts_grow_old(window, max_staleness, replacement):
-    """At each step, and after steps back, with 1 to 12 groups: all prompts in the order of recency."""
-    rows = [(n % 12, n // 6 + n % 3, float(n % 2)) for n in range(60)]
-    settings = rules(recency_window=window, max_staleness=max_staleness, replacement=replacement)
-    used = Sampler(marked_index(rows), settings)
-    compared = 0
-    for step in [*range(16), 14, 9]:
-        for groups in range(1, 13):
-            first, second = (
-                sampler.sample(step=step, groups=groups, samples=2, rng=np.random.default_rng(step))
-                for sampler in (used, Sampler(marked_index(rows), settings))
-            )
-            assert first == second
-            compared += isinstance(first, Draw)
-    assert compared > 50
-
-
 def test_the_shortage_names_the_number_of_prompts_within_the_staleness_limit():
     shortage = draw(index_of([(0, 0, 0.0), (1, 5, 0.0)]), rules(max_staleness=0), step=5, groups=2)
     assert isinstance(shortage, Shortage)
@@ -123,9 +67,3 @@ def test_the_shortage_names_the_number_of_prompts_within_the_staleness_limit():
 def test_nothing_is_sampled_before_the_minimum_fill():
     assert isinstance(draw(index_of([(0, 0, 0.0)] * 9), rules(min_fill=10)), Shortage)
     assert not isinstance(draw(index_of([(0, 0, 0.0)] * 10), rules(min_fill=10)), Shortage)
-
-
-def test_softmax_with_inverse_temperature_0_is_uniform():
-    index = index_of([(0, 0, 0.0), (0, 0, 100.0)])
-    draws = [draw(index, rules(recency_fraction=0.0), seed, samples=1)[0][0].id for seed in range(400)]
-    assert np.mean(draws) == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(400))

@@ -59,6 +59,8 @@ SMALL_QUERIES = [
     "SELECT * FROM consumption WHERE trajectory = 7",
     "SELECT * FROM groups WHERE visit = 7",
     "SELECT * FROM clients WHERE id = 1",
+    "SELECT * FROM turns WHERE trajectory = 7",
+    "SELECT * FROM turns WHERE run = 'test'",
 ]
 
 
@@ -88,9 +90,7 @@ def test_a_view_with_limit_is_neither_sorted_nor_materialised(view, harness):
 
 
 def test_groups_aggregate_the_rows_of_a_visit(harness, trajectory):
-    buffer = harness()
-    buffer.register(1)
-    buffer.announce(0, 0)
+    buffer = harness(fill=(1, 0))
     visit = buffer.lease(1).visits[0]
     group = [trajectory("p0", visit.lease, tokens=[k], reward=float(k)) for k in (1, 3)]
     buffer.put([*group, trajectory("p0", visit.lease, tokens=[5], error="no", stop_reason="error")], 0)
@@ -101,8 +101,7 @@ def test_groups_aggregate_the_rows_of_a_visit(harness, trajectory):
 
 
 def test_staleness_gives_the_age_of_the_data_of_a_step(harness):
-    buffer = harness(buffer={"recency_window": 20})
-    buffer.fill(2, 2)
+    buffer = harness(buffer={"recency_window": 20}, fill=(2, 2))
     buffer.clock.advance(10)
     buffer.sample(3, prompts=2, samples=2)
     row = buffer.store.database.one("SELECT step, slots, trajectories, mean_staleness, max_age_seconds FROM staleness")
@@ -110,8 +109,7 @@ def test_staleness_gives_the_age_of_the_data_of_a_step(harness):
 
 
 def test_clients_count_the_trajectories_of_each_sender(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 2)
+    buffer = harness(fill=(1, 2))
     buffer.ask(messages.Hello(host="node7", pid=42))
     assert buffer.store.database.one(
         "SELECT sender, role, host, pid, trajectories, errors, response_tokens FROM clients"

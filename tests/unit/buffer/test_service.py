@@ -11,18 +11,8 @@ from tba.common.wire.messages import GetStatus
 from tba.common.wire.trajectory import RESPONSE_IDS
 
 
-def test_a_put_is_stored_and_a_repeated_put_is_not(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
-    first = buffer.put([trajectory(), trajectory(tokens=[9])], first_sequence=0)
-    again = buffer.put([trajectory(), trajectory(tokens=[9])], first_sequence=0)
-    assert (first.stored, first.duplicates) == (2, 0)
-    assert (again.stored, again.duplicates) == (0, 2)
-
-
 def test_the_new_rows_of_an_overlapping_put_keep_their_own_values(harness, trajectory):
-    buffer = harness()
-    buffer.fill(3, 0)
+    buffer = harness(fill=(3, 0))
     group = [trajectory(f"p{n % 3}", tokens=[n] * (n + 1), reward=float(n)) for n in range(6)]
     buffer.put(group[1:2], first_sequence=1)
     buffer.put(group[4:5], first_sequence=4)
@@ -40,21 +30,8 @@ def test_the_new_rows_of_an_overlapping_put_keep_their_own_values(harness, traje
     assert entries == sorted((row[0], row[3]) for row in rows)
 
 
-def test_payloads_are_returned_in_the_requested_order_with_repetitions(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
-    buffer.put([trajectory(tokens=[n]) for n in range(4)], first_sequence=0)
-    ids = [id_ for (id_,) in buffer.store.database.all("SELECT id FROM trajectory_rows ORDER BY id")]
-    requested = [ids[n] for n in (3, 0, 3, 2)]
-    tokens = [
-        np.frombuffer(blobs[RESPONSE_IDS], "<i4").tolist() for blobs in buffer.store.trajectories.payloads(requested)
-    ]
-    assert tokens == [[3], [0], [3], [2]]
-
-
 def test_a_put_of_an_unknown_prompt_or_version_is_refused(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     with pytest.raises(Refused, match="prompt 'p9' is not registered"):
         buffer.put([trajectory("p9")], 0)
     with pytest.raises(Refused, match="policy version 5 was never announced"):
@@ -62,16 +39,14 @@ def test_a_put_of_an_unknown_prompt_or_version_is_refused(harness, trajectory):
 
 
 def test_an_error_row_is_kept_and_never_sampled(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     buffer.put([trajectory(error="reward: ValueError: no", stop_reason="error")], 0)
     status = buffer.ask(GetStatus()).message
     assert (status.trajectories, status.errors, status.sampleable) == (1, 1, 0)
 
 
 def test_a_repeated_request_for_a_step_returns_the_same_batch(harness):
-    buffer = harness()
-    buffer.fill(8, 4)
+    buffer = harness(fill=(8, 4))
     first = buffer.sample(0, prompts=4, samples=4)
     buffer.fill(8, 4, version=1)
     again = buffer.sample(0, prompts=4, samples=4)
@@ -80,8 +55,7 @@ def test_a_repeated_request_for_a_step_returns_the_same_batch(harness):
 
 
 def test_a_batch_carries_the_payload_that_was_put(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     buffer.put([trajectory(tokens=[11, 12]), trajectory(tokens=[13])], 0)
     reply = buffer.sample(0, prompts=1, samples=2)
     tokens = memoryview(reply.frames[1]).cast("i").tolist()
@@ -90,8 +64,7 @@ def test_a_batch_carries_the_payload_that_was_put(harness, trajectory):
 
 
 def test_a_batch_that_fits_no_message_is_refused_and_not_recorded(harness, monkeypatch):
-    buffer = harness()
-    buffer.fill(2, 2)
+    buffer = harness(fill=(2, 2))
     tokens = buffer.service.state.store.trajectories.tokens([1, 2, 3, 4])
     monkeypatch.setattr("tba.buffer.service.training.MAX_FRAME_BYTES", 4 * max(tokens) - 1)
     with pytest.raises(Refused, match="at most"):
@@ -103,15 +76,13 @@ def test_a_batch_that_fits_no_message_is_refused_and_not_recorded(harness, monke
 
 
 def test_a_request_that_finds_too_little_data_is_parked_with_a_reason(harness):
-    buffer = harness()
-    buffer.fill(2, 2)
+    buffer = harness(fill=(2, 2))
     assert buffer.sample(0, prompts=4, samples=2) is None
     assert buffer.ask(GetStatus()).message.trainer_waits_for == "2 of 4 prompts have trajectories"
 
 
 def test_reference_logprobs_of_a_put_are_in_the_first_batch(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     rows = [trajectory(tokens=[1], reference_logprob=-1.25), trajectory(tokens=[2])]
     buffer.put(rows[:1], 0)
     # An overlapping put does not change the stored value.
@@ -126,8 +97,7 @@ def test_reference_logprobs_of_a_put_are_in_the_first_batch(harness, trajectory)
 
 
 def test_staleness_is_counted_in_steps_from_the_oldest_version_of_a_response(harness, trajectory):
-    buffer = harness(buffer={"recency_window": 20})
-    buffer.fill(1, 0)
+    buffer = harness(buffer={"recency_window": 20}, fill=(1, 0))
     buffer.announce(1, step=10)
     spanning = trajectory(tokens=[1, 2, 3], version_runs=np.array([[0, 1], [1, 2]], np.int32))
     buffer.put([spanning, trajectory(tokens=[4], version=1)], 0)
@@ -147,8 +117,7 @@ def test_staleness_counts_from_the_earliest_step_even_if_its_version_is_newer(ha
 
 
 def test_a_put_is_refused_whole_or_not_at_all(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     with pytest.raises(WireError, match="metadata of row 1 cannot be written as JSON"):
         buffer.put([trajectory(), trajectory(tokens=[9], metadata={"x": b"bytes"})], 0)
     with pytest.raises(Refused, match="was never announced"):
@@ -157,8 +126,7 @@ def test_a_put_is_refused_whole_or_not_at_all(harness, trajectory):
 
 
 def test_the_memory_equals_a_memory_rebuilt_from_the_file(harness, trajectory):
-    buffer = harness(buffer={"prompt_cap": 3})
-    buffer.fill(4, 5)
+    buffer = harness(buffer={"prompt_cap": 3}, fill=(4, 5))
     buffer.lease(3)
     buffer.sample(0, 2, 2)
     buffer.report(0)
@@ -172,14 +140,6 @@ def test_the_memory_equals_a_memory_rebuilt_from_the_file(harness, trajectory):
     before = memory()
     buffer.service.state.rebuild()
     assert memory() == before
-
-
-def test_columns_of_different_lengths_are_not_inserted(harness):
-    """Otherwise values would end up in the wrong rows."""
-    store = harness().store
-    with pytest.raises(ValueError, match="columns of prompts are not equally long"), store.transaction():
-        store.database.insert("prompts", ("run", "key"), ([1, 1], ["a", "b", "c"]))
-    assert store.database.all("SELECT * FROM prompts") == []
 
 
 def test_a_sender_of_another_run_is_refused(harness):
@@ -205,15 +165,13 @@ def test_a_finished_run_continues_when_a_trainer_says_hello(harness):
 
 
 def test_rows_count_as_trained_on_before_their_step_is_reported(harness):
-    buffer = harness(buffer={"recency_fraction": 1.0}, train={"prompts_per_step": 2})
-    buffer.fill(4, 2)
+    buffer = harness(buffer={"recency_fraction": 1.0}, train={"prompts_per_step": 2}, fill=(4, 2))
     first, second = ({*buffer.sample(step, 2, 2).message.prompt_key} for step in (0, 1))
     assert first.isdisjoint(second)
 
 
 def test_the_status_says_how_long_the_run_has_stood_still_and_what_fails(harness, trajectory):
-    buffer = harness()
-    buffer.fill(2, 2)
+    buffer = harness(fill=(2, 2))
     buffer.sample(0, prompts=2, samples=2)
     buffer.report(0, [], [])
     buffer.clock.advance(20)

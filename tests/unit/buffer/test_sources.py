@@ -51,14 +51,3 @@ def test_a_searcher_whose_node_serves_nothing_gets_no_sources(harness):
     sources(buffer, 0)
     beat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
     assert isinstance(buffer.ask(beat, sender="plain.1").message, messages.Done)
-
-
-def test_a_node_that_counts_as_silent_when_its_heartbeat_is_handled_gets_no_sources(harness):
-    buffer = harness(buffer={"lease_seconds": 30})
-    sources(buffer, 0)
-    client = buffer.service.state.clients["node0.0"]
-    client.seen_at -= 31
-    buffer.service.state.clients.recount()
-    assert buffer.service.state.clients.sources_of("tcp://n0:5759") == []
-    gone = messages.Heartbeat(activity="gone", reason="", weights_version=None, metrics={}, serves="tcp://n0:5759")
-    assert buffer.ask(gone, sender="node0.0").message.addresses == []

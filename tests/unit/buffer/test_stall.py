@@ -76,11 +76,6 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
         "buffer_refuses",
         ("all 3 searchers are paused", "spool is full", "buffer refuses puts"),
     ),
-    "disk full, one spool": (
-        run(trainer(), searcher("gpu0"), waiting("gpu1", _FULL, {"paused": 1.0}), refuses_puts=_DISK),
-        "buffer_refuses",
-        ("searcher gpu1 is paused",),
-    ),
     "database cannot be written": (
         run(trainer(), searcher(), refuses_puts="b.sqlite: attempt to write a readonly database; check that disk"),
         "buffer_refuses",
@@ -95,13 +90,6 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
         starved(failing("gpu0 on n2 failed 4 times: no CUDA device")),
         "process_fails",
         ("gpu0 on n2", "no CUDA device", *_STARVED_WORDS),
-    ),
-    "searchers crash at the start": (
-        new_run(
-            trainer(), failing("search-gpu0 failed 2 times: a"), failing("search-gpu1 failed 2 times: b"), seconds=50
-        ),
-        "process_fails",
-        ("search-gpu0", "search-gpu1"),
     ),
     "no trainer was ever started": (new_run(searcher(), seconds=700), "no_trainer", ("no trainer", "`tba train`")),
     "no trainer since the buffer's restart": (
@@ -118,11 +106,6 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
         run(trainer(silent_seconds=45.0, host="n8"), searcher()),
         "trainer_silent",
         ("trainer on n8", "45 s", "--resume"),
-    ),
-    "trainer was killed while it waited": (
-        run(trainer(silent_seconds=45.0), searcher(), trainer_waits_for=_LACK, trainer_waits_seconds=45.0),
-        "trainer_silent",
-        ("45 s",),
     ),
     "trainer hangs in a step": (
         run(trainer(), searcher(), last_step_seconds=400.0),
@@ -219,11 +202,6 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
         "weights_refused",
         ("by 1 of 2 searchers", *_STARVED_WORDS),
     ),
-    "the first snapshot is refused": (
-        run(trainer(), waiting(reason=_CANARY, metrics=_REFUSING, weights_version=None)),
-        "weights_refused",
-        ("1 of 1 searcher",),
-    ),
     "no snapshot is published": (
         new_run(
             trainer(),
@@ -252,11 +230,6 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
         starved(waiting(reason=_FULL, metrics={"paused": 1.0}), commit_seconds=4.2),
         "spool",
         ("searcher gpu0 is paused", "spool is full", "4.2 s", "disk is slow or busy"),
-    ),
-    "the spool's disk is full": (
-        starved(waiting(reason="/spool: No space left on device: waiting for", metrics={"paused": 1.0})),
-        "spool",
-        ("No space left",),
     ),
     "rewards hang": (
         starved(waiting(metrics={"rewards_waiting": 96.0, "reward_seconds": 10.0, "reward_timeouts": 3.0})),

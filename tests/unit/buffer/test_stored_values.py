@@ -16,6 +16,7 @@ VALUES = {
     "metrics": ("batches", "metrics", '{"loss":NaN', "report", "is not JSON"),
     "origins": ("starts", "origins", "5", "report", "is not a JSON object: '5'"),
     "section": ("starts", "config", '{"train": []}', "report", "has no section train, but a value"),
+    "turns": ("trajectory_rows", "turns", "[1]", "export", "is not a JSON list of objects: '[1]'"),
     "tokens": ("payloads", "response_ids", b"\x01", "show", "the tokens of a trajectory in the database are malformed"),
 }
 

@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import Config
-from tba.common.config.layers import REMOVED, fields, resolve, value_of
+from tba.common.config.layers import fields, resolve, value_of
 from tba.common.config.paths import check_data, check_directories, check_gpus_apart, nearest_existing
 from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
 from tba.common.system.devices import Gpu
-from tba.common.weights.model_files import check_model
 from tba.tests.helpers.users import closed_directory
 
-# Keys whose value None means that it is derived from other keys.
-OPTIONAL = {"security.keys", "buffer.database", "search.spool_dir", "search.canary_tolerance", "search.weights_dir"}
 ROOT = Path(__file__).parents[3]
 NOT_UTF8 = os.fsdecode(b"h\xe4user")
 
@@ -53,11 +50,6 @@ def test_set_assigns_values_parsed_as_toml():
     resolved = resolve(None, environment={}, assignments=["train.adam_betas=[0.8, 0.9]", "search.gpus=cpu"])
     assert resolved.config.train.adam_betas == (0.8, 0.9)
     assert resolved.config.search.gpus == "cpu"
-
-
-def test_an_unknown_key_names_the_nearest_one(tmp_path):
-    file = write(tmp_path, "[train]\nlearning_rat = 1.0")
-    assert refusal(file) == f"unknown key train.learning_rat ({file}): did you mean train.learning_rate?"
 
 
 ALERTS = "Alertmanager calls for help (docs/operations.md, deploy/prometheus/alerts.yml)"
@@ -140,10 +132,6 @@ def test_the_error_of_a_wrong_assignment_names_the_remedy(assignments, words):
 
 def test_the_largest_group_that_fits_a_message_is_accepted():
     resolve(None, environment={}, assignments=["search.samples_per_prompt=1024", "search.max_tokens=8192"])
-
-
-def test_a_key_that_was_removed_is_none_that_exists():
-    assert not {key for key, _ in fields()} & REMOVED.keys()
 
 
 def test_a_directory_or_a_variable_in_the_wrong_place_is_refused_with_what_to_type(tmp_path):
@@ -239,15 +227,6 @@ def test_every_field_is_documented():
     assert [key for key, field in fields() if not field.description] == []
 
 
-def test_every_key_has_a_value():
-    assert all(value_of(Config(), key) is not None for key, _ in fields() if key not in OPTIONAL)
-
-
-@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/**/*.toml")), ids=lambda path: path.name)
-def test_every_shipped_configuration_is_valid(file):
-    assert resolve(file, environment={}).config.model.path
-
-
 def test_the_run_by_hand_is_the_demo_in_another_directory():
     demo, by_hand = (resolve(ROOT / f"examples/arithmetic/{name}.toml", environment={}) for name in ("demo", "by-hand"))
     assert by_hand.config.model_copy(update={"run": demo.config.run}) == demo.config
@@ -336,14 +315,6 @@ def test_a_path_in_a_directory_without_access_is_not_writable(closed_folder):
     with pytest.raises(ConfigError, match=f"run.dir .*/one is not writable: {re.escape(str(closed_folder))} belongs"):
         check_directories(config)
     assert nearest_existing(config.run.dir) == closed_folder
-
-
-def test_a_model_or_prompt_file_in_a_directory_without_access_does_not_exist(closed_folder):
-    with pytest.raises(ConfigError, match="model.path .* does not exist"):
-        check_model(str(closed_folder / "model"))
-    task = Config.model_validate({"task": {"name": "gsm8k", "train": str(closed_folder / "train.jsonl")}}).task
-    with pytest.raises(ConfigError, match=r"task.train .*/train.jsonl does not exist"):
-        check_data(task)
 
 
 def test_prompt_files_are_checked_only_for_a_task_that_reads_them():

@@ -1,70 +1,20 @@
 """Memory, garbage collection and signals of a process, and the command that started it."""
 
-import gc
 import os
-import platform
 import pty
-import resource
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
-import weakref
 from pathlib import Path
 
 import pytest
 
 from tba.common.system.orphan_guard import session_of
-from tba.common.system.process import NotifySocket, StopSignal, notify_systemd, objects_frozen
+from tba.common.system.process import NotifySocket, StopSignal, notify_systemd
 from tba.common.terminal import own_command
 from tba.tests.helpers.checks import not_none, wait_until
-
-# Each block is larger than the previous one, so that glibc's adaptive threshold does not keep it.
-FAULTS = """
-import ctypes, resource, sys
-from tba.common.system.process import keep_freed_memory
-assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE, so one fault per page
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for mib in range(8, 24):
-    block = bytes([1]) * (mib << 20)
-    del block
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no glibc to keep the memory")
-def test_kept_memory_causes_no_page_faults_again():
-    def faults(how: str) -> int:
-        return int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, check=True).stdout)
-
-    pages = sum(range(8, 24)) * (1 << 20) // resource.getpagesize()
-    assert faults("plain") > 0.9 * pages
-    assert faults("keep") < 0.2 * pages
-
-
-class Node:
-    """Something that only the collector can free."""
-
-    def __init__(self):
-        self.itself = self
-
-
-@pytest.mark.slow
-def test_only_later_objects_are_collected():
-    before = Node()
-    old = weakref.ref(before)
-    with objects_frozen():
-        new = weakref.ref(Node())
-        del before
-        gc.collect()
-        assert old() is not None
-        assert new() is None
-    gc.collect()
-    assert old() is None
 
 
 def test_a_stopped_process_asks_systemd_for_the_time_that_its_work_may_take(monkeypatch):

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from tba.common.errors import EXIT_HUNG
 from tba.common.system.process import NotifySocket
 from tba.common.system.watchdog import Watchdog
 
@@ -17,45 +16,6 @@ def run_program(program: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"TBA_LOG": "text"}
     environment.pop("JOURNAL_STREAM", None)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
-
-
-@pytest.mark.slow
-def test_a_loop_that_hangs_ends_the_process_with_its_stacks_and_its_children():
-    result = run_program("""
-watchdog = Watchdog(limit_seconds=0.5, setting="search.step_seconds")
-watchdog.start()
-watchdog.beat()
-# It would keep the pipe open, and this test waiting.
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-def a_step_that_hangs():
-    threading.Event().wait()
-a_step_that_hangs()
-""")
-    assert result.returncode == EXIT_HUNG == 75
-    assert (
-        "the stacks of all threads follow, and this process exits exit_code=75 limit=search.step_seconds"
-        in result.stderr
-    )
-    assert "in a_step_that_hangs" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_call_that_never_gives_back_the_interpreters_lock_ends_the_process_with_its_stacks():
-    result = run_program("""
-import ctypes, time
-watchdog = Watchdog(limit_seconds=0.5, setting="search.step_seconds")
-watchdog.start()
-until = time.monotonic() + 1.5
-while time.monotonic() < until:
-    watchdog.beat()
-def a_step_that_holds_the_lock():
-    # PyDLL, unlike CDLL, keeps the lock during the call.
-    ctypes.PyDLL(None).sleep(600)
-a_step_that_holds_the_lock()
-""")
-    assert result.returncode == 1
-    assert "Timeout (0:00:00.500000)!" in result.stderr
-    assert "in a_step_that_holds_the_lock" in result.stderr
 
 
 @pytest.mark.slow

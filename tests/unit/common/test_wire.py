@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict
 
-from tba.common.errors import Oversize, VersionMismatch, WireError
+from tba.common.errors import VersionMismatch, WireError
 from tba.common.wire import codec, fields, messages
 from tba.common.wire.codec import (
-    MAX_HEADER_BYTES,
     decode_plain_reply,
     decode_reply,
     decode_request,
@@ -26,8 +25,6 @@ from tba.common.wire.trajectory import MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbe
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.examples import FILE_MESSAGES, REPLIES, REQUESTS, STATE
 from tba.tests.helpers.puts import make_episode, put_message
-
-COUNTS = {f"{name}_count": [1] for name in ("prompt_ids", "response_ids", "logprobs", "version_runs")}
 
 
 def request(message: messages.Message, frames: list[bytes] | None = None) -> list[bytes]:
@@ -354,11 +351,6 @@ def test_columns_of_different_length_are_refused(trajectory):
     columns, frames = pack([trajectory(), trajectory()])
     with pytest.raises(WireError, match="column reward has 1 row,"):
         decode_put(columns | {"reward": [1.0]}, frames)
-
-
-def test_an_oversize_header_is_refused_before_it_is_decoded():
-    with pytest.raises(Oversize):
-        decode_request([memoryview(bytes(MAX_HEADER_BYTES + 1))])
 
 
 def test_the_id_of_a_malformed_request_is_found_if_it_has_one():

@@ -48,14 +48,6 @@ def test_a_missing_answer_is_named_and_nothing_is_written(tba_here, tmp_path, fl
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_model_that_neither_this_machine_nor_the_hub_has_is_told_and_the_file_stays(tba_here, hub_offline, tmp_path):
-    done = tba_here("init", "--model", "nope/dir", "--cpu")
-    assert done.exit_code == 78
-    assert "'nope/dir' is not a local directory, and it cannot be downloaded" in " ".join(done.output.split())
-    assert (tmp_path / "tba.toml").exists()
-
-
 @pytest.mark.parametrize("devices", [("cpu", "cpu"), ("0-6", "7"), ("0", "0")])
 def test_every_file_is_valid_and_keeps_what_was_answered(tmp_path, devices):
     file = tmp_path / "tba.toml"

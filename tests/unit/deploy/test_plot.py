@@ -80,13 +80,6 @@ def write_run(directory, steps=4, seconds=2.0, tokens=10, evaluations=()):
     return directory
 
 
-@pytest.mark.slow
-def test_the_plot_shows_held_out_values_outside_0_to_1(tmp_path, axes):
-    draw(write_run(tmp_path / "r", evaluations=[row(0, -1.0), row(1, 2.0)]), run="r")
-    low, high = axes[0].get_ylim()
-    assert low <= -1 < 2 <= high
-
-
 def test_the_axes_count_from_the_first_step_and_evaluations_lie_after_the_last_step_before_them(tmp_path):
     curve = read_curve(write_run(tmp_path / "r", evaluations=[row(0, 0.1) | {"step": 0}, row(1, 0.2) | {"step": 3}]))
     assert curve.x("steps") == [0, 1, 2, 3]

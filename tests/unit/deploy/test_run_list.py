@@ -1,6 +1,5 @@
 """`tba runs`: the states of runs, and where they are found."""
 
-import json
 import shutil
 import socket
 import sqlite3
@@ -14,7 +13,7 @@ import pytest
 
 from tba.buffer.tools.stats import read_results
 from tba.common.config import Config
-from tba.common.evaluations import read_evaluations, record_evaluations
+from tba.common.evaluations import record_evaluations
 from tba.common.system.durable import exclusive_lock
 from tba.deploy.run_list import ended_run, list_runs
 from tba.tests.helpers.checks import not_none
@@ -190,14 +189,3 @@ def test_the_status_of_a_run_that_ended_early_says_how_to_continue_it(
     assert tba_here("status", folder).output == outcome.output
     none = tba_here("status", folder.parent)
     assert (none.exit_code, "holds no buffer.sqlite: it is not the directory of a run" in none.message) == (2, True)
-
-
-def test_lines_of_the_evaluations_that_are_none_are_skipped(make_run, tmp_path):
-    folder = make_run("done")
-    good = {"run": "r", "version": 8, "step": 8, "prompts": 4, "accuracy": 0.5}
-    bad = [3, ["run"], {"run": "r"}, {**good, "step": "9"}, {"step": 9, "version": 9, "prompts": 4, "accuracy": 1}]
-    (folder / "eval.jsonl").write_text("\n".join(map(json.dumps, [*bad, good])))
-    (listed,) = list_runs(tmp_path, read)
-    assert listed["accuracy"] == 0.5
-    record_evaluations(folder, [{**good, "version": 9, "step": 9}])
-    assert [row["step"] for row in read_evaluations(folder, "r")] == [8, 9]

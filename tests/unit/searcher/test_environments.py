@@ -1,6 +1,7 @@
 """Environments of other libraries as tasks, and episodes in mixtures: played here, without workers."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,7 +106,7 @@ def play(task, prompt, *replies):
     for number in range(len(replies) + 1):
         rewards.play(1, prompt, [(reply, True) for reply in replies[:number]])
         (scored,) = rewards.wait(0.0)
-        assert scored.error is None, scored.error
+        assert scored.turn is not None, scored.error
         found.append(scored.turn)
         if scored.turn.done:
             break
@@ -122,6 +123,16 @@ def test_an_episode_task_needs_no_score_and_a_task_needs_one_of_both(load):
     assert said(play(task, task.prompts()[0], "a", "stop")) == [["p"], ["p a"], ["p stop"]]
     with pytest.raises(TaskError, match=r"Echo, which has no score; .* `tba task new` writes"):
         load(OWN.replace("def environment", "def other"))
+
+
+def test_the_environment_of_the_docs_is_complete_and_runs(load):
+    page = (Path(__file__).parents[3] / "docs/episodes.md").read_text()
+    task = load(page.partition("```python\n")[2].partition("```")[0])
+    prompt = task.prompts()[1]
+    turns = play(task, prompt, "9", "0", prompt.answer)
+    assert said(turns) == [[], ["lower\n"], ["higher\n"], []]
+    assert (turns[-1].reward, turns[-1].done, turns[-1].parts) == (1.0, True, {"correct": 1.0})
+    assert play(task, prompt, "seven")[-1].parts == {"parse_error": 1.0, "correct": 0.0}
 
 
 def test_a_mixture_plays_the_environment_of_each_prompt_and_labels_its_parts(load, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from tba.common.config import TaskSection
-from tba.common.rendering import Message, PromptRenderer, as_map
+from tba.common.rendering import Message, PromptRenderer, as_map, message_of
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
 from tba.tests.helpers.sampled_turns import FAMILIES, TRL, play, tokenizer_of
@@ -141,6 +141,18 @@ def test_a_role_that_the_template_leaves_out_or_refuses_is_an_error():
         renderer.begin(PROMPT, [("tool", "6")])
     with pytest.raises(ValueError, match="the chat template refuses it: System role not supported"):
         renderer_of(chat_tokenizer("gemma")).proceed([ASK], "5", [("system", "6")], variables_of=PROMPT)
+
+
+@pytest.mark.skipif(not TRL, reason="trl is not installed")
+def test_messages_with_calls_alone_may_be_part_of_the_first_context():
+    renderer = renderer_of(tokenizer_of(FAMILIES["llama 3.2"]))
+    call: Any = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    for content in (None, "", "I add."):
+        first, conversation = renderer.begin(
+            PROMPT, [message_of({"role": "assistant", "content": content, "tool_calls": [call]}), ("tool", "5")]
+        )
+        assert '"name": "add"' in renderer.tokenizer.decode(first, skip_special_tokens=False)
+        assert not renderer.proceed(conversation, "5", [HIGHER], variables_of=PROMPT).broken
 
 
 def test_an_episode_without_any_message_is_refused():

@@ -29,7 +29,7 @@ def game(tmp_path_factory):
     """The untrained model of the example, its tokenizer and its directory."""
     prepare = runpy.run_path(str(ROOT / "examples/game/prepare.py"))
     directory = tmp_path_factory.mktemp("game")
-    tokenizer = prepare["build_tokenizer"](15)
+    tokenizer = prepare["build_tokenizer"](7)
     prepare["build_model"](tokenizer).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return tokenizer, directory
@@ -92,7 +92,7 @@ def right(task):
 
 
 def wrong(task):
-    return f" {int(task.prompts()[0].answer) % 15 + 1}"
+    return f" {int(task.prompts()[0].answer) % 7 + 1}"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.scoring import Group
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.engines import cpu_engine
+from tba.tests.helpers.puts import make_episode
 from tba.trainer.batch.batch import Row
 from tba.trainer.model.scorer import Scorer, load_model, sequence_logprobs, to_bfloat16
 from tba.trainer.publishing.canary import make_canary, skeleton
@@ -80,6 +81,19 @@ def test_all_implementations_of_teacher_forcing_agree(example_model, rows, monke
     for tokens in (reference_model._BATCH_TOKENS, 100, 1):
         monkeypatch.setattr(reference_model, "_BATCH_TOKENS", tokens)
         assert reference.logprobs(rows) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_an_episode_is_the_sum_over_its_sequences_in_searcher_and_trainer(example_model, rows):
+    model = load_model(example_model, torch.device("cpu"))
+    episode = make_episode()
+    batch = [Row(0, episode.prompt_ids, episode.response_ids, episode.logprobs, episode.loss_mask, False,
+                 segments=episode.segments)]  # fmt: skip
+    with torch.no_grad():
+        (expected,) = sequence_logprobs(Scorer(model).score(batch).logprob_R, batch).tolist()
+    found = ReferenceModel(str(example_model), device="cpu", dtype="float32").logprobs([rows[1], episode, rows[0]])
+    assert found == pytest.approx(
+        [by_trainer(model, rows)[1], expected, by_trainer(model, rows)[0]], rel=1e-5, abs=1e-5
+    )
 
 
 def test_a_row_that_cannot_be_scored_gets_none_and_the_others_are_scored(example_model, rows, trajectory):

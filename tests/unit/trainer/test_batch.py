@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tba.common.errors import ConfigError, WireError
 from tba.common.wire import messages
@@ -20,8 +21,9 @@ def make_message(prompts=("a", "a", "b", "b"), **fields) -> tuple[messages.Batch
         "logprobs": [[-0.5] * n for n in (1, 2, 3, 4)],
         "version_runs": [[[0, n]] for n in (1, 2, 3, 4)],
         "loss_mask": [[], [1, 0], [], []],
+        "segments": [[]] * 4,
     } | fields
-    counts = {f"{name}_count": [len(part) for part in parts] for name, parts in arrays.items()}
+    counts: dict[str, Any] = {f"{name}_count": [len(part) for part in parts] for name, parts in arrays.items()}
     frames = [
         memoryview(b"".join(np.asarray(part, kind.dtype).tobytes() for part in arrays[kind.name]))
         for kind in ARRAY_KINDS
@@ -54,6 +56,18 @@ def test_a_batch_is_decoded_with_a_default_mask():
     assert [row.loss_mask.tolist() for row in batch.rows] == [[1], [1, 0], [1, 1, 1], [1, 1, 1, 1]]
     assert [row.on_policy for row in batch.rows] == [True, False, False, False]
     assert [row.temperature for row in batch.rows] == [0.7, 0.0, 1.0, 0.0]
+
+
+def test_a_batch_of_episodes_is_decoded_with_segments_and_turn_rewards():
+    masks, segments = [[], [], [1, 0, 1], [1, 0, 0, 1]], [[], [], [], [1]]
+    message, frames = make_message(loss_mask=masks, segments=segments)
+    batch = decode(replace(message, turn_rewards=[[], [], [], [0.5, -1.0]]), frames, prompts=2, samples=2)
+    assert batch.turn_rewards == [[], [], [], [0.5, -1.0]]
+    assert [row.segments.tolist() for row in batch.rows] == segments
+    first, second = batch.rows[3].sequences
+    assert (first.prompt_ids.tolist(), first.response_ids.tolist()) == ([1, 2], [9])
+    assert (second.prompt_ids.tolist(), second.response_ids.tolist()) == ([10, 11], [12])
+    assert decode(*make_message(), prompts=2, samples=2).turn_rewards == []
 
 
 def test_a_group_of_several_prompts_is_an_error():

@@ -127,9 +127,11 @@ def test_a_batch_is_equal_on_the_other_ranks():
     rows = [*random_batch(1).rows, make_row(2**40, [1, 2], [], on_policy=True)]
     rows[3] = dataclasses.replace(rows[3], loss_mask=np.zeros_like(rows[3].loss_mask))
     sent = make_batch(rows, np.random.default_rng(0).random((len(rows), 1)), step=7)
+    rows[4] = dataclasses.replace(rows[4], segments=np.array([1], np.int32))
+    sent = dataclasses.replace(make_batch(rows, sent.reward_BK, step=7), turn_rewards=[[0.5]] * len(rows))
     sent.reference_BK[2] = -1.5
     received = unpack_batch(pack_batch(sent))
-    assert received.step == 7
+    assert (received.step, received.turn_rewards) == (7, sent.turn_rewards)
     for name in ("reward_BK", "reference_BK", "staleness_BK"):
         assert torch.equal(getattr(received, name).nan_to_num(9.0), getattr(sent, name).nan_to_num(9.0))
     for mine, theirs in zip(received.rows, sent.rows, strict=True):

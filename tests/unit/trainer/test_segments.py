@@ -10,7 +10,7 @@ import torch
 from tba.common.wire.trajectory import sequences
 from tba.tests.helpers.puts import make_episode
 from tba.tests.helpers.trainer import make_batch, make_learner, make_row, random_batch, tiny_model
-from tba.trainer.batch.batch import Row, TrainBatch, counted
+from tba.trainer.batch.batch import Row, TrainBatch, counted, decode
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
 from tba.trainer.step.learner import Measured
 
@@ -119,6 +119,26 @@ def test_passes_of_a_plan_hold_sequences_within_the_limit():
     with torch.no_grad():
         found = sequence_logprobs(learner.scorer.score(rows).logprob_R, rows)
     assert len(set(found.tolist())) == 1
+
+
+def test_a_recorded_batch_of_episodes_gives_the_same_step_bit_for_bit_after_a_restart(harness):
+    buffer = harness()
+    buffer.fill(2, 0)
+    for n in range(2):
+        group = [make_episode(f"p{n}", 0, tokens=[n, k, *EPISODE.response_ids[2:]], reward=k / 2) for k in range(2)]
+        buffer.put(group, first_sequence=10 * n)
+    numbers = []
+    for _ in range(2):
+        reply = buffer.sample(0, prompts=2, samples=2)
+        frames = [memoryview(frame) for frame in reply.frames]
+        learner = make_learner(model=MODEL)
+        result = learner.step(decode(reply.message, frames, prompts=2, samples=2))
+        weights = torch.cat([parameter.detach().flatten() for parameter in learner.policy.parameters()])
+        numbers.append((result.metrics, result.rows, result.reference, weights.numpy().tobytes()))
+        buffer.store.close()
+        buffer = harness(buffer.store.path)
+    assert numbers[0] == numbers[1]
+    assert numbers[0][0]["grad_norm"] > 0
 
 
 def test_a_row_without_segments_is_its_only_sequence():

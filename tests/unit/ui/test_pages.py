@@ -14,9 +14,8 @@ from tba.common.errors import UsageError
 from tba.common.system.durable import exclusive_lock
 from tba.common.wire import messages
 from tba.tests.helpers.browser import change, client, select
-from tba.tests.helpers.puts import numbers_of
-from tba.tests.helpers.statuses import make_client, make_status
-from tba.ui.pages.run import _doing, describe
+from tba.tests.helpers.puts import make_episode, numbers_of
+from tba.ui.pages.run import describe
 from tba.ui.report import write_report
 from tba.ui.runs import find_runs
 from tba.ui.trajectory_filter import _plan, statements
@@ -63,9 +62,7 @@ def test_every_page_opens_and_every_link_leads_to_one(filled):
 @pytest.mark.slow
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_is_shown_as_text(harness, trajectory, text):
-    buffer = harness()
-    buffer.register(1)
-    buffer.announce(0, 0)
+    buffer = harness(fill=(1, 0))
     lease = buffer.lease(1).visits[0].lease
     parts = {text[:50]: 0.5}
     good = trajectory("p0", lease, text=text, reward_parts=parts, metadata={"note": text[:1000]})
@@ -125,9 +122,25 @@ def test_the_page_of_a_trajectory_shows_the_numbers_of_each_step_that_trained_on
     assert {f"{number:g}" for number in numbers} <= set(row)
 
 
-def test_huge_numbers_of_rows_are_drawn(harness):
+def test_the_page_of_an_episode_shows_its_turns(harness, example_model):
     buffer = harness()
-    buffer.fill(1, 4)
+    buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
+    buffer.fill(1, 0)
+    buffer.put([make_episode()], 0)
+    buffer.store.close()
+    page = client(buffer.store.path).get("/r/test/trajectories/1").text
+    turns = page[page.index("Turns</h2>") : page.index("Response</h2>")]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", turns)
+    rows = [cells[n : n + 8] for n in range(0, len(cells), 8)]
+    assert [(row[0], row[3], row[5], row[6]) for row in rows] == [
+        ("1", "0.25", "2", "v0"), ("2", "-0.5", "1", "v0"), ("3", "0", "2", "v0"), ("4", "1", "1", "v0")
+    ]  # fmt: skip
+    assert [row[1].startswith("<small>a new context") for row in rows] == [False, False, True, True]
+    assert all(row[2] == "on" for row in rows)
+
+
+def test_huge_numbers_of_rows_are_drawn(harness):
+    buffer = harness(fill=(1, 4))
     buffer.sample(0, prompts=1, samples=4)
     buffer.report(0, rows=numbers_of(4, advantage=[1.7e308, -1.7e308, 0.0, None], log_ratio=[1e300, None, 5e-324, 0.0]))
     buffer.store.close()
@@ -331,8 +344,7 @@ def test_a_mean_says_what_it_is_of_and_an_evaluation_why_it_measured_nothing(fil
 
 def test_totals_count_every_client_and_the_trainer_is_listed(harness, trajectory, monkeypatch):
     monkeypatch.setattr("tba.ui.pages.run._CLIENTS", 2)
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     buffer.ask(messages.Hello(host="h", pid=1), sender="t.1", role="trainer")
     for number in range(4):
         buffer.put([trajectory(lease=0, tokens=[number], reward=number)], 0, sender=f"s{number}.1")
@@ -342,12 +354,6 @@ def test_totals_count_every_client_and_the_trainer_is_listed(harness, trajectory
         facts = describe(run, rows)
     assert facts["totals"] == {"trajectories": 4, "errors": 0, "response_tokens": 4, "mean_reward": 1.5}
     assert [client["role"] for client in facts["clients"]] == ["trainer", "searcher"]
-
-
-@pytest.mark.parametrize(("waits", "doing"), [("", "is training"), ("32 prompts", "waits for data: 32 prompts")])
-def test_the_warning_of_the_trainer_follows_what_it_does(waits, doing):
-    status = make_status(5, clients=[make_client("trainer", warning="lower the rate")], trainer_waits_for=waits)
-    assert _doing(status) == f"the trainer {doing}; lower the rate"
 
 
 def test_a_report_is_one_file_without_scripts(filled, tmp_path):

@@ -13,8 +13,7 @@ from tba.tests.helpers.puts import log_ratios, numbers_of
 @pytest.fixture
 def trained_twice(harness):
     """A database whose trajectory 1, of two tokens, was trained on by steps 0 and 2, and trajectory 2 by step 1."""
-    buffer = harness()
-    buffer.fill(1, 2)
+    buffer = harness(fill=(1, 2))
     for step in range(3):
         buffer.sample(step, prompts=1, samples=1)
     database = buffer.store.database
@@ -62,8 +61,7 @@ def test_a_strip_without_reported_log_ratios_has_no_colours_and_says_so(trained_
 
 
 def test_the_strip_of_a_trajectory_without_training_says_that_there_was_none(harness):
-    buffer = harness()
-    buffer.fill(1, 2)
+    buffer = harness(fill=(1, 2))
     buffer.store.close()
     _, about = strip_of(client(buffer.store.path).get("/r/test/trajectories/1?colour=mismatch"))
     assert "No trainer has reported log-ratios of these tokens: no step has trained on them." in about
@@ -76,8 +74,7 @@ def test_log_ratios_that_are_not_as_many_as_tokens_are_not_shown(trained_twice):
 
 
 def test_a_masked_token_has_no_log_ratio(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     buffer.put([trajectory(lease=0, loss_mask=np.array([1, 0, 1], np.uint8))], 0)
     buffer.sample(0, prompts=1, samples=1)
     buffer.report(0, rows=numbers_of(1, token_log_ratios=log_ratios([0.5, 0.0, 0.5])))

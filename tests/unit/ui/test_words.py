@@ -7,8 +7,6 @@ import pytest
 
 from tba.common.wire import messages
 from tba.tests.helpers.browser import client
-from tba.ui.runs import find_runs
-from tba.ui.trajectory_filter import _plan, statements
 
 pytestmark = pytest.mark.slow
 
@@ -73,13 +71,3 @@ def test_pages_of_words_continue_where_the_last_one_ended(database, monkeypatch)
         following = re.search(r'rel="next" href="([^"]*)"', page.text)
         address = html.unescape(following[1]) if following else ""
     assert ids == [4, 2, 1]
-
-
-def test_a_list_of_words_sorts_nothing(database):
-    (run,) = find_runs([database], print)
-    with run.rows() as rows:
-        plan = _plan(rows, run, {"text": "seven"})
-        assert plan is not None
-        for sql, values in statements(plan, (4.0, 4)):
-            steps = [row["detail"] for row in rows.all(f"EXPLAIN QUERY PLAN {sql}", *values, 10)]
-            assert [step for step in steps if "TEMP B-TREE" in step] == []

@@ -1,0 +1,141 @@
+"""A world of two turns that can be enumerated: 3 actions, one of 3 observations, 3 actions again.
+
+The episodes of a sampler are one group in which every path is as often as it is likely, so the loss of the group is
+its expectation over groups of any size, up to a factor. Shape suffixes: A first actions, O observations, a second ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tba.trainer.objectives.from_config import Objective
+from tba.trainer.objectives.responses import Responses, Totals
+
+BETA = 0.5
+# Rates of learning: at first large.
+RATES = [0.1] * 300 + [0.03] * 200 + [0.01] * 100
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """`reward_AOa` of the last turn, and `chance_AO`, the probabilities of the observations after an action."""
+
+    reward_AOa: Tensor
+    chance_AO: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Action probabilities of both turns. All are multiples of 1 / `parts`."""
+
+    first_A: Tensor
+    second_AOa: Tensor
+    parts: int
+
+
+def make_world(kind: str, seed: int = 0) -> World:
+    """Return a "deterministic" world, a "random" one, or one with "luck": its observations are worth 0, 1 and 2."""
+    generator = torch.Generator().manual_seed(seed)
+    reward_AOa = torch.rand(3, 3, 3, generator=generator, dtype=torch.float64)
+    if kind == "luck":
+        reward_AOa = reward_AOa + torch.arange(3.0, dtype=torch.float64)[:, None]
+    chance_AO = torch.eye(3, dtype=torch.float64)
+    return World(reward_AOa, chance_AO if kind == "deterministic" else torch.full_like(chance_AO, 1 / 3))
+
+
+def make_sampler(seed: int, *, parts: int = 16, spread: float = 1.0) -> Sampler:
+    """Return a softmax of Gaussians, rounded so that each action has at least 1 of `parts`."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    logits = spread * torch.randn(10, 3, generator=generator, dtype=torch.float64)
+    counts = 1 + ((parts - 3) * logits.softmax(1)).floor()
+    counts.scatter_add_(1, logits.argmax(1, keepdim=True), parts - counts.sum(1, keepdim=True))
+    return Sampler(counts[0] / parts, (counts[1:] / parts).view(3, 3, 3), parts)
+
+
+class Even(Responses):
+    """Responses of 3 tokens each, whose sums take one operation."""
+
+    __slots__ = ()
+
+    def per_row(self, value_R: Tensor) -> Tensor:
+        """Sum over the counted tokens of each response."""
+        return torch.where(self.mask_R, value_R, 0.0).view(-1, 3).sum(1).view_as(self.reward_bK)
+
+
+class Policy:
+    """A tabular policy that starts at the uniform reference. `logits` have a gradient."""
+
+    def __init__(self) -> None:
+        self.logits = torch.zeros(10, 3, dtype=torch.float64, requires_grad=True)
+
+    @property
+    def log_first_A(self) -> Tensor:
+        return self.logits[0].log_softmax(0)
+
+    @property
+    def log_second_AOa(self) -> Tensor:
+        return self.logits[1:].log_softmax(1).view(3, 3, 3)
+
+
+def values(world: World) -> tuple[Tensor, Tensor]:
+    """Return the soft values of the optimum: of the last histories [A, O], and of the first actions [A]."""
+    after_AO = BETA * (world.reward_AOa / BETA).logsumexp(2) - BETA * torch.tensor(3.0).log()
+    return after_AO, (world.chance_AO * after_AO).sum(1)
+
+
+@torch.no_grad()
+def gain(world: World, policy: Policy) -> float:
+    """Return the share of the gain in E[r] - beta KL between the uniform reference, 0, and the optimum, 1."""
+    log_3 = torch.tensor(3.0).double().log()
+    log_A, log_AOa = policy.log_first_A, policy.log_second_AOa
+    soft_AO = (log_AOa.exp() * (world.reward_AOa - BETA * (log_AOa + log_3))).sum(2)
+    reached = (log_A.exp() * ((world.chance_AO * soft_AO).sum(1) - BETA * (log_A + log_3))).sum()
+    start = (world.chance_AO * world.reward_AOa.mean(2)).sum(1).mean()
+    best = BETA * (values(world)[1] / BETA).logsumexp(0) - BETA * log_3
+    return float((reached - start) / (best - start))
+
+
+def paths(world: World, sampler: Sampler) -> Tensor:
+    """Return the paths (A, O, a), each as often as it is likely: [K, 3]."""
+    times_AOa = (sampler.first_A[:, None] * world.chance_AO)[:, :, None] * sampler.second_AOa
+    counts = (times_AOa * sampler.parts**2 * 3).round().long()
+    return torch.cartesian_prod(*[torch.arange(3)] * 3).repeat_interleave(counts.flatten(), dim=0)
+
+
+def group_of(world: World, sampler: Sampler, policy: Policy, path_N3: Tensor, samples: int) -> Responses:
+    """Return episodes as groups: action, observation, action, of which the observation does not count."""
+    first, seen, second = path_N3.unbind(1)
+    rows, nothing = len(path_N3), torch.zeros(len(path_N3), dtype=torch.float64)
+    chosen = policy.log_first_A[first], nothing, policy.log_second_AOa[first, seen, second]
+    sampled = sampler.first_A.log()[first], nothing, sampler.second_AOa.log()[first, seen, second]
+    reward = world.reward_AOa[first, seen, second].view(-1, samples)
+    return Even(
+        logprob_R=torch.stack(chosen, 1).flatten(),
+        sampled_logprob_R=torch.stack(sampled, 1).flatten(),
+        mask_R=torch.tensor([True, False, True]).repeat(rows),
+        lengths=[3] * rows,
+        reward_bK=reward,
+        reference_bK=torch.full_like(reward, -2 * torch.tensor(3.0).double().log()),
+        staleness_bK=torch.zeros_like(reward),
+        totals=Totals(len(reward), rows, 2 * rows),
+    )
+
+
+def train(policy: Policy, loss: Callable[[], Tensor], *others: Tensor) -> None:
+    """Minimise a loss by Adam until it has converged."""
+    optimizer = torch.optim.Adam([policy.logits, *others])
+    for rate in RATES:
+        for part in optimizer.param_groups:
+            part["lr"] = rate
+        optimizer.zero_grad()
+        torch.autograd.backward(loss())
+        optimizer.step()
+
+
+def gain_of(objective: Objective, world: World, sampler: Sampler) -> float:
+    """Return the gain of an objective that trains on a fixed sampler alone."""
+    policy, path_N3 = Policy(), paths(world, sampler)
+    train(policy, lambda: objective.loss(group_of(world, sampler, policy, path_N3, len(path_N3)), BETA))
+    return gain(world, policy)

@@ -1,0 +1,74 @@
+"""Episodes in the database: their turns as rows of a view, and batches with their rewards and segments."""
+
+import numpy as np
+import pytest
+
+from tba.common.errors import StorageError
+from tba.common.wire.trajectory import SEGMENTS
+from tba.tests.helpers.puts import make_episode
+
+
+@pytest.fixture
+def buffer(harness, trajectory):
+    """A buffer with two groups, each of an episode and a response of one turn, and a failed episode."""
+    made = harness()
+    made.fill(2, 0)
+    for n in range(2):
+        episode = make_episode(f"p{n}", 0, tokens=[n, *make_episode().response_ids[1:]])
+        made.put([episode, trajectory(f"p{n}", 0, tokens=[n, 9])], first_sequence=10 * n)
+    failed = {"error": "environment: no answer", "error_kind": "turn_timeout", "stop_reason": "turn_timeout"}
+    made.put([make_episode(lease=0, **failed, turns=make_episode().turns[:1])], first_sequence=50)
+    return made
+
+
+def test_the_view_of_turns_has_every_turn_that_was_sent(buffer):
+    columns = "trajectory, run, prompt, turn, start, tokens, seconds, environment_seconds, reward, parts, messages"
+    found = buffer.store.database.all(f"SELECT {columns} FROM turns ORDER BY trajectory, turn")
+    sent = [
+        (1, "p0", make_episode()),
+        (3, "p1", make_episode()),
+        (5, "p0", make_episode(turns=make_episode().turns[:1])),
+    ]
+    assert found == [
+        (id_, "test", prompt, n, turn["start"], turn["tokens"], 0.5, None, turn["reward"], "{}", '[["user","on"]]')
+        for id_, prompt, episode in sent
+        for n, turn in enumerate(episode.turns)
+    ]
+    rows = buffer.store.database.all("SELECT stop_reason, turns, error_kind FROM trajectories ORDER BY id")
+    assert rows == [
+        *([("completed", 4, None), ("eos", 0, None)] * 2),
+        ("turn_timeout", 1, "turn_timeout"),
+    ]
+
+
+def test_turns_of_a_run_or_a_trajectory_are_found_without_reading_all_rows(buffer):
+    for condition in ("run = 'test'", "trajectory = 3", "1"):
+        sql = f"EXPLAIN QUERY PLAN SELECT * FROM turns WHERE {condition} LIMIT 10"
+        plan = [row[3] for row in buffer.store.database.all(sql)]
+        assert "SCAN t" not in plan
+        assert any("trajectories_episodes" in step or step.startswith("SEARCH t USING INTEGER") for step in plan)
+
+
+def test_a_batch_of_episodes_has_their_turn_rewards_and_is_repeated_after_a_restart(buffer, harness):
+    first = buffer.sample(0, prompts=2, samples=2)
+    rewards = {1: [0.25, -0.5, 0.0, 1.0], 3: [0.25, -0.5, 0.0, 1.0]}
+    assert first.message.turn_rewards == [rewards.get(id_, []) for id_ in first.message.trajectory_ids]
+    counts = [2 if id_ in rewards else 0 for id_ in first.message.trajectory_ids]
+    assert first.message.segments_count == counts
+    assert np.frombuffer(first.frames[SEGMENTS], "<i4").tolist() == [4, 9] * 2
+    buffer.store.close()
+    again = harness(buffer.store.path).sample(0, prompts=2, samples=2)
+    assert (again.message, again.frames) == (first.message, first.frames)
+
+
+def test_a_batch_without_episodes_has_no_turn_rewards(harness):
+    buffer = harness()
+    buffer.fill(2, 2)
+    assert buffer.sample(0, prompts=2, samples=2).message.turn_rewards is None
+
+
+@pytest.mark.parametrize("turns", ["[", "[1]", '[{"start": 0}]'])
+def test_a_batch_with_malformed_turns_is_refused(buffer, turns):
+    buffer.store.database.execute("UPDATE trajectory_rows SET turns = ?", (turns,))
+    with pytest.raises(StorageError, match="turns that the database holds are malformed"):
+        buffer.sample(0, prompts=2, samples=2)

@@ -1,0 +1,73 @@
+"""The turns of rows: the maximal runs of counted tokens, what came before each, and its reward.
+
+Shape suffixes: R response tokens of all rows, S turns.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from tba.trainer.batch.batch import Row, counted
+from tba.trainer.objectives.responses import Turns, row_sums
+
+
+def turn_starts(row: Row) -> list[int]:
+    """Return the positions in the response at which its turns start."""
+    return _edges(row)[::2]
+
+
+def turns_of(
+    rows: Sequence[Row], reward_N: Tensor, turn_rewards: Sequence[Sequence[float]], reference_R: Tensor, samples: int
+) -> Turns:
+    """Return the turns of rows, of which `samples` after one another form a group. The learned log Z is 0.
+
+    A row without a counted token is a turn without tokens. `turn_rewards` are those of each row; where there is not
+    one of each turn, the last turn has the whole reward, which is right too: what was earned before is part of log Z.
+    `reference_R` are log-probabilities under the reference policy.
+    """
+    lengths: list[int] = []
+    rewards: list[float] = []
+    places: list[tuple[int, int]] = []
+    histories: dict[tuple[int, bytes], int] = {}
+    numbers: list[int] = []
+    for n, (row, reward, parts) in enumerate(zip(rows, reward_N.tolist(), turn_rewards, strict=True)):
+        edges = _edges(row) or [0, 0]
+        starts = edges[::2]
+        lengths += [stop - start for start, stop in zip(starts, edges[1::2], strict=True)]
+        each = list(parts) if len(parts) == len(starts) else [0.0] * len(starts)
+        # What an episode gets beside its turns, such as a penalty of its length, is known at its end.
+        rewards += [*each[:-1], reward - sum(each[:-1])]
+        places += [(n, depth) for depth in range(len(starts))]
+        # Of samples of one prompt only, which are in one micro-batch: the loss does not depend on how a batch is cut.
+        numbers += [histories.setdefault((n // samples, one), len(histories)) for one in _histories(row, starts)]
+    row_S, depth_S = torch.tensor(places).unbind(1)
+    tokens_R = reference_R[counted(rows)]
+    return Turns(
+        lengths=lengths,
+        row_S=row_S,
+        depth_S=depth_S,
+        history_S=torch.tensor(numbers),
+        reward_S=torch.tensor(rewards, dtype=torch.float64),
+        reference_S=row_sums(tokens_R, torch.ones(len(tokens_R), dtype=torch.bool), lengths),
+        log_z_S=torch.zeros(len(lengths), dtype=torch.float64),
+    )
+
+
+def _edges(row: Row) -> list[int]:
+    """Return where runs of counted tokens start and end, in turn."""
+    edges: list[int] = np.flatnonzero(np.diff(row.loss_mask != 0, prepend=False, append=False)).tolist()
+    return edges
+
+
+def _histories(row: Row, starts: Sequence[int]) -> list[bytes]:
+    """Return a hash of all tokens before each of some positions of the response, and of which of them count."""
+    digest = xxhash.xxh3_128(row.prompt_ids.tobytes())
+    hashes = []
+    for begin, end in zip([0, *starts], starts, strict=False):
+        digest.update(row.response_ids[begin:end].tobytes())
+        digest.update(row.loss_mask[begin:end].tobytes())
+        hashes.append(digest.digest())
+    return hashes

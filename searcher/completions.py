@@ -25,14 +25,14 @@ import numpy as np
 
 from tba.common.config import Config
 from tba.common.errors import ConfigError
-from tba.common.rendering import PromptRenderer, variables_of
+from tba.common.rendering import PromptRenderer, message_of, variables_of
 from tba.common.wire.trajectory import STOP_EOS, Int32
 from tba.searcher.engines.engine import Generation, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.tasks.task import Prompt
 
 # Responses of one request.
-MOST_SAMPLES = 128
+_MOST_SAMPLES = 128
 # Each token of a response is looked at for them.
 _MOST_STOPS, _STOP_CHARACTERS = 16, 256
 # vLLM's engine raises smaller ones to this.
@@ -43,7 +43,8 @@ _LARGEST_ID = (1 << 31) - 1
 # JSON has no infinity; vLLM writes this.
 _LEAST_LOGPROB = -9999.0
 
-_OFF, _ZERO, _NONE = (None, False), (None, 0), (None, [], {}, "")
+_OFF, _ZERO = (None, False), (None, 0)
+_NONE: tuple[Any, ...] = (None, [], {}, "")
 # The values with which a field of vLLM's requests, which is not supported, has no effect.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stream", "use_beam_search", "ignore_eos", "include_stop_str_in_output"), _OFF),
@@ -117,10 +118,11 @@ _Read = TypeVar("_Read", _Chat, _Generate)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request to generate: the context, the settings of each response, and the form of the answer."""
+    """A request to generate: the context, the settings of each response, and what ends it."""
 
     ids: Int32
     sampling: Sequence[SamplingSettings]
+    stopping: Stopping
     request: _Chat | _Generate
 
 
@@ -141,17 +143,8 @@ class Completions:
 
     def models(self, version: int) -> dict[str, Any]:
         """Answer `GET /v1/models`."""
-        card = {
-            "id": _name(version),
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "tba",
-            "root": self._config.model.path,
-            "parent": None,
-            "max_model_len": self._context,
-            "permission": [],
-        }
-        return {"object": "list", "data": [card]}
+        card = {"id": _name(version), "object": "model", "created": int(time.time()), "owned_by": "tba"}
+        return {"object": "list", "data": [card | {"root": self._config.model.path, "max_model_len": self._context}]}
 
     def read(self, route: str, body: bytes) -> Question:
         """Read a request to a route. Raises HttpError."""
@@ -169,13 +162,13 @@ class Completions:
                 raise HttpError("only sampled tokens have log-probabilities: set `top_logprobs` to 0", "top_logprobs")
             if chat.max_completion_tokens is not None:
                 chat.max_tokens = chat.max_completion_tokens
-            return Question(self._render(fields), self._sampling(chat), chat)
+            return self._question(self._render(fields), chat, chat)
         _refuse_effects(fields.get("sampling_params"))
         generate = _convert(fields, _Generate)
         self._check_model(generate.model)
         if (generate.sampling_params.logprobs or 0) not in (0, 1):
             raise HttpError("only sampled tokens have log-probabilities: set `logprobs` to 0 or 1", "logprobs")
-        return Question(_ids(generate.token_ids), self._sampling(generate.sampling_params), generate)
+        return self._question(_ids(generate.token_ids), generate.sampling_params, generate)
 
     def _check_model(self, model: str | None) -> None:
         if model and model not in (_POLICY, self._config.model.path) and not model.startswith(f"{_POLICY}@v"):
@@ -191,7 +184,7 @@ class Completions:
             if refused := variables.keys() & self._not_variables:
                 raise ValueError(f"{min(refused)} is no variable of a chat template")
             text = "".join(message["content"] or "" for message in messages)
-            prompt = Prompt("request", text, messages=messages, template_kwargs=variables)
+            prompt = Prompt("request", text, messages=[*map(message_of, messages)], template_kwargs=variables)
             with self._lock:
                 return np.asarray(self._renderer.ids(prompt), np.int32)
         except KeyError as error:
@@ -199,93 +192,79 @@ class Completions:
         except (ValueError, TypeError) as error:
             raise HttpError(f"the messages cannot be rendered: {error}", "messages") from error
 
-    def _sampling(self, asked: _Sampling) -> list[SamplingSettings]:
-        """Return the settings of each response. Limits that depend on the model are the engine's."""
+    def _question(self, ids: Int32, asked: _Sampling, request: _Chat | _Generate) -> Question:
+        """Return a question. What depends on the model, such as its context, is checked by the engine."""
         samples = 1 if asked.n is None else asked.n
-        if not 1 <= samples <= MOST_SAMPLES:
-            raise HttpError(f"`n` is {samples}: ask for 1 to {MOST_SAMPLES} responses", "n")
+        if not 1 <= samples <= _MOST_SAMPLES:
+            raise HttpError(f"`n` is {samples}: ask for 1 to {_MOST_SAMPLES} responses", "n")
         temperature = 1.0 if asked.temperature is None else asked.temperature
         if 0 < temperature < _LEAST_TEMPERATURE:
             raise HttpError(f"`temperature` must be 0 (greedy) or at least {_LEAST_TEMPERATURE}", "temperature")
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         if len(stop) > _MOST_STOPS or not all(0 < len(one) <= _STOP_CHARACTERS for one in stop):
-            limits = f"at most {_MOST_STOPS} strings of 1 to {_STOP_CHARACTERS} characters"
-            raise HttpError(f"`stop` has {limits}", "stop")
+            raise HttpError(f"`stop` has at most {_MOST_STOPS} strings of 1 to {_STOP_CHARACTERS} characters", "stop")
         try:
             stopping = self._stopping.also([*stop, *(asked.stop_token_ids or ())])
         except ConfigError as error:
             raise HttpError(str(error).replace("search.stop", "`stop`"), "stop") from error
-        most = self._config.search.max_tokens if asked.max_tokens is None else asked.max_tokens
         top_p = 1.0 if asked.top_p is None else asked.top_p
+        most = self._config.search.max_tokens if asked.max_tokens is None else asked.max_tokens
         # As vLLM, which counts the seed of a request up.
         seeds = [None if asked.seed is None else (asked.seed + n) & _SEED_MASK for n in range(samples)]
-        return [SamplingSettings(temperature, top_p, most, seed, stopping) for seed in seeds]
+        settings = [SamplingSettings(temperature, top_p, most, seed, stopping) for seed in seeds]
+        return Question(ids, settings, stopping, request)
 
     def answer(self, question: Question, generations: Sequence[Generation]) -> dict[str, Any]:
         """Return the answer to a question, whose responses are in the order of its settings."""
-        is_chat, wants_ids = isinstance(question.request, _Chat), bool(question.request.return_token_ids)
-        with self._lock:
-            choices = [
-                {"index": n, **(self._chat_choice if is_chat else self._generate_choice)(question, generation)}
-                for n, generation in enumerate(generations)
-            ]
+        request, id_ = question.request, uuid.uuid4().hex
+        if isinstance(request, _Chat):
+            kind = {"id": f"chatcmpl-{id_}", "object": "chat.completion"}
+        else:
+            kind = {"request_id": f"generate-tokens-{request.request_id or id_}", "output_mode": "tokens"}
         prompt, tokens = len(question.ids), sum(len(generation.response_ids) for generation in generations)
-        id_ = uuid.uuid4().hex
-        kind = {"id": f"chatcmpl-{id_}", "object": "chat.completion"}
-        if isinstance(question.request, _Generate):
-            kind = {"request_id": f"generate-tokens-{question.request.request_id or id_}", "output_mode": "tokens"}
+        with self._lock:
+            choices = [self._choice(question, n, generation) for n, generation in enumerate(generations)]
         return kind | {
             "created": int(time.time()),
             "model": _name(int(generations[0].version_runs[0, 0])),
             "choices": choices,
             "usage": {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens},
-            "prompt_logprobs": None,
-            "prompt_token_ids": question.ids.tolist() if wants_ids else None,
-            "kv_transfer_params": None,
+            "prompt_token_ids": question.ids.tolist() if request.return_token_ids else None,
         }
 
-    def _chat_choice(self, question: Question, generation: Generation) -> dict[str, Any]:
-        request, stopping = question.request, question.sampling[0].stopping
-        assert isinstance(request, _Chat)
-        assert stopping is not None
-        ids = generation.response_ids.tolist()
-        content = [
-            {"token": token, "logprob": logprob, "bytes": [*token.encode("utf-8", "replace")], "top_logprobs": []}
-            for token, logprob in zip(self._tokens(request, ids), _logprobs(generation), strict=True)
-        ]
-        return {
-            "message": {"role": "assistant", "content": stopping.scored_text(ids), "refusal": None, "reasoning": None},
-            "logprobs": {"content": content} if request.logprobs else None,
+    def _choice(self, question: Question, index: int, generation: Generation) -> dict[str, Any]:
+        request, stopping, ids = question.request, question.stopping, generation.response_ids.tolist()
+        logprobs = [max(logprob, _LEAST_LOGPROB) for logprob in generation.logprobs.tolist()]
+        ends, versions = np.cumsum(generation.version_runs[:, 1]).tolist(), generation.version_runs[:, 0].tolist()
+        spans = [*zip([0, *ends[:-1]], ends, versions, strict=True)]
+        ended, content = generation.stop_reason == STOP_EOS, None
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": "stop" if ended else "length",
+            "stop_reason": stopping.ended_by(ids) if ended else None,
+            "version_spans": spans,
+        }
+        if isinstance(request, _Generate):
+            if request.sampling_params.logprobs is not None:
+                each = [{"token_id": id_, "logprob": one, "rank": None} for id_, one in zip(ids, logprobs, strict=True)]
+                # The sampled token is the first of its alternatives.
+                content = [one | {"top_logprobs": [one]} for one in each]
+            named = [{"version": str(version), "start": start, "end": end} for start, end, version in spans]
+            return choice | {"token_ids": ids, "logprobs": content and {"content": content}, "weight_versions": named}
+        if request.logprobs:
+            texts = [self._token(id_, as_id=bool(request.return_tokens_as_token_ids)) for id_ in ids]
+            content = [
+                {"token": text, "logprob": one, "bytes": [*text.encode("utf-8", "replace")], "top_logprobs": []}
+                for text, one in zip(texts, logprobs, strict=True)
+            ]
+        return choice | {
+            "message": {"role": "assistant", "content": stopping.scored_text(ids), "refusal": None},
+            "logprobs": content and {"content": content},
             "token_ids": ids if request.return_token_ids else None,
-            **_ending(stopping, generation),
         }
 
-    def _tokens(self, request: _Chat, ids: Sequence[int]) -> list[str]:
-        if not request.logprobs or request.return_tokens_as_token_ids:
-            return [f"token_id:{id_}" for id_ in ids]
-        return [self._tokenizer.decode([id_], skip_special_tokens=False) for id_ in ids]
-
-    def _generate_choice(self, question: Question, generation: Generation) -> dict[str, Any]:
-        request, stopping = question.request, question.sampling[0].stopping
-        assert isinstance(request, _Generate)
-        assert stopping is not None
-        ids = generation.response_ids.tolist()
-        # The sampled token is the first of its alternatives.
-        each = [
-            {"token_id": id_, "logprob": logprob, "rank": None}
-            for id_, logprob in zip(ids, _logprobs(generation), strict=True)
-        ]
-        content = [one | {"top_logprobs": [one]} for one in each]
-        ending = _ending(stopping, generation)
-        spans = [
-            {"version": str(version), "start": start, "end": end} for start, end, version in ending["version_spans"]
-        ]
-        has_logprobs = request.sampling_params.logprobs is not None
-        return (
-            {"token_ids": ids, "logprobs": {"content": content} if has_logprobs else None}
-            | ending
-            | {"weight_versions": spans}
-        )
+    def _token(self, id_: int, *, as_id: bool) -> str:
+        return f"token_id:{id_}" if as_id else self._tokenizer.decode([id_], skip_special_tokens=False)
 
 
 CHAT, GENERATE, MODELS = "/v1/chat/completions", "/inference/v1/generate", "/v1/models"
@@ -334,19 +313,3 @@ def _call(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
-
-
-def _logprobs(generation: Generation) -> list[float]:
-    return [max(logprob, _LEAST_LOGPROB) for logprob in generation.logprobs.tolist()]
-
-
-def _ending(stopping: Stopping, generation: Generation) -> dict[str, Any]:
-    """Return how a response ended, and which versions produced its tokens."""
-    ended = generation.stop_reason == STOP_EOS
-    ends = np.cumsum(generation.version_runs[:, 1]).tolist()
-    starts, versions = [0, *ends[:-1]], generation.version_runs[:, 0].tolist()
-    return {
-        "finish_reason": "stop" if ended else "length",
-        "stop_reason": stopping.ended_by(generation.response_ids.tolist()) if ended else None,
-        "version_spans": [list(span) for span in zip(starts, ends, versions, strict=True)],
-    }

@@ -8,6 +8,7 @@ engine are for requests, which start before queued responses of the run, so that
 in `tba.searcher.completions`.
 """
 
+import contextlib
 import hmac
 import math
 import socket
@@ -43,7 +44,6 @@ _MOST_PENDING = 512
 _CLIENT_SECONDS = 10.0
 # Between two looks whether the client of a pending request is still there.
 _LOOK_SECONDS = 0.25
-_RETRY_AFTER = {"Retry-After": "1"}
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 Ask = Callable[[Int32, SamplingSettings, Callable[[Generation], None]], None]
@@ -206,24 +206,17 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Disconnect the clients whose time is over. Called twice a second, or more often."""
+        """Disconnect the clients whose time is over, so that their threads wake up. Called twice a second."""
         now = time.monotonic()
-        for request, deadline in [*self._deadlines.items()]:
-            if deadline < now:
-                self._disconnect(request)
+        for request in [request for request, deadline in [*self._deadlines.items()] if deadline < now]:
+            # It may have just ended.
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
         """Forget a connection that has ended."""
         self._deadlines.pop(request, None)
         super().shutdown_request(request)
-
-    def _disconnect(self, request: Any) -> None:
-        try:
-            # Its thread wakes up, and closes it.
-            request.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            # It has just ended.
-            self._deadlines.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print no traceback of a connection that its client or the time limit has ended."""
@@ -231,6 +224,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    server_version, sys_version = "tba", ""
     # Headers and body are two packets, which would wait for one another.
     disable_nagle_algorithm = True
     server: _Server
@@ -301,8 +295,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
-        for name, value in _RETRY_AFTER.items() if status == HTTPStatus.SERVICE_UNAVAILABLE else ():
-            self.send_header(name, value)
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.send_header("Retry-After", "1")
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
@@ -312,10 +306,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer what is not HTTP, or has another method, in the form of other errors."""
         self.close_connection = True
         self._write(code, HttpError(message or HTTPStatus(code).phrase, status=code).body())
-
-    def version_string(self) -> str:
-        """Name no versions of software."""
-        return "tba"
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""

@@ -75,7 +75,6 @@ class Searcher:
         exploration: Exploration,
         client: BufferClient,
         clock: Clock,
-        endpoint: Endpoint | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -85,7 +84,7 @@ class Searcher:
         self._references = references
         self._client = client
         self._clock = clock
-        self._endpoint = endpoint
+        self._endpoint: Endpoint | None = None
         # Responses to requests of the endpoint that the engine generates.
         self._asked = 0
         self._serving = Serving(config, clock)
@@ -110,11 +109,12 @@ class Searcher:
         # Monotonic time of the last heartbeat, and the tokens and trajectories by then, for rates.
         self._last = clock.monotonic(), 0, 0
 
-    def run(self, stop: Callable[[], bool]) -> None:
-        """Search until the run is finished or `stop()`; then deliver what is complete.
+    def run(self, stop: Callable[[], bool], endpoint: Endpoint | None = None) -> None:
+        """Search until the run is finished or `stop()`; then deliver what is complete. Answers requests to an endpoint.
 
         Raises Refused if the buffer rejects this searcher.
         """
+        self._endpoint = endpoint
         self._join(stop)
         self._watchdog.start()
         while not (stop() or self._run.is_over):
@@ -129,13 +129,13 @@ class Searcher:
             self._exchange(0.0 if generate or self._rewards.waiting else _IDLE_SECONDS)
             self._heartbeat()
         self._watchdog.stop()
-        self._refuse_requests()
+        if endpoint is not None:
+            endpoint.close()
         self._leave()
 
     def close(self) -> None:
         """Release the files of the weights and end this searcher's threads."""
         self._watchdog.stop()
-        self._refuse_requests()
         self._serving.close()
         self._weights.close()
 
@@ -168,10 +168,6 @@ class Searcher:
             return 0
         version = self._weights.current.version if self._weights.current is not None else None
         return self._endpoint.step(self._pipeline.generation.ask, version, -(-self._engine.max_in_flight // 2))
-
-    def _refuse_requests(self) -> None:
-        if self._endpoint is not None:
-            self._endpoint.close()
 
     def _lease_prompts(self) -> None:
         """Keep two loads of requests: one in the engine, and one that is queued behind it.

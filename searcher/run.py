@@ -16,8 +16,9 @@ from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
+from tba.searcher.checks import explained_luck
 from tba.searcher.completions import Completions
-from tba.searcher.endpoint import open_endpoint
+from tba.searcher.endpoint import Endpoint, open_endpoint
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.loop import LoadedTask, Searcher
 from tba.searcher.pipeline import Exploration
@@ -59,12 +60,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal, index: 
         if stop():
             return
         # Before the engine, too: it tells that there are no weights yet.
-        endpoint = None
-        if config.search.serve:
-            token = config.search.serve_token.get_secret_value()
-            completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config))
-            endpoint = open_endpoint(config.search.serve_address, index, token=token, completions=completions)
-        if endpoint is not None:
+        if (endpoint := _open_endpoint(config, loaded, index)) is not None:
             ending.callback(endpoint.close)
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
@@ -88,10 +84,9 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal, index: 
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,
-            endpoint=endpoint,
         )
         ending.callback(searcher.close)
-        searcher.run(stop)
+        searcher.run(stop, endpoint)
 
 
 def _load_task(config: Config) -> LoadedTask:
@@ -103,7 +98,18 @@ def _load_task(config: Config) -> LoadedTask:
     stopping = read_stopping(config, renderer.tokenizer)
     if warning := unstopped_turn(stopping, renderer, task.prompts()):
         log.warning("responses may not end", reason=warning)
+    if luck := explained_luck(config, task):
+        log.warning("the objective is wrong for this task", reason=luck)
     return LoadedTask(task, renderer, stopping)
+
+
+def _open_endpoint(config: Config, loaded: LoadedTask, index: int) -> Endpoint | None:
+    """Open `search.serve`. None without it, or if the address cannot be bound."""
+    if not config.search.serve:
+        return None
+    completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config))
+    token = config.search.serve_token.get_secret_value()
+    return open_endpoint(config.search.serve_address, index, token=token, completions=completions)
 
 
 def _clear_weights(config: Config, client: BufferClient) -> None:

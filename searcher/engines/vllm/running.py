@@ -193,6 +193,9 @@ class RunningVllm:
         self._in_flight: dict[int, _InFlight] = {}
         self._queue: deque[int] = deque()
         self._finished: dict[int, Generation] = {}
+        # Tokens of the prompts of finished requests, and those of them whose keys and values were in the prefix cache.
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
         # Why vLLM cannot continue.
         self._broken: str | None = None
 
@@ -345,6 +348,8 @@ class RunningVllm:
             else:
                 one = self._in_flight[int(output.request_id)]
                 self._finished[one.request.id] = _generation(one, output.outputs[0])
+                self.prompt_tokens += len(one.request.prompt_ids)
+                self.cached_tokens += output.num_cached_tokens or 0
         return scored
 
 

@@ -5,7 +5,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ ASK = {"messages": [{"role": "user", "content": "38+36="}], "max_tokens": 8}
 
 class Reply(NamedTuple):
     status: int
-    headers: Mapping[str, str]
+    headers: http.client.HTTPMessage
     body: Any
 
 
@@ -148,11 +148,12 @@ def test_a_chat_answer_has_the_ids_and_log_probabilities_of_its_tokens(parts, se
 
 
 def test_tokens_in_tokens_out_as_vllm_serves_it(parts, served):
-    body = {"token_ids": [6, 11, 13, 6, 9, 15], "sampling_params": {"max_tokens": 5, "logprobs": 1, "temperature": 0}}
-    reply = ask(served, GENERATE, body | {"model": "policy@v3", "request_id": "a1"}).body
+    prompt, settings = [6, 11, 13, 6, 9, 15], {"max_tokens": 5, "logprobs": 1, "temperature": 0}
+    body = {"token_ids": prompt, "sampling_params": settings, "model": "policy@v3", "request_id": "a1"}
+    reply = ask(served, GENERATE, body).body
     (choice,) = reply["choices"]
     logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
-    np.testing.assert_allclose(logprobs, forward(parts[0], body["token_ids"], choice["token_ids"]), atol=1e-4)
+    np.testing.assert_allclose(logprobs, forward(parts[0], prompt, choice["token_ids"]), atol=1e-4)
     assert [one["token_id"] for one in choice["logprobs"]["content"]] == choice["token_ids"]
     assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": len(choice["token_ids"])}]
     assert (reply["request_id"], reply["prompt_token_ids"]) == ("generate-tokens-a1", None)

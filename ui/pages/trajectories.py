@@ -139,8 +139,8 @@ def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str
 def turns_of(known: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the turns of an episode for a page, [] of a single response.
 
-    Each has the entries of the turn table, its `reply`, the `versions` of its tokens, and `restarts` if its context does
-    not continue the one before.
+    Each has the entries of the turn table, its `reply`, the `versions` of its tokens, and `restarts` if its context
+    does not continue the one before.
     """
     pieces = known.get("pieces") or []
     replies = {piece["start"]: piece["text"] or "" for piece in pieces}

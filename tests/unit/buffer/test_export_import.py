@@ -67,6 +67,7 @@ def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness,
         "rows": 7,
         "new": 7,
         "there_already": 0,
+        "warnings": {},
     }
     assert ask(PAYLOADS) == ask(PAYLOADS, path)
     assert len(ask(TURNS)) == 4

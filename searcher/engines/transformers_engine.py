@@ -289,7 +289,8 @@ class TransformersEngine:
         return finished
 
     def _stop_reason(self, row: _Row) -> str | None:
-        if row.tokens[-1] in self._stopping.ids or self._stopping.completes_string(row.tokens):
+        stopping = row.request.sampling.stopping or self._stopping
+        if row.tokens[-1] in stopping.ids or stopping.completes_string(row.tokens):
             return STOP_EOS
         return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
 

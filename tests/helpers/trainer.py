@@ -144,6 +144,7 @@ def make_learner(
     ranks: Ranks = ALONE,
     *,
     name: Any = "tb",
+    keys: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     initial: int = 1,
     double: bool = False,
@@ -160,8 +161,8 @@ def make_learner(
     """Return a learner of a tiny model with settings of `tiny_model`, by default in float32 with FLAT settings.
 
     Its reference is the random model of the seed `initial`, so that the KL is not zero, or the policy without its
-    adapters, which change nothing unless they are `trained_adapters`. `reference` is the section; `transpose` stores
-    some weights as after a conversion of their files.
+    adapters, which change nothing unless they are `trained_adapters`. `keys` and `reference` are those of the sections;
+    `transpose` stores some weights as after a conversion of their files.
     """
     settings = {"seed": 0} | (model or {})
     policy, other = tiny_model(**settings), None if lora else tiny_model(**settings | {"seed": initial})
@@ -186,7 +187,7 @@ def make_learner(
         policy,
         other,
         config,
-        objective(name),
+        objective(name, **(keys or {})),
         ranks=ranks,
         report=report,
         measured=measured,

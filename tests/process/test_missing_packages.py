@@ -48,6 +48,7 @@ def hidden(modules: tuple[str, ...], *command: str, cwd: Path) -> "subprocess.Co
         ("datasets", "hub", ["run"], ["task.name=gsm8k", "task.train=openai/gsm8k", "task.test=openai/gsm8k"]),
         ("math_verify", "math", ["run"], ["task.name=math", "task.train=rows.jsonl", "task.test=rows.jsonl"]),
         ("reasoning_gym", "reasoning", ["run"], GYM),
+        ("gymnasium", "gymnasium", ["run"], ["task.name=gymnasium", "task.options.id=FrozenLake-v1"]),
         ("starlette", "ui", ["ui", "."], []),
         ("jinja2", "ui", ["report", "."], []),
         ("pyarrow", "parquet", ["buffer", "export", "rows.parquet"], []),

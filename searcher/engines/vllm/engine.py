@@ -279,7 +279,8 @@ class VllmEngine(RunningVllm):
             seed=seed,
             lora_rank=lora_rank,
             pack_weights=pack_weights,
-            reads_text=bool(stopping.strings),
+            # Requests to the endpoint may have strings of their own.
+            reads_text=bool(stopping.strings or search.serve),
         )
         adapter = adapter_request("") if lora_rank else None
         super().__init__(llm, search, stopping, prompt_tokens=prompt_tokens, adapter=adapter)

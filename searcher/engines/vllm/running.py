@@ -306,17 +306,17 @@ class RunningVllm:
             raise EngineError(f"vLLM refused a request: {error}") from error
 
     def _params(self, sampling: SamplingSettings) -> Any:
-        text: dict[str, Any] = {"detokenize": False}
+        stopping, text = sampling.stopping or self._stopping, dict[str, Any](detokenize=False)
         # Without stop strings, vLLM decodes no tokens, which it would do in the thread that steps it.
-        if self._stopping.strings:
+        if stopping.strings:
             # The last one concerns only vLLM's own text, which is not used: all tokens are returned.
-            text = {"detokenize": True, "stop": [*self._stopping.strings], "include_stop_str_in_output": True}
+            text = {"detokenize": True, "stop": [*stopping.strings], "include_stop_str_in_output": True}
         return _params(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
-            stop_token_ids=sorted(self._stopping.ids),
+            stop_token_ids=sorted(stopping.ids),
             # Only these end a response, not also the end token of vLLM's tokenizer.
             ignore_eos=True,
             **text,

@@ -11,7 +11,7 @@ from tba.common.weights.model_files import model_here
 from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.tasks import declared_floor, load_task
-from tba.searcher.tasks.task import Task, check_prompts, check_rendering
+from tba.searcher.tasks.task import Task, check_prompts, check_rendering, is_random
 
 _SERVER_SECONDS = 3.0
 
@@ -20,7 +20,8 @@ def check_task_and_prompts(config: Config) -> str:
     """Raise TbaError for a task that does not load, whose prompts cannot be used, or that has too few for a batch.
 
     Where the model and transformers are installed, also for a prompt that cannot be rendered or that the context has no
-    room for, and for malformed end tokens. Returns a warning if the template ends a turn with another token, else "".
+    room for, and for malformed end tokens. Returns a warning if the template ends a turn with another token, or if the
+    objective is wrong for a random environment, else "".
     """
     from tba.searcher.build import check_scored, context_of
 
@@ -28,16 +29,28 @@ def check_task_and_prompts(config: Config) -> str:
     check_scored(config, task)
     check_prompts(task)
     check_number_of_prompts(config, task)
+    luck = explained_luck(config, task)
     directory = model_here(config.model.path)
     if directory is None:
-        return ""
+        return luck
     try:
         renderer = PromptRenderer(load_tokenizer(directory), config.task)
     except MissingExtra:
-        return ""
+        return luck
     every = [*task.prompts(), *task.held_out()]
     check_rendering(task, every, renderer, context_of(config))
-    return unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, every)
+    return "; ".join(filter(None, (luck, unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, every))))
+
+
+def explained_luck(config: Config, task: Task) -> str:
+    """Return a warning if the objective would train on stale data of a random environment to explain its luck."""
+    if not is_random(task) or not config.objective.explains_luck or config.max_staleness == 0:
+        return ""
+    return (
+        f"the environments of task {task.name} are random, and on stale data objective.name = {config.objective.name} "
+        "explains their luck by the actions after it (docs/objectives.md, several turns): set objective.name = tb with "
+        'objective.log_z = "turn", or tba_prime, or buffer.max_staleness = 0'
+    )
 
 
 def check_number_of_prompts(config: Config, task: Task | None = None) -> None:

@@ -16,6 +16,7 @@ from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
+from tba.searcher.checks import explained_luck
 from tba.searcher.completions import Completions
 from tba.searcher.endpoint import Endpoint, open_endpoint
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
@@ -97,6 +98,8 @@ def _load_task(config: Config) -> LoadedTask:
     stopping = read_stopping(config, renderer.tokenizer)
     if warning := unstopped_turn(stopping, renderer, task.prompts()):
         log.warning("responses may not end", reason=warning)
+    if luck := explained_luck(config, task):
+        log.warning("the objective is wrong for this task", reason=luck)
     return LoadedTask(task, renderer, stopping)
 
 

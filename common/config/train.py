@@ -15,6 +15,8 @@ _CENTRED = ("tb", "tb_stale", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proxi
 _RATIO = ("grpo", "dr_grpo", "ppo_clip", "cispo", "proximal_rloo", "oapl")
 # Their gradient is an advantage times grad log pi, without a ratio.
 _UNWEIGHTED = ("tb", "reinforce", "rloo")
+# On stale data they explain what an environment did by chance with the actions after it.
+_EXPLAINS_LUCK = ("tb", "tb_learned_z", "oapl")
 # The paper's Eq. 7 with truncated importance weights of tokens.
 _WEIGHTED_TOKENS = ("tb_stale", "tba_prime")
 
@@ -148,8 +150,8 @@ class ObjectiveSection(Section):
     """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler
     holds the level of the log-probabilities on stale data; policy is the paper's Eq. 7."""
     log_z: Literal["prompt", "turn"] = "prompt"
-    """tb: what has a log Z. prompt: each prompt. turn: what precedes each turn of an episode, which keeps the optimum
-    on stale data of a random environment; from the samples that share it, else learned."""
+    """tb: what has a log Z. prompt: each prompt. turn: each turn's history, which keeps the optimum on stale data of a
+    random environment; it is estimated from the samples that share the history, else learned."""
     value_beta: PositiveFloat | Literal["beta"] = 1.0
     """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data
     (docs/evidence.md)."""
@@ -190,6 +192,11 @@ class ObjectiveSection(Section):
             self.truncation != "off" or (self.mean_kl == "sampler" and self.anchor != "none")
         )
         return self.name in _RATIO or weighted or self.anchor == "ema" or self.taper != "off"
+
+    @property
+    def explains_luck(self) -> bool:
+        """Whether its optimum is another one on stale data of an environment that is random."""
+        return self.name in _EXPLAINS_LUCK and self.log_z == "prompt"
 
     @property
     def uses_reference(self) -> bool:

@@ -155,6 +155,9 @@ class Player:
                 if inspect.isawaitable(answer):
                     self._begin(ticket, method, True)
                     answer = await answer
+            # It may have ignored that it was cancelled.
+            if limit.expired():
+                raise TimeoutError
             return check(answer)
         # An environment may call sys.exit or raise KeyboardInterrupt.
         except BaseException as error:

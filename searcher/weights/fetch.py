@@ -18,6 +18,7 @@ from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError, SnapshotError, SnapshotMissing, SnapshotOutdated, WireError
 from tba.common.log import get_logger
 from tba.common.run_snapshots import weights_directory
+from tba.common.system.durable import open_regular
 from tba.common.weights.node_store import make_directory
 from tba.common.weights.snapshot import DELTA
 from tba.common.weights.snapshot_server import NodeServer, address_of
@@ -101,7 +102,7 @@ class Fetcher:
             # It is also linked under another name, such as in an older snapshot: it must not be written to.
             if target.exists() and target.stat().st_nlink > 1:
                 target.unlink()
-            with target.open("ab") as file:
+            with open_regular(target, "ab") as file:
                 # Larger than the file can be: a remainder of something else.
                 if size is not None and file.tell() > size:
                     file.truncate(0)

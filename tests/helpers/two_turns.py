@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tba.trainer.objectives.from_config import Objective
-from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.objectives.responses import Responses, Totals, Turns
 
 BETA = 0.5
 # Rates of learning: at first large.
@@ -104,8 +104,13 @@ def paths(world: World, sampler: Sampler) -> Tensor:
     return torch.cartesian_prod(*[torch.arange(3)] * 3).repeat_interleave(counts.flatten(), dim=0)
 
 
-def group_of(world: World, sampler: Sampler, policy: Policy, path_N3: Tensor, samples: int) -> Responses:
-    """Return episodes as groups: action, observation, action, of which the observation does not count."""
+def group_of(
+    world: World, sampler: Sampler, policy: Policy, path_N3: Tensor, samples: int, value_AO: Tensor | None = None
+) -> Responses:
+    """Return episodes as groups: action, observation, action, of which the observation does not count.
+
+    `value_AO` are learned values of the second turn's histories.
+    """
     first, seen, second = path_N3.unbind(1)
     rows, nothing = len(path_N3), torch.zeros(len(path_N3), dtype=torch.float64)
     chosen = policy.log_first_A[first], nothing, policy.log_second_AOa[first, seen, second]
@@ -120,6 +125,22 @@ def group_of(world: World, sampler: Sampler, policy: Policy, path_N3: Tensor, sa
         reference_bK=torch.full_like(reward, -2 * torch.tensor(3.0).double().log()),
         staleness_bK=torch.zeros_like(reward),
         totals=Totals(len(reward), rows, 2 * rows),
+        turns=_turns(path_N3, reward.flatten(), samples, torch.zeros(3, 3) if value_AO is None else value_AO),
+    )
+
+
+def _turns(path_N3: Tensor, reward_N: Tensor, samples: int, value_AO: Tensor) -> Turns:
+    first, seen, _ = path_N3.unbind(1)
+    row_N, nothing = torch.arange(len(path_N3)), torch.zeros_like(reward_N)
+    group_N = 10 * (row_N // samples)
+    return Turns(
+        lengths=[1] * (2 * len(path_N3)),
+        row_S=row_N.repeat_interleave(2),
+        depth_S=torch.tensor([0, 1]).repeat(len(path_N3)),
+        history_S=torch.stack([group_N, group_N + 1 + 3 * first + seen], 1).flatten(),
+        reward_S=torch.stack([nothing, reward_N], 1).flatten(),
+        reference_S=torch.full((2 * len(path_N3),), -torch.tensor(3.0).double().log().item(), dtype=torch.float64),
+        value_S=torch.stack([nothing, value_AO[first, seen].double()], 1).flatten(),
     )
 
 

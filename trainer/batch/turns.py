@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from tba.trainer.batch.batch import Row, counted
-from tba.trainer.objectives.responses import Turns, row_sums
+from tba.trainer.objectives.responses import Turns, row_totals
 
 
 def turn_starts(row: Row) -> list[int]:
@@ -22,7 +22,7 @@ def turn_starts(row: Row) -> list[int]:
 def turns_of(
     rows: Sequence[Row], reward_N: Tensor, turn_rewards: Sequence[Sequence[float]], reference_R: Tensor, samples: int
 ) -> Turns:
-    """Return the turns of rows, of which `samples` after one another form a group. The learned log Z is 0.
+    """Return the turns of rows, of which `samples` after one another form a group. The learned value is 0.
 
     A row without a counted token is a turn without tokens. `turn_rewards` are those of each row; where there is not
     one of each turn, the last turn has the whole reward, which is right too: what was earned before is part of log Z.
@@ -44,15 +44,14 @@ def turns_of(
         # Of samples of one prompt only, which are in one micro-batch: the loss does not depend on how a batch is cut.
         numbers += [histories.setdefault((n // samples, one), len(histories)) for one in _histories(row, starts)]
     row_S, depth_S = torch.tensor(places).unbind(1)
-    tokens_R = reference_R[counted(rows)]
     return Turns(
         lengths=lengths,
         row_S=row_S,
         depth_S=depth_S,
         history_S=torch.tensor(numbers),
         reward_S=torch.tensor(rewards, dtype=torch.float64),
-        reference_S=row_sums(tokens_R, torch.ones(len(tokens_R), dtype=torch.bool), lengths),
-        log_z_S=torch.zeros(len(lengths), dtype=torch.float64),
+        reference_S=row_totals(reference_R[counted(rows)], lengths),
+        value_S=torch.zeros(len(lengths), dtype=torch.float64),
     )
 
 

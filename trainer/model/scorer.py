@@ -23,6 +23,7 @@ from tba.common.system.load_errors import loading
 from tba.common.weights.pretrained import from_directory, tied_names
 from tba.trainer.batch.batch import Layout, Row, counted, pad
 from tba.trainer.batch.micro_batches import CPU_PASS_TOKENS, GPU_PASS_TOKENS, forward_passes
+from tba.trainer.batch.turns import turn_starts
 from tba.trainer.model.chunked_logprobs import token_logprobs
 from tba.trainer.model.packed_attention import ATTENTION
 from tba.trainer.model.packing import pack
@@ -166,14 +167,16 @@ class Scores:
 
     `logprob_R` has every response token, masked ones included, at temperature 1; it is 0 in the contexts of segments.
     `tempered_R` is the same at the temperature of each row if that is asked for, otherwise the same tensor. On request
-    there are `prompt_NH`, the mean of each prompt's last hidden states, and `entropy_R`, the entropy in nats of the
-    distribution at each response token.
+    there are `prompt_NH`, the mean of each prompt's last hidden states, `turn_SH`, the last hidden state of the token
+    before each turn (`tba.trainer.batch.turns`), detached, and `entropy_R`, the entropy in nats of the distribution at
+    each response token.
     """
 
     logprob_R: Tensor
     tempered_R: Tensor
     prompt_NH: Tensor | None = None
     entropy_R: Tensor | None = None
+    turn_SH: Tensor | None = None
 
 
 class Scorer(nn.Module):
@@ -225,8 +228,9 @@ class Scorer(nn.Module):
         tempered: bool = False,
         pooled: bool = False,
         entropy: bool = False,
+        turns: bool = False,
     ) -> Scores:
-        """Score rows, in their order. `tempered`, `pooled` and `entropy` ask for the optional fields of `Scores`.
+        """Score rows, in their order. The flags ask for the optional fields of `Scores`.
 
         Each sequence of a row is computed alone. `passes` are the forward passes as indices into the sequences of all
         rows, by default those of `passes`. All of them are parts of one graph, so a loss on all rows is exact. An empty
@@ -242,7 +246,9 @@ class Scorer(nn.Module):
             if not part:
                 all_sequences.append(_EMPTY_ROW)
         temperature_R = _temperatures(all_sequences) if tempered else None
-        logprob_R, tempered_R, prompt_NH, entropy_R = self(all_sequences, filled, temperature_R, pooled, entropy)
+        places = _turn_places(all_sequences) if turns else None
+        scores = self(all_sequences, filled, temperature_R, pooled, entropy, places)
+        logprob_R, tempered_R, prompt_NH, entropy_R, turn_SH = scores
         if len(sequences) > len(rows):
             in_rows = partial(_in_rows, rows, _places(rows).to(logprob_R.device))
             logprob_R, tempered_R, entropy_R = in_rows(logprob_R), in_rows(tempered_R), in_rows(entropy_R)
@@ -252,6 +258,7 @@ class Scorer(nn.Module):
             logprob_R if temperature_R is None else tempered_R,
             prompt_NH[firsts] if pooled else None,
             entropy_R if entropy else None,
+            turn_SH if turns else None,
         )
 
     def forward(
@@ -261,7 +268,8 @@ class Scorer(nn.Module):
         temperature_R: Tensor | None,
         pooled: bool,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        turn_places: list[int] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of `Scores` for rows without segments; those not asked for are empty."""
         hidden: list[Tensor] = []
         pools: list[Tensor] = []
@@ -285,7 +293,9 @@ class Scorer(nn.Module):
                 entropy=entropy,
                 exact=self._exact_logits,
             )
-        return logprob_R, tempered_R, torch.cat(pools)[order] if pooled else logprob_R.new_zeros(0), entropy_R
+        prompt_NH = torch.cat(pools)[order] if pooled else logprob_R.new_zeros(0)
+        turn_SH = logprob_R.new_zeros(0) if turn_places is None else hidden_RH.detach()[turn_places]
+        return logprob_R, tempered_R, prompt_NH, entropy_R, turn_SH
 
 
 def _temperatures(rows: Sequence[Row]) -> Tensor | None:
@@ -294,6 +304,12 @@ def _temperatures(rows: Sequence[Row]) -> Tensor | None:
         return None
     values = np.repeat([row.temperature or 1.0 for row in rows], [len(row.response_ids) for row in rows])
     return torch.from_numpy(values)
+
+
+def _turn_places(sequences: Sequence[Row]) -> list[int]:
+    """Return where the turns of all sequences start, in their tokens."""
+    starts = itertools.accumulate([len(one.response_ids) for one in sequences], initial=0)
+    return [start + turn for start, one in zip(starts, sequences, strict=False) for turn in turn_starts(one)]
 
 
 def _places(rows: Sequence[Row]) -> Tensor:
@@ -329,7 +345,9 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 class LogZHead(nn.Module):
     """log Z(x) as a linear function of the mean of the prompt's last hidden states (Lee et al. 2024).
 
-    It is for the objective `tb_learned_z`. b are prompts.
+    It is for the objective `tb_learned_z`. b are prompts. With `objective.log_z = "turn"` they are turns, each with the
+    last hidden state before it, and the result is beta log Z: in units of the reward it is learned as fast for each
+    beta.
 
     The hidden states are detached: the policy is not trained to make log Z easier to predict. All weights start at
     zero, and so does log Z.

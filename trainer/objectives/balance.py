@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tba.trainer.objectives.advantages import imitation, taper
-from tba.trainer.objectives.responses import Responses, Terms, Turns, row_sums
+from tba.trainer.objectives.responses import Responses, Terms, Turns, row_totals
 
 
 def trajectory_balance(
@@ -71,44 +71,46 @@ def trajectory_balance_learned_z(responses: Responses, beta: float) -> Terms:
 def turn_balance(responses: Responses, beta: float) -> Terms:
     """Return the Trajectory Balance loss at the boundaries of turns, with a log Z of each history h.
 
-        log Z(h)   = mean over the turns t of the group with h_t = h of c_t,   detached
-        c_t        = log Z(h_t+1) + r_t / beta + log ref(a_t|h_t) - log pi(a_t|h_t),   log Z = 0 after the last turn
+        c_t        = sg[ log Z(h_t+1) ] + r_t / beta + log ref(a_t|h_t) - log pi(a_t|h_t),   0 after the last turn
+        log Z(h)   = sg[ mean of c_t over the turns of the group with h_t = h ],   or learned where there is only one
         residual_t = log Z(h_t) - c_t
         loss       = beta/2 * 1/(BK) sum_ijt residual_ijt^2
 
-    Where no other turn of the group has the history, the residual has the learned log Z of h_t instead, which gets a
-    gradient; c_t-1 keeps the c_t of that turn, whose mean is right at the optimum whatever the learned one says. For
-    one turn it is `trajectory_balance`. docs/objectives.md derives why random observations do not move the optimum.
-
-    The advantage of a response is the mean over its turns. Raises ValueError if there are no `responses.turns`.
+    A learned log Z has a gradient in the residual. With one turn it is `trajectory_balance`. docs/objectives.md derives
+    why random observations do not move the optimum, whoever sampled. The advantage of a response is the mean over its
+    turns. Raises ValueError if there are no `responses.turns`.
     """
     turns = responses.turns
     if turns is None:
         raise ValueError('log_z = "turn" needs the turns of the responses')
-    policy_S = row_sums(responses.logprob_R[responses.mask_R], torch.ones(sum(turns.lengths)).bool(), turns.lengths)
-    target_S = turns.reward_S / beta + turns.reference_S
-    times_S, log_z_S = _log_z_of_histories(turns, target_S, policy_S.detach())
-    residual_S = torch.where(times_S > 1, log_z_S, turns.log_z_S) + policy_S - target_S
+    policy_S = row_totals(responses.logprob_R[responses.mask_R], turns.lengths)
+    learned_S = turns.value_S / beta
+    own_S = (turns.reward_S / beta + turns.reference_S - policy_S).detach()
+    log_z_S, next_S = _log_z_of_histories(turns, own_S, learned_S.detach())
+    shared_S = turns.history_S.bincount()[turns.history_S] > 1
+    residual_S = torch.where(shared_S, log_z_S, learned_S) + policy_S - policy_S.detach() - own_S - next_S
     loss = beta / 2 * residual_S.square().sum() / responses.totals.rows
     total_N = torch.zeros(len(responses.lengths), dtype=torch.float64).index_add_(0, turns.row_S, residual_S.detach())
     advantage_bK = -beta * (total_N / turns.row_S.bincount()).view_as(responses.reward_bK)
     return Terms(loss, advantage_bK, torch.ones_like(advantage_bK))
 
 
-def _log_z_of_histories(turns: Turns, target_S: Tensor, policy_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many turns share the history of each turn, and its log Z: [S] each. Adds log Z(h_t+1) to `target_S`.
+def _log_z_of_histories(turns: Turns, own_S: Tensor, learned_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log Z of the history of each turn, and of that of the next turn of its row: [S] each.
 
-    Last turns come first. The turns of one history have the same depth, and the next turn of a row follows in S.
+    `own_S` is c_t without log Z(h_t+1). Last turns come first: the turns of one history have the same depth, and the
+    next turn of a row follows in S.
     """
-    times_S = turns.history_S.bincount()[turns.history_S]
-    log_z_S = torch.zeros_like(target_S)
+    times_H = turns.history_S.bincount()
+    log_z_S, next_S = torch.zeros_like(own_S), torch.zeros_like(own_S)
     for depth in range(int(turns.depth_S.max()), -1, -1):
         here = (turns.depth_S == depth).nonzero()[:, 0]
-        before = here[:0] if depth == 0 else here - 1
-        total_H = torch.zeros_like(target_S).index_add_(0, turns.history_S[here], (target_S - policy_S)[here])
-        log_z_S[here] = total_H[turns.history_S[here]] / times_S[here]
-        target_S[before] += log_z_S[here[: len(before)]]
-    return times_S, log_z_S
+        history = turns.history_S[here]
+        total_H = torch.zeros_like(own_S).index_add_(0, history, (own_S + next_S)[here])
+        log_z_S[here] = torch.where(times_H[history] > 1, total_H[history] / times_H[history], learned_S[here])
+        if depth:
+            next_S[here - 1] = log_z_S[here]
+    return log_z_S, next_S
 
 
 def optimal_advantage(responses: Responses, *, beta: float, value_beta: float) -> Terms:

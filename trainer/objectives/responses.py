@@ -29,7 +29,7 @@ class Turns:
     `lengths` are the tokens of each turn. `row_S` is the row of a turn, `depth_S` the number of turns before it in that
     row. `history_S` numbers what came before a turn: the same number means the same tokens in the same group.
     `reward_S` sums to the rewards of the rows. `reference_S` are log-probabilities under the reference policy.
-    `log_z_S` is the learned log Z of the history, with gradient.
+    `value_S` is the learned beta log Z of the history, in units of the reward, with gradient.
     """
 
     lengths: list[int]
@@ -38,7 +38,7 @@ class Turns:
     history_S: Tensor
     reward_S: Tensor
     reference_S: Tensor
-    log_z_S: Tensor
+    value_S: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,6 @@ def row_sums(value_R: Tensor, mask_R: Tensor, lengths: list[int]) -> Tensor:
 
 
 def row_totals(value_R: Tensor, lengths: list[int]) -> Tensor:
-    """Sum over all tokens of each row: [N] in float64, with rounding that no loss depends on, and so faster."""
+    """Sum over all tokens of each row: [N] in float64. It is faster than `row_sums`, and rounds otherwise."""
     row_R = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, row_R, value_R.double())

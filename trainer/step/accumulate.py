@@ -13,7 +13,7 @@ Shape suffixes: B prompts of the batch, K samples of each, b prompts of a micro-
 Q quantities of a row.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,11 +23,12 @@ from torch import Tensor
 from tba.common.wire.trajectory import QUANTITIES
 from tba.trainer.batch.batch import Row, TrainBatch, counted, known
 from tba.trainer.batch.micro_batches import Chunk, MicroBatch
+from tba.trainer.batch.turns import turns_of
 from tba.trainer.distributed import Ranks, keep_gathered
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.scorer import LogZHead, Scorer, Scores
 from tba.trainer.objectives.from_config import Objective
-from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.objectives.responses import Responses, Totals, Turns
 from tba.trainer.step.step_metrics import on_policy_differences, quantities
 
 
@@ -37,7 +38,8 @@ class Accumulator:
 
     `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
     `quantities_QBK` are those of the rows (`tba.trainer.step.step_metrics`), and `log_ratio_R` the log-ratios of the
-    tokens of all rows, in their order, float32. The lists hold one tensor per micro-batch:
+    tokens of all rows, in their order, float32. `reference_of_tokens` has the reference log-probabilities of the tokens
+    of each trajectory, for a log Z of each turn. The lists hold one tensor per micro-batch:
     trainer minus engine of on-policy tokens, log pi - log mu of counted tokens of a known sampler, and the entropy of
     counted tokens.
     """
@@ -52,6 +54,7 @@ class Accumulator:
     beta: float
     entropy: bool
     retain_gathered: bool
+    reference_of_tokens: Mapping[int, Tensor] = field(default_factory=dict)
     quantities_QBK: Tensor = field(init=False)
     log_ratio_R: Tensor = field(init=False)
     loss: float = 0.0
@@ -116,8 +119,9 @@ class Accumulator:
             tokens = part.stop
 
     def _score(self, rows: Sequence[Row], chunk: Chunk) -> Scores:
-        pooled = self.objective.learns_log_z
-        return self.scorer.score(rows, chunk.passes, tempered=True, pooled=pooled, entropy=self.entropy)
+        turns = self.objective.log_z_of_turns
+        pooled = self.objective.learns_log_z and not turns
+        return self.scorer.score(rows, chunk.passes, tempered=True, pooled=pooled, entropy=self.entropy, turns=turns)
 
     def _rows(self, micro_batch: MicroBatch) -> list[Row]:
         return [self.batch.rows[row] for row in micro_batch.rows]
@@ -129,7 +133,7 @@ class Accumulator:
     def _backward_of_loss(self, micro_batch: MicroBatch, rows: list[Row], scores: Scores) -> None:
         """Backward pass from the loss of some groups to wherever the graph of their scores begins."""
         with self.watch.phase("forward"):
-            responses = self._responses(micro_batch.groups, rows, scores)
+            responses = self._responses(micro_batch, rows, scores)
             terms = self.objective.terms(responses, self.beta)
         with self.watch.phase("backward"):
             torch.autograd.backward(terms.loss)
@@ -156,9 +160,9 @@ class Accumulator:
         rows = [self.batch.rows[group * samples : (group + 1) * samples] for group in groups]
         return [sum(len(row.response_ids) for row in group) for group in rows]
 
-    def _responses(self, groups: list[int], rows: list[Row], scores: Scores) -> Responses:
-        """Return some groups of the batch as the objective takes them."""
-        batch, log_z_b = self.batch, None
+    def _responses(self, micro_batch: MicroBatch, rows: list[Row], scores: Scores) -> Responses:
+        """Return the groups of a micro-batch as the objective takes them."""
+        batch, groups, log_z_b = self.batch, micro_batch.groups, None
         if self.log_z is not None and scores.prompt_NH is not None:
             # The rows of a group have the same prompt, and no prompt token attends to the response after it.
             log_z_b = self.log_z(scores.prompt_NH[:: batch.samples])
@@ -174,7 +178,24 @@ class Accumulator:
             staleness_bK=batch.staleness_BK[groups],
             totals=Totals(batch.prompts, len(batch.rows), int(counted(batch.rows).sum())),
             log_z_b=log_z_b,
+            turns=self._turns(micro_batch.rows, rows, scores) if self.objective.log_z_of_turns else None,
         )
+
+    def _turns(self, indices: Sequence[int], rows: Sequence[Row], scores: Scores) -> Turns:
+        """Return the turns of some rows of the batch, with the learned value of what came before each."""
+        batch = self.batch
+        turns = turns_of(
+            rows,
+            batch.reward_BK.flatten()[indices],
+            [batch.turn_rewards[index] if batch.turn_rewards else [] for index in indices],
+            torch.cat([self.reference_of_tokens[row.id] for row in rows]),
+            batch.samples,
+        )
+        if self.log_z is not None and scores.turn_SH is not None:
+            # A row without a counted token has a turn that starts nowhere.
+            sampled_S = torch.tensor(turns.lengths) > 0
+            turns.value_S[sampled_S] = self.log_z(scores.turn_SH)
+        return turns
 
     def _sum_over_ranks(self) -> None:
         """FSDP has summed the policy's gradients; those of a learned log Z are summed here."""
@@ -197,9 +218,11 @@ class Accumulator:
 def _joined(parts: Sequence[Scores]) -> Scores:
     pooled = [part.prompt_NH for part in parts if part.prompt_NH is not None]
     entropies = [part.entropy_R for part in parts if part.entropy_R is not None]
+    turns = [part.turn_SH for part in parts if part.turn_SH is not None]
     return Scores(
         torch.cat([part.logprob_R for part in parts]),
         torch.cat([part.tempered_R for part in parts]),
         torch.cat(pooled) if pooled else None,
         torch.cat(entropies) if entropies else None,
+        torch.cat(turns) if turns else None,
     )

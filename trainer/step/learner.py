@@ -8,6 +8,7 @@ Shape suffixes: B prompts of the batch, K samples of each, N rows.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -187,14 +188,14 @@ class Learner:
         self._check_floor(batch)
         self._check_report(batch)
         with self._watch.phase("reference"):
-            reference_BK, computed = self._complete_reference(batch)
+            reference_BK, computed, of_tokens = self._complete_reference(batch)
         finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
         if len(finite) < len(computed):
             blamed = sorted(computed.keys() - finite.keys())
             reason = "a reference log-probability is not finite"
             return self._skip(batch, finite, no_numbers(batch.rows), reason, blamed)
         beta = beta_at(self._config, self.steps_done)
-        sums = self.accumulate(batch, reference_BK, beta)
+        sums = self.accumulate(batch, reference_BK, beta, of_tokens)
         with self._watch.phase("optimizer"):
             norms = self._clip_gradients()
             broken = _broken(batch, sums)
@@ -308,7 +309,13 @@ class Learner:
             **({"entropy": float(entropy.mean())} if len(entropy) else {}),
         }
 
-    def accumulate(self, batch: TrainBatch, reference_BK: Tensor, beta: float) -> Accumulator:
+    def accumulate(
+        self,
+        batch: TrainBatch,
+        reference_BK: Tensor,
+        beta: float,
+        reference_of_tokens: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> Accumulator:
         """Add the gradient of the whole batch to the parameters."""
         accumulator = Accumulator(
             scorer=self.scorer,
@@ -321,6 +328,7 @@ class Learner:
             beta=beta,
             entropy=self._measured.entropy,
             retain_gathered=self._retain_gathered,
+            reference_of_tokens=reference_of_tokens,
         )
         accumulator.run(self.plan(batch.rows, batch.samples))
         return accumulator
@@ -337,10 +345,11 @@ class Learner:
         )
 
     @torch.no_grad()
-    def _complete_reference(self, batch: TrainBatch) -> tuple[Tensor, dict[int, float]]:
+    def _complete_reference(self, batch: TrainBatch) -> tuple[Tensor, dict[int, float], dict[int, Tensor]]:
         """Return the reference log-probabilities of the batch, and by trajectory id those computed for it.
 
-        If the objective does not use them, none are computed and those that are not stored stay NaN.
+        If the objective does not use them, none are computed and those that are not stored stay NaN. For a log Z of
+        each turn the third are those of the tokens of all rows, which are computed in every step.
         """
         # A resumed run must train on the same values as an uninterrupted one, bit for bit, and after a resume the
         # stored values are used. Two computations of one value may differ in the last bit, as they depend on the
@@ -354,9 +363,13 @@ class Learner:
             for row, stored in zip(batch.rows, batch.reference_BK.flatten().tolist(), strict=True)
         }
         needed = batch.rows if self._objective.needs_reference else []
-        missing = {row.id: row for row in needed if math.isnan(known[row.id])}
+        by_token = self._objective.log_z_of_turns
+        missing = {row.id: row for row in needed if by_token or math.isnan(known[row.id])}
         unknown = list(missing.values())
         sequence_N = torch.zeros(len(unknown), dtype=torch.float64)
+        lengths = [len(row.response_ids) if by_token else 0 for row in unknown]
+        token_R = torch.zeros(sum(lengths))
+        of_tokens = torch.split(token_R, lengths)
         for micro_batch in self.plan(unknown, 1):
             rows = [unknown[index] for index in micro_batch.rows]
             # Groups of one row are never split.
@@ -364,11 +377,18 @@ class Learner:
             logprob_R = self.reference.score(rows, chunk.passes).logprob_R
             if rows:
                 sequence_N[micro_batch.rows] = sequence_logprobs(logprob_R, rows).cpu()
-        computed = dict(zip(missing, self._ranks.sum(sequence_N).tolist(), strict=True))
+            if rows and by_token:
+                parts = torch.split(logprob_R.cpu(), [lengths[index] for index in micro_batch.rows])
+                for index, part in zip(micro_batch.rows, parts, strict=True):
+                    of_tokens[index].copy_(part)
+        sums = dict(zip(missing, self._ranks.sum(sequence_N).tolist(), strict=True))
+        computed = {id_: logprob for id_, logprob in sums.items() if math.isnan(known[id_])}
         known |= computed
         self._just_computed = (own, {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)})
         reference = torch.tensor([known[row.id] for row in batch.rows], dtype=torch.float64)
-        return reference.view_as(batch.reward_BK), computed
+        if by_token:
+            of_tokens = torch.split(self._ranks.sum(token_R), lengths)
+        return reference.view_as(batch.reward_BK), computed, dict(zip(missing, of_tokens, strict=True))
 
     def _check_tokens(self, batch: TrainBatch) -> None:
         """Check token ids: one outside the vocabulary would be an obscure device error, or silently another token."""

@@ -272,6 +272,11 @@ def test_control_characters_in_responses_are_escaped_for_the_terminal(tba_buffer
     assert tba_buffer("tail", "-b", path, "--json").json["text"] == "1\n\x1b]0;title\x07\r2\u2028é"
 
 
+def test_names_of_searchers_are_escaped_for_the_terminal(tba_buffer, filled):
+    change(filled, "UPDATE senders SET sender = 'a' || char(27) || '[2J'")
+    assert "a\\x1b[2J" in tba_buffer("tail", "-n", 1, "-b", filled).output
+
+
 def test_stats_print_counts(tba_buffer, filled):
     (numbers,) = tba_buffer("stats", "--json", "-b", filled).json
     assert (numbers["trajectories"], numbers["with_error"], numbers["steps_trained"]) == (7, 1, 1)

@@ -2,9 +2,7 @@
 
 import shutil
 import socket
-import sqlite3
 import time
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from tba.common.config import Config
 from tba.common.evaluations import record_evaluations
 from tba.common.system.durable import exclusive_lock
 from tba.deploy.run_list import ended_run, list_runs
+from tba.tests.helpers.buffer import change
 from tba.tests.helpers.checks import not_none
 
 
@@ -130,8 +129,7 @@ def test_a_database_with_odd_values_hides_no_other_run(filled, tmp_path):
     for name, sql in changes.items():
         (tmp_path / "runs" / name).mkdir(parents=True)
         path = shutil.copy(filled, tmp_path / "runs" / name / "buffer.sqlite")
-        with closing(sqlite3.connect(path)) as database, database:
-            database.execute(sql)
+        change(path, sql)
     rows = {Path(row["directory"]).name: row for row in list_runs(tmp_path / "runs", read_results)}
     found = {name: (row["state"], row["why"].partition(": ")[2]) for name, row in rows.items()}
     unreadable = ("unreadable", "malformed JSON")

@@ -9,6 +9,7 @@ import pytest
 from tba.common.config import Config, TaskSection
 from tba.common.errors import ConfigError, TaskError
 from tba.searcher.build import check_scored
+from tba.searcher.checks import check_task_and_prompts
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.environments import action_in
@@ -188,8 +189,6 @@ def test_a_class_that_only_has_tools_or_no_rows_is_refused(load):
 
 @pytest.fixture
 def lake():
-    pytest.importorskip("gymnasium")
-
     def lake(id="FrozenLake-v1", **options):
         return load_task(TaskSection(name="gymnasium", options={"id": id, "prompts": 3, "held_out": 1} | options))
 
@@ -242,3 +241,32 @@ def test_an_environment_that_is_none_is_refused(lake):
         lake("FrozenLake-v9")
     with pytest.raises(TaskError, match="has 4 actions, and task.options.actions 2"):
         lake(actions="left right")
+
+
+@pytest.mark.parametrize(
+    ("objective", "staleness", "warned"),
+    [
+        ({"name": "tb"}, "unbounded", True),
+        ({"name": "tb_learned_z"}, 8, True),
+        ({"name": "oapl"}, 8, True),
+        ({"name": "oapl"}, 0, False),
+        ({"name": "tb", "log_z": "turn"}, 8, False),
+        ({"name": "tb_stale"}, 8, False),
+    ],
+)
+def test_an_objective_that_explains_luck_is_named_for_a_random_task_with_stale_data(
+    tmp_path, objective, staleness, warned
+):
+    (tmp_path / "own.py").write_text(OWN)
+    sections: dict[str, Any] = {
+        "task": {"name": str(tmp_path / "own.py")},
+        "train": {"prompts_per_step": 1, "publish_every": 1},
+        "buffer": {"max_staleness": staleness},
+        "objective": objective,
+    }
+    warning = check_task_and_prompts(Config.model_validate(sections))
+    assert ("explains their luck" in warning) is warned
+    # The same environments without chance.
+    (tmp_path / "fixed.py").write_text(OWN.replace("random = True", "random = False"))
+    fixed = Config.model_validate(sections | {"task": {"name": str(tmp_path / "fixed.py")}})
+    assert check_task_and_prompts(fixed) == ""

@@ -1,4 +1,4 @@
-"""Rows whose context begins anew: each sequence is computed alone, and the loss is that of one response."""
+"""Rows in which a new context begins: each sequence is computed alone, and the loss is that of one response."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from tba.common.wire.trajectory import sequences
+from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.puts import make_episode
 from tba.tests.helpers.trainer import make_batch, make_learner, make_row, random_batch, tiny_model
 from tba.trainer.batch.batch import Row, TrainBatch, counted, decode
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
 from tba.trainer.step.learner import Measured
 
-MODEL = {"vocabulary": 10, "layers": 2}
+MODEL: dict[str, Any] = {"vocabulary": 10, "layers": 2}
 EPISODE = make_episode()
 
 
@@ -48,13 +49,14 @@ def test_a_row_with_segments_has_the_log_probabilities_of_its_sequences_alone(pa
     alone = Scorer(model, packed=packed).score(others[:5], pooled=True)
     assert torch.allclose(torch.cat([parts[0], *parts[2:5], parts[6]]), alone.logprob_R, atol=1e-5, rtol=0)
     # Of the first context, which is the prompt.
-    first = Scorer(model, packed=packed).score([row_of(EPISODE).sequences[0]], pooled=True)
-    assert torch.allclose(scores.prompt_NH[1], first.prompt_NH[0], atol=1e-5, rtol=0)
-    assert [len(scores.prompt_NH), len(scores.entropy_R)] == [len(rows), len(scores.logprob_R)]
+    (first_H,) = not_none(Scorer(model, packed=packed).score([row_of(EPISODE).sequences[0]], pooled=True).prompt_NH)
+    prompt_NH = not_none(scores.prompt_NH)
+    assert torch.allclose(prompt_NH[1], first_H, atol=1e-5, rtol=0)
+    assert [len(prompt_NH), len(not_none(scores.entropy_R))] == [len(rows), len(scores.logprob_R)]
 
 
 def same_turns(id_: int, prompt: list[int], turns: list[list[int]], *, cut: bool) -> Row:
-    """Return turns with an observation of one token between them, or all of their context anew if `cut`."""
+    """Return turns with an observation of one token between them, or all of their context again if `cut`."""
     response, mask, segments, context = list(turns[0]), [1] * len(turns[0]), [], [*prompt, *turns[0]]
     for turn in turns[1:]:
         context.append(9)

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tba.tests.helpers.browser import change, client, select
+from tba.tests.helpers.browser import client, select
+from tba.tests.helpers.buffer import change
 
 
 def test_lengths_count_what_was_generated_and_what_was_trained_on(filled):

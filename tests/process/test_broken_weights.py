@@ -1,0 +1,64 @@
+"""The weights directory of a run is deleted, moved and replaced under load: the run says so, and goes on."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tba.tests.helpers.checks import wait_until
+from tba.tests.process.conftest import arithmetic
+
+
+def delete(weights: Path) -> None:
+    # The trainer writes into it meanwhile.
+    while weights.exists():
+        shutil.rmtree(weights, ignore_errors=True)
+
+
+def move(weights: Path) -> None:
+    weights.rename(weights.with_name("aside"))
+
+
+def replace(weights: Path) -> None:
+    move(weights)
+    weights.mkdir()
+
+
+def replace_by_a_file(weights: Path) -> None:
+    move(weights)
+    weights.write_text("not a directory")
+
+
+def repair(weights: Path) -> None:
+    if (aside := weights.with_name("aside")).exists():
+        weights.unlink() if weights.is_file() else shutil.rmtree(weights, ignore_errors=True)
+        aside.rename(weights)
+
+
+@pytest.mark.slow
+def test_a_run_whose_weights_directory_changes_hands_names_it_and_trains_on_after_the_repair(
+    make_config, start_tba, tmp_path
+):
+    run = make_config(**arithmetic(train={"steps": 1000, "prompts_per_step": 2, "checkpoint_every": 1}))
+    process = start_tba("run", run.file)
+    weights, logs = tmp_path / "weights/test", run.directory / "logs"
+
+    def said(name: str, sentence: str) -> int:
+        return len(re.findall(sentence, (logs / name).read_text()))
+
+    for hand in (delete, move, replace, replace_by_a_file):
+        before = run.steps_trained()
+        wait_until(lambda n=before: run.steps_trained() > n + 1, what=f"steps before {hand.__name__}")
+        failed = said("trainer.log", f"error: publishing .*{weights}/")
+        hand(weights)
+        wait_until(lambda n=failed: said("trainer.log", f"error: publishing .*{weights}/") > n, what=hand.__name__)
+        repair(weights)
+        before, loaded = run.steps_trained(), said("search-0.log", "weights loaded")
+        wait_until(
+            lambda n=before, m=loaded: run.steps_trained() > n and said("search-0.log", "weights loaded") > m,
+            what=f"steps after {hand.__name__}",
+        )
+    process.terminate()
+    assert process.wait(60) == 0
+    assert not any("Traceback" in file.read_text() for file in logs.iterdir())

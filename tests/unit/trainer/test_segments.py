@@ -88,16 +88,19 @@ def batch_of(*, cut: bool) -> TrainBatch:
 def step_of(batch: TrainBatch, name: str, tokens: int) -> tuple[Any, torch.Tensor]:
     """Return the result of a step and its gradient, before clipping."""
     measured = Measured(True, frozenset({1}))
-    learner = make_learner(name=name, measured=measured, model=MODEL, double=True, micro_batch_tokens=tokens)
-    reference_BK, _ = learner._complete_reference(batch)
-    learner.accumulate(batch, reference_BK, 0.3)
+    name, keys = ("tb", {"log_z": "turn"}) if name == "turn" else (name, {})
+    learner = make_learner(name=name, keys=keys, measured=measured, model=MODEL, double=True, micro_batch_tokens=tokens)
+    reference_BK, _, of_tokens = learner._complete_reference(batch)
+    learner.accumulate(batch, reference_BK, 0.3, of_tokens)
     gradient = torch.cat([p.grad.flatten() for p in learner.policy.parameters() if p.grad is not None])
     learner.optimizer.zero_grad()
     return learner.step(batch), gradient
 
 
 @pytest.mark.parametrize("tokens", [10_000, 20])
-@pytest.mark.parametrize("name", ["tb", "tb_stale", "tb_learned_z", "oapl", "grpo", "dr_grpo", "ppo_clip", "cispo"])
+@pytest.mark.parametrize(
+    "name", ["tb", "turn", "tb_stale", "tb_learned_z", "oapl", "grpo", "dr_grpo", "ppo_clip", "cispo"]
+)
 def test_the_loss_does_not_depend_on_how_many_sequences_an_episode_became(name, tokens):
     whole, cut = batch_of(cut=False), batch_of(cut=True)
     (expected, of_whole), (found, of_cut) = (step_of(batch, name, tokens) for batch in (whole, cut))

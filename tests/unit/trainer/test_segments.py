@@ -51,6 +51,7 @@ def test_a_row_with_segments_has_the_log_probabilities_of_its_sequences_alone(pa
     # Of the first context, which is the prompt.
     (first_H,) = not_none(Scorer(model, packed=packed).score([row_of(EPISODE).sequences[0]], pooled=True).prompt_NH)
     prompt_NH = not_none(scores.prompt_NH)
+    assert torch.allclose(prompt_NH[[0, 2, 3, 4, 6]], not_none(alone.prompt_NH), atol=1e-5, rtol=0)
     assert torch.allclose(prompt_NH[1], first_H, atol=1e-5, rtol=0)
     assert [len(prompt_NH), len(not_none(scores.entropy_R))] == [len(rows), len(scores.logprob_R)]
 

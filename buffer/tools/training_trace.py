@@ -4,7 +4,7 @@
 
 The checks have the names and levels of OpenEnv's validator: a FATAL one refuses the file, a WARN is counted. A trace
 has no place for a reward: the result of OpenEnv's `verify` is in the metadata of its last call. Without one the row is
-an error, because what nobody has scored is not worth 0.
+an error, because what no one has scored is not worth 0.
 """
 
 import math
@@ -206,8 +206,8 @@ def read(fields: Any, where: str, run: str) -> tuple[dict[str, Any], list[str]]:
         trace = Trace.model_validate(fields)
     except ValidationError as error:
         path, reason = first_problem(error)
-        turn = f"turn {int(path[1]) + 1}: " if path[1:] else ""
-        raise UsageError(f"{where}: {turn}{'.'.join(path[2:] if turn else path)}: {reason}") from error
+        place = f"turn {int(path[1]) + 1}: {'.'.join(path[2:])}" if path[1:] else ".".join(path)
+        raise UsageError(f"{where}: {place}: {reason}") from error
     findings = find(trace)
     for level, name, turn, what in findings:
         if level == FATAL:
@@ -234,7 +234,7 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
         "sampling": kept[0].sampling,
         "generation_seconds": sum(call.metadata.seconds for call in kept),
         "text": "\n".join(text for text in texts if isinstance(text, str)) or None,
-        "error": "the trace has no env_reward: nobody has scored it" if reward is None else None,
+        "error": "the trace has no env_reward: it was not scored" if reward is None else None,
         "error_kind": "imported" if reward is None else None,
         "metadata": {"node_id": calls[0].node_id},
     }

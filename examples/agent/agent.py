@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 # The model of the example reads only digits and signs. For a chat model, write sentences.
 QUESTION, HIGHER, LOWER, GUESSES = "0-9=", "+=", "-=", 4
@@ -52,4 +52,7 @@ def main(url: str, config: str, rounds: int, games: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:]))
+    try:
+        main(*sys.argv[1:3], *map(int, sys.argv[3:]))
+    except APIConnectionError:
+        sys.exit("the policy does not answer: the run has ended")

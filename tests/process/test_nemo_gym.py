@@ -85,7 +85,7 @@ class BufferCapture:
 
 
 # The package is not installed where types are checked.
-class BufferLineage(gym.IncrementalLineageStore):  # type: ignore[misc]
+class BufferLineage(gym.IncrementalLineageStore):  # type: ignore[misc, name-defined]
     """Gym's own matcher of continuations, over the rows of the buffer."""
 
     def __init__(self, run):

@@ -107,7 +107,7 @@ def test_both_agree_on_random_graphs_of_calls():
     for _ in range(300):
         calls, known = [], [[1], [2]]
         for number in range(rng.randint(1, 7)):
-            # Extends an earlier call, repeats its prompt, or begins anew.
+            # Extends an earlier call, repeats its prompt, or begins a new conversation.
             prompt = [*rng.choice(known), *rng.choices([3, 4], k=rng.randint(0, 2))]
             sampled = rng.choices([5, 6], k=rng.randint(1, 2))
             known += [prompt, prompt + sampled, prompt + sampled]
@@ -242,14 +242,14 @@ def test_warnings_are_counted_and_told(import_into):
 
 
 @pytest.mark.parametrize("verify", [None, {}, {"env_reward": None}])
-def test_what_nobody_scored_is_an_error_and_not_a_reward_of_0(verify, import_into, filled):
-    # As an export has it that somebody else scores.
+def test_what_was_not_scored_is_an_error_and_not_a_reward_of_0(verify, import_into, filled):
+    # As an export has it that is scored again.
     trace = episode(tba={"error": None, "error_kind": None})
     trace["turns"][2]["metadata"].pop("verify")
     if verify is not None:
         trace["turns"][2]["metadata"]["verify"] = verify
     import_into(trace)
-    error = "the trace has no env_reward: nobody has scored it"
+    error = "the trace has no env_reward: it was not scored"
     assert new_rows(filled, "v.error, v.error_kind, v.reward") == [(error, "imported", 0.0)]
 
 
@@ -258,7 +258,7 @@ def test_what_nobody_scored_is_an_error_and_not_a_reward_of_0(verify, import_int
     [
         (["policy@v0"] * 3, None, 0),
         (["policy@v0"] * 3, [[0, 1, 0]], 0),
-        # A version that this run never had, another model, and one call that somebody else answered.
+        # A version that this run never had, another model, and one call that another server answered.
         (["policy@v7"] * 3, None, -1),
         (["gpt-oss-20b"] * 3, None, -1),
         (["policy@v0", "policy@v0", None], None, -1),

@@ -11,8 +11,9 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from tba.common.errors import ConfigError, LockTaken
 
@@ -41,7 +42,7 @@ def open_regular(path: Path, mode: str = "rb", buffering: int = -1) -> IO[bytes]
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file as a hex digest. Raises OSError as `open_regular`."""
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

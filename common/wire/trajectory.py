@@ -149,12 +149,16 @@ def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes
     columns: dict[str, Any] = {}
     for name in (*ROW_COLUMNS, "reference_logprob"):
         column = [getattr(t, name) for t in trajectories]
-        if name not in _SPARSE or any(value not in (None, []) for value in column):
+        if name not in _SPARSE or any(value is not None and value != [] for value in column):
             columns[name] = column
     frames = []
     for kind in ARRAY_KINDS:
         arrays = [getattr(t, kind.name) for t in trajectories]
-        columns[f"{kind.name}_count"] = [len(array) for array in arrays]
+        columns[f"{kind.name}_count"] = counts = list(map(len, arrays))
+        # The usual case of masks and segments.
+        if not any(counts):
+            frames.append(b"")
+            continue
         frames.append(b"".join(np.ascontiguousarray(array, dtype=kind.dtype).tobytes() for array in arrays))
     return columns, frames
 

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from blake3 import blake3
 
@@ -122,7 +122,7 @@ class Fetcher:
         self._channel.close()
 
     def _download(
-        self, version: int, name: str, file: BinaryIO, written: int, size: int | None, digest: blake3
+        self, version: int, name: str, file: IO[bytes], written: int, size: int | None, digest: blake3
     ) -> None:
         """Append the rest of a file, to the digest as well.
 

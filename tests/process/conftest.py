@@ -6,7 +6,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -179,6 +179,22 @@ def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@pytest.fixture
+def start_script() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """A function that starts Python code with pipes of text; `inside` is a command that starts it elsewhere."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *arguments: str, inside: Sequence[str] = ()) -> subprocess.Popen[str]:
+        command, pipe = [*inside, sys.executable, "-c", code, *arguments], subprocess.PIPE
+        started.append(subprocess.Popen(command, env=clean_environment(), stdin=pipe, stdout=pipe, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,18 +48,25 @@ def test_a_run_whose_weights_directory_changes_hands_names_it_and_trains_on_afte
     def said(name: str, sentence: str) -> int:
         return len(re.findall(sentence, (logs / name).read_text()))
 
+    def failed() -> int:
+        return said("trainer.log", f"error: publishing .*{weights}/")
+
+    def loaded() -> int:
+        return said("search-0.log", "weights loaded")
+
+    def wait_for_more(*counts: Callable[[], int]) -> None:
+        before = [count() for count in counts]
+        wait_until(lambda: all(count() > n for count, n in zip(counts, before, strict=True)), what=f"{hand.__name__}")
+
+    wait_until(run.steps_trained, what="steps")
+    failures: list[int] = []
     for hand in (delete, move, replace, replace_by_a_file):
-        before = run.steps_trained()
-        wait_until(lambda n=before: run.steps_trained() > n + 1, what=f"steps before {hand.__name__}")
-        failed = said("trainer.log", f"error: publishing .*{weights}/")
+        wait_for_more(run.steps_trained)
+        failures.append(failed())
         hand(weights)
-        wait_until(lambda n=failed: said("trainer.log", f"error: publishing .*{weights}/") > n, what=hand.__name__)
+        wait_until(lambda: failed() > failures[-1], what=f"a sentence on {hand.__name__}")
         repair(weights)
-        before, loaded = run.steps_trained(), said("search-0.log", "weights loaded")
-        wait_until(
-            lambda n=before, m=loaded: run.steps_trained() > n and said("search-0.log", "weights loaded") > m,
-            what=f"steps after {hand.__name__}",
-        )
+        wait_for_more(run.steps_trained, loaded)
     process.terminate()
     assert process.wait(60) == 0
     assert not any("Traceback" in file.read_text() for file in logs.iterdir())

@@ -103,3 +103,6 @@ def test_an_agent_is_answered_with_the_versions_and_log_probabilities_of_its_tok
     buffer.terminate()
     buffer.wait(60)
     assert answer().model == client.models.list().data[0].id == f"policy@v{version}"
+    written = [file for file in tmp_path.rglob("*") if file.is_file() and file.name != "run.toml"]
+    assert run.database in written
+    assert not [file for file in written if TOKEN.encode() in file.read_bytes()]

@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
+from typing import Any
 
 import numpy as np
 import psutil
@@ -49,9 +51,17 @@ def kill(processes) -> list[int]:
     return [process.pid for process in processes]
 
 
+def steps_done(run, steps: int) -> bool:
+    return len(run.lines()) >= steps
+
+
+def started_again(run, role: str) -> bool:
+    return starts_of(run, role) >= 2
+
+
 def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_config, start_tba, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
-    game = {
+    game: dict[str, dict[str, Any]] = {
         "model": {"path": str(start), "dtype": "float32"},
         "task": {"name": "slow.py", "options": {"prompts": PROMPTS}, "limit": 0, "held_out_limit": 0},
         "search": {"max_turns": 3, "turn_tokens": 2, "max_tokens": 12, "samples_per_prompt": 4},
@@ -60,12 +70,12 @@ def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_con
     launcher = start_tba("run", run.file)
     killed = []
     for number, victim in enumerate(("worker", "search", "buffer serve", "train")):
-        wait_until(lambda least=2 * number + 1: len(run.lines()) >= least, 120)
+        wait_until(partial(steps_done, run, 2 * number + 1), 120)
         searcher = children_of(launcher, " search ")[0]
         workers = [child for child in psutil.Process(searcher.pid).children() if "task_scorer" in str(child.cmdline())]
         killed += kill(workers[:1] if victim == "worker" else children_of(launcher, f" {victim} ")[:1])
         if victim != "worker":
-            wait_until(lambda victim=victim: starts_of(run, victim) == 2, 120)
+            wait_until(partial(started_again, run, victim), 200, f"start of {victim}")
     assert launcher.wait(400) == 0
     check_history(run, killed=killed)
     rows = run.query(

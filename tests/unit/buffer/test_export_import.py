@@ -297,7 +297,7 @@ def test_an_invalid_line_gives_one_sentence_and_nothing_is_imported(line, words,
 def test_rows_with_long_texts_are_split_into_messages_below_the_limit(tba_buffer, target, tmp_path, ask):
     turn = TURN | {"messages": [["user", "x" * (1 << 16)]] * 16}
     long: list[dict[str, Any]] = [{"text": "x" * (1 << 20)}, {"turns": [turn]}]
-    rows = [GOOD | long[n % 2] | {"reward": n} for n in range(40)]
+    rows = [GOOD | long[n // 20] | {"reward": n} for n in range(40)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert tba_buffer("import", "long.jsonl", *target, "--json").json["new"] == 40
 

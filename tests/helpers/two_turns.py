@@ -133,11 +133,13 @@ def _turns(path_N3: Tensor, reward_N: Tensor, samples: int, value_AO: Tensor) ->
     first, seen, _ = path_N3.unbind(1)
     row_N, nothing = torch.arange(len(path_N3)), torch.zeros_like(reward_N)
     group_N = 10 * (row_N // samples)
+    history_S = torch.stack([group_N, group_N + 1 + 3 * first + seen], 1).flatten()
     return Turns(
         lengths=[1] * (2 * len(path_N3)),
         row_S=row_N.repeat_interleave(2),
         depth_S=torch.tensor([0, 1]).repeat(len(path_N3)),
-        history_S=torch.stack([group_N, group_N + 1 + 3 * first + seen], 1).flatten(),
+        history_S=history_S,
+        shared_S=history_S.bincount()[history_S] > 1,
         reward_S=torch.stack([nothing, reward_N], 1).flatten(),
         reference_S=torch.full((2 * len(path_N3),), -torch.tensor(3.0).double().log().item(), dtype=torch.float64),
         value_S=torch.stack([nothing, value_AO[first, seen].double()], 1).flatten(),

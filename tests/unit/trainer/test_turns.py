@@ -14,7 +14,7 @@ from tba.common.config import Config, ObjectiveSection
 from tba.tests.helpers.trainer import make_batch, make_learner, make_row, objective, random_batch
 from tba.tests.helpers.two_turns import BETA, Policy, gain, gain_of, group_of, make_sampler, make_world, train
 from tba.trainer.batch.batch import TrainBatch
-from tba.trainer.batch.turns import turns_of
+from tba.trainer.step.turns import turns_of
 
 KINDS = ("deterministic", "random", "luck")
 FAR = make_sampler(4, parts=32, spread=4.0)
@@ -109,8 +109,16 @@ def test_turns_share_a_history_only_with_the_same_tokens_before_in_the_same_grou
     assert first == [first[0]] * 4 + [first[4]] * 2
     assert first[0] != first[4]
     assert [second.index(one) for one in second] == [0, 0, 2, 3, 4, 4]
+    assert turns.shared_S.view(6, 2)[:, 1].tolist() == [True, True, False, False, True, True]
     assert (turns.lengths, turns.reference_S.tolist()) == ([1] * 12, [-1.0] * 12)
     assert turns.reward_S.view(6, 2)[0].tolist() == [0.25, 0.75]
+
+
+def test_a_trajectory_that_is_drawn_twice_shares_its_histories_with_no_other_sample():
+    mask = np.array([1, 0, 1], np.uint8)
+    rows = [make_row(id_, [1], ids, loss_mask=mask) for id_, ids in ((7, [0, 5, 1]), (7, [0, 5, 1]), (8, [2, 5, 1]))]
+    turns = turns_of(rows, torch.zeros(3), [[]] * 3, torch.zeros(9), 3)
+    assert turns.shared_S.tolist() == [True, False] * 3
 
 
 def test_the_last_turn_has_what_no_turn_is_said_to_have_earned():

@@ -22,8 +22,9 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 BUILD := build/typecheck
 DEMO := runs/demo
 WORDS := runs/demo-words
+GAME := runs/demo-game
 
-.PHONY: demo demo-words quick test test-failed test-all gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication clean
+.PHONY: demo demo-words demo-game quick test test-failed test-all gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
@@ -36,6 +37,16 @@ demo-words: $(VENV)/installed-$(ENGINE)
 	@$(BIN)/tba sft $(WORDS)-start/pairs.jsonl --config examples/words/demo.toml --model $(WORDS)-start/untrained \
 		--out $(WORDS)-start/model
 	@$(BIN)/tba run examples/words/demo.toml --set run.dir=$(WORDS) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
+
+# A game of several turns, from an untrained model; then once more without hints: what it has learned is to use them.
+demo-game: $(VENV)/installed-$(ENGINE)
+	@rm -rf $(GAME) $(GAME)-start
+	@$(BIN)/python examples/game/prepare.py --out $(GAME)-start --seed $(SEED)
+	@$(BIN)/tba run examples/game/demo.toml --set run.dir=$(GAME) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
+	@echo 'the last policy without hints:'
+	@$(BIN)/tba eval --config examples/game/demo.toml --set run.dir=$(GAME) --set task.options.hints=false \
+		--set search.engine=$(ENGINE)
+	@$(BIN)/tba generate --play --config $(GAME)
 
 # A minute or a few: unit tests without the slow ones, and the rules on the source.
 quick: $(VENV)/installed-dev

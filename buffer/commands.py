@@ -53,7 +53,7 @@ Database = Annotated[
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen without keys where other machines can connect.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, and change nothing.")]
-Format = Annotated[str | None, typer.Option("--format", help="jsonl or parquet; default: by the file's suffix.")]
+Format = Annotated[str | None, typer.Option("--format", help="jsonl, parquet or openenv; default: by the suffix.")]
 _TABLE_ROWS = 100
 # The largest integer of SQLite.
 _LARGEST_ID = (1 << 63) - 1
@@ -215,7 +215,8 @@ def export(
         return print_json(done)
     if done["without_tokens"]:
         more = quantity(done["without_tokens"], "more trajectory has", "more trajectories have")
-        note(f"left out: {more} no tokens, since they were pruned")
+        why = "sampled tokens with log-probabilities" if format_ == "openenv" else "tokens, since they were pruned"
+        note(f"left out: {more} no {why}")
     written = quantity(done["trajectories"], "trajectory", "trajectories")
     return typer.echo(f"{written}, {quantity(done['bytes'], 'byte')} in {file}")
 
@@ -223,7 +224,7 @@ def export(
 @app.command("import")
 def import_(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="jsonl, parquet, or the buffer database of another run.")
+        Path, typer.Argument(metavar="FILE", help="jsonl, also of traces, parquet, or another run's database.")
     ],
     config: ConfigFile = None,
     sets: Sets = None,
@@ -251,6 +252,8 @@ def import_(
         raise
     if as_json:
         return print_json({"file": str(file), "run": settings.run.name, **counts})
+    for check, traces in counts["warnings"].items():
+        note(f"{check}: {quantity(traces, 'trace')}")
     return typer.echo(
         f"{quantity(counts['rows'], 'row')} in {file}: {counts['new']} new in run {settings.run.name}, "
         f"{counts['there_already']} already present"

@@ -266,6 +266,7 @@ CHECKS = (
     Check("trainer memory", _memory, anywhere=True),
     Check("buffer address", _of_machine(doctor.check_address)),
     Check("other nodes", _of_machine(doctor.check_other_nodes)),
+    Check("endpoint", _of_machine(doctor.check_endpoint)),
     Check("keys", _of_machine(doctor.check_keys)),
     Check("modes", _of_machine(doctor.check_modes)),
     Check("task", _task, start=_need_hub, anywhere=True, of_role="task.name"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.common import jsonl, run_files
-from tba.common.system.durable import write_text
+from tba.common.system.durable import open_lock, write_text
 from tba.common.wire.messages import HeldOutResponse, PutEvaluation
 
 # What a row has besides metrics.
@@ -88,10 +88,12 @@ def _is_evaluation(row: Any) -> bool:
 
 
 def record_evaluations(directory: Path, rows: Sequence[Row]) -> None:
-    """Add evaluations to the file of a run. One of the same key is replaced, if measured only by a measured one."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Add evaluations to the file of a run. One of the same key is replaced, if measured only by a measured one.
+
+    Raises ConfigError if the lock of the file cannot be opened, OSError if it cannot be written.
+    """
     # `tba eval` and a searcher with --eval may add rows at the same time.
-    with (directory / f".{run_files.EVALUATIONS}.lock").open("a") as lock:
+    with open_lock(directory / f".{run_files.EVALUATIONS}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         all_rows = (*all_evaluations(directory), *rows)
         merged: dict[tuple[Any, ...], Row] = {}

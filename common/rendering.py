@@ -10,8 +10,8 @@ A chat template writes all special tokens itself, so the tokenizer adds none to 
 `apply_chat_template(tokenize=True)` does.
 
 An episode is a conversation, so "auto" is "chat" for it wherever the tokenizer has a chat template. The tokens that the
-model sampled are kept as they are: `proceed` returns only what the template writes behind them. Without a template, and
-after a prompt of token ids, the contents of the messages follow each other as text.
+model sampled are kept as they are: `proceed` returns only what the template writes behind them. Without a template, the
+contents of the messages follow each other as text.
 """
 
 import functools
@@ -155,7 +155,7 @@ class PromptRenderer:
     def __init__(self, tokenizer: Tokenizer, config: TaskSection) -> None:
         self.tokenizer = tokenizer
         self._config = config
-        self._written_roles: set[str] = set()
+        self._written_roles: set[tuple[str, bool]] = set()
 
     def ids(self, prompt: Content) -> list[int]:
         """Return the token ids that the engine gets."""
@@ -190,28 +190,19 @@ class PromptRenderer:
         own = list(prompt.messages) or ([("user", prompt.text)] if prompt.text else [])
         new = [message_of(message) for message in messages]
         conversation = [*own, *new]
-        if self._is_chat(prompt):
+        if self._is_chat():
             if not conversation:
                 raise ValueError("the episode begins without a message: neither the prompt nor `reset` has one")
-            variables = self._variables(prompt)
-            text = self._written(new, lambda new: self._rendered([*map(as_map, own), *new], variables))
-            return self.encode(text), conversation
-        said = "".join(message[1] for message in new)
-        if prompt.ids:
-            return [*prompt.ids, *self._encode_after(said)], conversation
+            before, variables = [*map(as_map, own)], self._variables(prompt)
+            return self.encode(self._written(before, new, variables)), conversation
         # Refuses a prompt without a text, and settings without effect.
         self.conversation(prompt)
-        return self.raw_ids(prompt.text + said), conversation
+        return self.raw_ids("".join([prompt.text, *(message[1] for message in new)])), conversation
 
     def proceed(
-        self,
-        conversation: Sequence[Message],
-        reply: str,
-        messages: Sequence[Message],
-        *,
-        variables_of: Content,
+        self, conversation: Sequence[Message], reply: str, messages: Sequence[Message], *, variables_of: Content,
         ended_by: int | None = None,
-    ) -> Continuation:
+    ) -> Continuation:  # fmt: skip
         """Return what follows a reply: the template's end of the turn, `messages`, and what begins the next reply.
 
         `conversation` is that before the reply, and `variables_of` the prompt. `reply` is the text of the sampled
@@ -222,7 +213,7 @@ class PromptRenderer:
         the turn with another token. Whitespace around the reply, which templates trim and add, does not count.
         """
         new = [message_of(message) for message in messages]
-        if not self._is_chat(variables_of):
+        if not self._is_chat():
             said = self._encode_after("".join(message[1] for message in new))
             return Continuation(said, broken=False, conversation=[*conversation, ("assistant", reply), *new])
         # One time for both renderings, in templates that write it.
@@ -231,16 +222,13 @@ class PromptRenderer:
         context = self._rendered(before, variables)
 
         def render(answer: str) -> str:
-            turn = [*before, {"role": "assistant", "content": answer}]
-            return self._written(new, lambda new: self._rendered([*turn, *new], variables))
+            return self._written([*before, {"role": "assistant", "content": answer}], new, variables)
 
         whole, answer = self._with_reply(context, reply, render)
+        rest = _rest(whole, context, reply)
+        ids = None if rest is None else self._after_end(self._encode_after(rest), ended_by)
         conversation = [*conversation, ("assistant", answer), *new]
-        if (rest := _rest(whole, context, reply)) is not None:
-            ids = self._after_end(self._encode_after(rest), ended_by)
-            if ids is not None:
-                return Continuation(ids, broken=False, conversation=conversation)
-        return Continuation(self.encode(whole), broken=True, conversation=conversation)
+        return Continuation(self.encode(whole) if ids is None else ids, broken=ids is None, conversation=conversation)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that has its special tokens."""
@@ -314,26 +302,26 @@ class PromptRenderer:
         log.warning(sentence)
         return sentence
 
-    def _is_chat(self, prompt: Content) -> bool:
-        """Whether an episode of the prompt is rendered by the chat template."""
+    def _is_chat(self) -> bool:
+        """Whether episodes are rendered by the chat template."""
         mode = self._config.template
-        return not prompt.ids and (mode == "chat" or (mode == "auto" and bool(self.tokenizer.chat_template)))
+        return mode == "chat" or (mode == "auto" and bool(self.tokenizer.chat_template))
 
-    def _written(self, new: Sequence[Message], render: Callable[[list[dict[str, Any]]], str]) -> str:
-        """Render messages. Raises ValueError for a role of which the template does not write the contents."""
+    def _written(self, before: list[dict[str, Any]], new: Sequence[Message], variables: dict[str, Any]) -> str:
+        """Render a conversation. Raises ValueError if the template leaves out the contents of a role's new messages."""
         maps = [as_map(message) for message in new]
-        text = render(maps)
-        for role in {message[0] for message in new} - self._written_roles:
+        text = self._rendered([*before, *maps], variables)
+        # A template may write a role at the beginning alone.
+        for role, begins in {(message[0], not before) for message in new} - self._written_roles:
             # Some templates write the calls of a message and not its content.
-            plain = [one["role"] == role and bool(one.get("content")) and not one.get("tool_calls") for one in maps]
-            if not any(plain):
-                continue
+            own = [one["role"] == role and not one.get("tool_calls") for one in maps]
             probed = [
-                one | {"content": one["content"] + _PROBE} if own else one for own, one in zip(plain, maps, strict=True)
+                one | {"content": one["content"] + _PROBE} if is_own else one
+                for is_own, one in zip(own, maps, strict=True)
             ]
-            if render(probed) == text:
+            if any(own) and self._rendered([*before, *probed], variables) == text:
                 raise ValueError(f"the chat template does not write messages of the role {role!r}: use another role")
-            self._written_roles.add(role)
+            self._written_roles.add((role, begins))
         return text
 
     def _with_reply(self, context: str, reply: str, render: Callable[[str], str]) -> tuple[str, str]:
@@ -343,8 +331,7 @@ class PromptRenderer:
         answer alone. Of a reply that is refused because it has no such part, they get the text without special tokens.
         """
         try:
-            whole = render(reply)
-            refused = False
+            whole, refused = render(reply), False
         except ValueError:
             whole, refused = "", True
         if _rest(whole, context, reply) is not None:
@@ -361,8 +348,7 @@ class PromptRenderer:
 
     def _encode_after(self, text: str) -> list[int]:
         """Return the ids of a text that follows other tokens: some tokenizers put a space before the first word."""
-        end = next((id_ for id_ in (self.tokenizer.eos_token_id, self.tokenizer.bos_token_id) if id_ is not None), None)
-        if end is None or not text:
+        if (end := self.tokenizer.eos_token_id) is None:
             return self.encode(text)
         ids = self.encode(self.tokenizer.decode([end], skip_special_tokens=False) + text)
         return ids[1:] if ids[0] == end else self.encode(text)
@@ -427,7 +413,5 @@ def _rest(whole: str, context: str, reply: str) -> str | None:
     if not whole.startswith(context):
         return None
     rest = whole[len(context) :]
-    for text, said in ((rest, reply), (rest.lstrip(), reply.lstrip()), (rest.lstrip(), reply.strip())):
-        if text.startswith(said):
-            return text[len(said) :]
-    return None
+    pairs = ((rest, reply), (rest.lstrip(), reply.lstrip()), (rest.lstrip(), reply.strip()))
+    return next((text[len(said) :] for text, said in pairs if text.startswith(said)), None)

@@ -20,6 +20,7 @@ from tba.common.errors import EXIT_BROKEN, EXIT_CONFIG, EXIT_USAGE, ConfigError,
 from tba.common.log import json_wanted
 from tba.common.system.background import Background
 from tba.common.system.devices import CPU
+from tba.common.system.durable import open_regular
 from tba.common.system.process import signal_name
 from tba.deploy.doctor import CHECKPOINT_BYTES, count_parameters
 
@@ -191,7 +192,7 @@ class Child:
         if self.relay is not None:
             return "\n".join(self.relay.tail)
         if self.log_file is not None:
-            with contextlib.suppress(OSError), self.log_file.open("rb") as file:
+            with contextlib.suppress(OSError), open_regular(self.log_file) as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 return b"".join(deque(file, TAIL_LINES)).decode(errors="replace").rstrip()
         return ""
@@ -236,7 +237,7 @@ class Child:
             return contextlib.nullcontext()
         try:
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            return self.log_file.open("ab")
+            return open_regular(self.log_file, "ab")
         except OSError as error:
             raise ConfigError(f"run.dir: {self.log_file} cannot be written: {error.strerror}") from error
 

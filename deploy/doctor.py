@@ -296,6 +296,20 @@ def _nodes(numa: Mapping[str, str]) -> list[str]:
     ]
 
 
+def check_endpoint(config: Config) -> Result:
+    """Tell where searchers answer requests of agents, and check that the first can listen there."""
+    if not config.search.serve:
+        return "ok", "search.serve is not set"
+    host, port = config.search.serve_address
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except (OSError, OverflowError) as error:
+        return "warn", f"search.serve = {config.search.serve} cannot be bound: {error}; is it this run, at work?"
+    asks = "with a token" if config.search.serve_token.get_secret_value() else "without a token, from this machine"
+    many = "the first searcher answers there, and the next ones at the ports after it"
+    return "ok", f"http://{host}:{port}/v1 {asks}; {many if port else 'each searcher takes a free port and logs it'}"
+
+
 def check_keys(config: Config) -> Result:
     """Check the key files of this node, and that no address is open to other machines without keys."""
     addresses = {

@@ -80,9 +80,9 @@ def sole_launcher(config: Config, command: str) -> Iterator[None]:
     created = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     lock_file = directory / run_files.LAUNCH_LOCK
     with _lock(lock_file):
-        _write_line(lock_file, "w", f"pid {os.getpid()} on {socket.gethostname()}")
+        _write_line(lock_file, "wb", f"pid {os.getpid()} on {socket.gethostname()}")
         if command.isprintable():
-            _write_line(lock_file, "a", _COMMAND + command)
+            _write_line(lock_file, "ab", _COMMAND + command)
         try:
             check_address(config)
         except (AddressInUse, ConfigError):
@@ -94,12 +94,12 @@ def sole_launcher(config: Config, command: str) -> Iterator[None]:
 
 def mark_ending(config: Config) -> None:
     """Record in the lock file that its holder, this process, is about to end."""
-    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "a", _ENDING)
+    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "ab", _ENDING)
 
 
 def mark_failed(config: Config, error: TbaError) -> None:
     """Record in the lock file why its holder, this process, gives up."""
-    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "a", _FAILED + str(error).partition("\n")[0])
+    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "ab", _FAILED + str(error).partition("\n")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ def _lock(path: Path) -> Iterator[None]:
 def _write_line(path: Path, mode: str, line: str) -> None:
     """Write a line for the next launcher. An error, such as a full disk, must not stop this one: it is logged."""
     try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        with open_regular(path, mode) as file:
+            file.write(f"{line}\n".encode())
     except OSError as error:
         log.warning("the lock file cannot be written", path=path, reason=str(error))
 

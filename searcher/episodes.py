@@ -6,7 +6,7 @@
 
 Token in, token out: the sampled ids stay as they are, and after each turn only the new messages are rendered, as what
 the chat template writes behind the reply. Where a template changes what it wrote before, such as by dropping earlier
-thoughts, the context begins anew: a *segment* (`Trajectory.segments`).
+thoughts, a new context begins: a *segment* (`Trajectory.segments`).
 
 An environment runs in a reward worker, with its limits (`tba.searcher.scoring`). What is tried for each turn, in this
 order, is the table of stop reasons in docs/episodes.md.
@@ -24,6 +24,7 @@ from tba.common.config import Config
 from tba.common.errors import EngineError, TaskError
 from tba.common.rendering import Message, PromptRenderer
 from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns
+from tba.common.wire.fields import ErrorKind
 from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Int32
 from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
@@ -92,7 +93,7 @@ class Episode:
     turn_started: float = 0.0
     stop_reason: str = ""
     error: str | None = None
-    error_kind: str | None = None
+    error_kind: ErrorKind | None = None
 
     @property
     def reward(self) -> float:
@@ -174,13 +175,13 @@ class Episodes:
         episode.said += [message[:2] for message in episode.conversation]
         self._generate(episode)
 
-    def _generate(self, episode: Episode, following: Sequence[int] = (), *, anew: bool = False) -> None:
-        """Have the next turn generated, after the ids that follow the last one; `anew`: that are a new context."""
+    def _generate(self, episode: Episode, following: Sequence[int] = (), *, restart: bool = False) -> None:
+        """Have the next turn generated, after the ids that follow the last one, or with `restart` after these alone."""
         number = len(episode.turns)
         seed = episode.sampling.seed
         if seed is not None and number:
             seed = random.Random(f"{seed}:{number}").getrandbits(_SEED_BITS)  # noqa: S311
-        episode.context = [*following] if anew else [*episode.context, *following]
+        episode.context = [*following] if restart else [*episode.context, *following]
         episode.length += len(following)
         left = self._limits.tokens - episode.length
         sampling = replace(episode.sampling, seed=seed, max_tokens=min(left, self._limits.turn_tokens))
@@ -255,9 +256,9 @@ class Episodes:
             self._close(episode, "max_tokens")
             return
         episode.conversation = following.conversation
-        self._generate(episode, following.ids, anew=following.broken)
+        self._generate(episode, following.ids, restart=following.broken)
 
-    def _fail(self, episode: Episode, kind: str, reason: str, *, is_open: bool = False) -> None:
+    def _fail(self, episode: Episode, kind: ErrorKind, reason: str, *, is_open: bool = False) -> None:
         """End an episode with an error, the first one it has; an environment that is still open is closed before."""
         if episode.error is None:
             episode.error, episode.error_kind = reason, kind

@@ -24,6 +24,7 @@ from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.codec import Reply
 from tba.searcher.delivery.delivery import Delivery
+from tba.searcher.endpoint import Endpoint
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
@@ -83,6 +84,9 @@ class Searcher:
         self._references = references
         self._client = client
         self._clock = clock
+        self._endpoint: Endpoint | None = None
+        # Responses to requests of the endpoint that the engine generates.
+        self._asked = 0
         self._serving = Serving(config, clock)
         self._weights = WeightsFollower(engine, clock, Preparation(config, clock, engine.prepare))
         self._delivery = Delivery(
@@ -105,11 +109,12 @@ class Searcher:
         # Monotonic time of the last heartbeat, and the tokens and trajectories by then, for rates.
         self._last = clock.monotonic(), 0, 0
 
-    def run(self, stop: Callable[[], bool]) -> None:
-        """Search until the run is finished or `stop()`; then deliver what is complete.
+    def run(self, stop: Callable[[], bool], endpoint: Endpoint | None = None) -> None:
+        """Search until the run is finished or `stop()`; then deliver what is complete. Answers requests to an endpoint.
 
         Raises Refused if the buffer rejects this searcher.
         """
+        self._endpoint = endpoint
         self._join(stop)
         self._watchdog.start()
         while not (stop() or self._run.is_over):
@@ -118,11 +123,14 @@ class Searcher:
             state = None if self._run.finished else self._client.state
             self._weights.update(state.weights if state else None)
             self._lease_prompts()
-            generate = self._pipeline.generating and not self._delivery.pause
+            self._asked = self._answer()
+            generate = self._pipeline.generating and (self._asked > 0 or not self._delivery.pause)
             self._pipeline.step(generate=generate, wait_seconds=0.0 if generate else _SCORE_WAIT_SECONDS)
             self._exchange(0.0 if generate or self._rewards.waiting else _IDLE_SECONDS)
             self._heartbeat()
         self._watchdog.stop()
+        if endpoint is not None:
+            endpoint.close()
         self._leave()
 
     def close(self) -> None:
@@ -154,6 +162,13 @@ class Searcher:
             log.info("run is finished", waits_for="a trainer that resumes it", at_most_seconds=RESUME_SECONDS)
         notify_systemd("READY=1")
 
+    def _answer(self) -> int:
+        """Start requests of the endpoint, also while generation pauses; returns how many are being generated."""
+        if self._endpoint is None:
+            return 0
+        version = self._weights.current.version if self._weights.current is not None else None
+        return self._endpoint.step(self._pipeline.generation.ask, version, -(-self._engine.max_in_flight // 2))
+
     def _lease_prompts(self) -> None:
         """Keep two loads of requests: one in the engine, and one that is queued behind it.
 
@@ -165,7 +180,7 @@ class Searcher:
             return
         samples = self._config.search.samples_per_prompt
         target = 2 * max(self._engine.max_in_flight, samples)
-        want = -(-(target - self._engine.in_flight - self._unscored) // samples)
+        want = -(-(target - (self._engine.in_flight - self._asked) - self._unscored) // samples)
         # Few larger requests rather than one for each group that completes.
         if want < max(1, target // samples // _REFILLS):
             return

@@ -17,6 +17,8 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
 from tba.searcher.checks import explained_luck
+from tba.searcher.completions import Completions
+from tba.searcher.endpoint import Endpoint, open_endpoint
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.loop import LoadedTask, Searcher
 from tba.searcher.pipeline import Exploration
@@ -27,10 +29,11 @@ from tba.searcher.tasks.task import check_prompts, check_rendering
 log = get_logger(__name__)
 
 
-def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None:
+def search(config: Config, *, device: str, label: str, stop: StopSignal, index: int = 0) -> None:
     """Generate until the run is finished or `stop()`. `device` is `cpu` or the visible `cuda`.
 
-    `label` distinguishes the searchers of this machine: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU.
+    `label` distinguishes the searchers of this machine: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU. `index` is the
+    searcher's place among those of its command.
 
     Raises ConfigError for a model or task that cannot be loaded, WorkerLost if loading a reward model or a task failed
     for a reason that may be transient, and Refused if the buffer rejects this searcher.
@@ -56,6 +59,9 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         ending.callback(rewards.close)
         if stop():
             return
+        # Before the engine, too: it tells that there are no weights yet.
+        if (endpoint := _open_endpoint(config, loaded, index)) is not None:
+            ending.callback(endpoint.close)
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
             prompt_tokens = mean_tokens(task.prompts(), loaded.renderer)
@@ -80,7 +86,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             clock=clock,
         )
         ending.callback(searcher.close)
-        searcher.run(stop)
+        searcher.run(stop, endpoint)
 
 
 def _load_task(config: Config) -> LoadedTask:
@@ -95,6 +101,15 @@ def _load_task(config: Config) -> LoadedTask:
     if luck := explained_luck(config, task):
         log.warning("the objective is wrong for this task", reason=luck)
     return LoadedTask(task, renderer, stopping)
+
+
+def _open_endpoint(config: Config, loaded: LoadedTask, index: int) -> Endpoint | None:
+    """Open `search.serve`. None without it, or if the address cannot be bound."""
+    if not config.search.serve:
+        return None
+    completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config))
+    token = config.search.serve_token.get_secret_value()
+    return open_endpoint(config.search.serve_address, index, token=token, completions=completions)
 
 
 def _clear_weights(config: Config, client: BufferClient) -> None:

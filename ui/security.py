@@ -13,7 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+from tba.common.wire.socket_files import LOOPBACK, host_name
+
 _COOKIE = "tba_token"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -56,7 +57,7 @@ class Guard:
     def _refuse(self, scope: Scope, headers: Headers) -> Response | None:
         """Return the reply to a request that goes no further, None for one that does."""
         if self._token is None:
-            if _host_name(headers.get("host", "")) in LOOPBACK:
+            if host_name(headers.get("host", "")) in LOOPBACK:
                 return None
             return PlainTextResponse("this address answers only requests to 127.0.0.1 or localhost\n", 403)
         given = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("token")
@@ -87,10 +88,3 @@ def _cookie(headers: Headers) -> str:
         return ""
     morsel: Any = cookies.get(_COOKIE)
     return morsel.value if morsel is not None else ""
-
-
-def _host_name(host: str) -> str:
-    """Return the name or address of a Host header, without port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()

@@ -14,10 +14,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tba.common.errors import AddressInUse, ConfigError, UsageError
+from tba.common.wire.socket_files import LEAST_TOKEN, LOOPBACK
 from tba.ui.app import make_app
-from tba.ui.security import LOOPBACK
 
-_TOKEN_CHARACTERS = 16
 # Connections at a time: a browser opens six.
 _MOST_CONNECTIONS = 64
 _REQUEST_SECONDS = 10.0
@@ -50,8 +49,8 @@ def serve(paths: Sequence[Path], *, host: str, port: int, token: str | None, rep
     """
     if token is None and host not in LOOPBACK:
         raise UsageError(f"--host {host} can be reached from other machines: give --token with a secret, too")
-    if token is not None and len(token) < _TOKEN_CHARACTERS:
-        raise UsageError(f"--token needs at least {_TOKEN_CHARACTERS} characters: `openssl rand -hex 16` makes one")
+    if token is not None and len(token) < LEAST_TOKEN:
+        raise UsageError(f"--token needs at least {LEAST_TOKEN} characters: `openssl rand -hex 16` makes one")
     # uvicorn ends in order after a signal, then raises it again. SIGTERM would end this process with 143.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     app = make_app(paths, token=token, report=report)

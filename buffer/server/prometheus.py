@@ -1,7 +1,7 @@
 """The endpoint of a run for Prometheus, http://HOST:PORT/metrics: what the buffer knows of itself and of all roles.
 
 The status of the run has the heartbeats of the searchers, and reports of steps have the metrics of the trainer. Samples
-are replaced once a second. Names end in `_total` for counters; docs/metrics.md describes them.
+are replaced twice a second. Names end in `_total` for counters; docs/metrics.md describes them.
 """
 
 import re

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _POLL_SECONDS = 0.1
-_STALLS_SECONDS = 1.0
+# Without requests, this is also how often the files of the database are looked at.
+_STALLS_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class BufferServer:
         thread.check()
 
     def _look_for_stalls(self) -> None:
-        """Find the stall of the run once a second, and show it to systemd."""
+        """Find the stall of the run twice a second, and show it to systemd."""
         now = self._clock.monotonic()
         if self._stalls is None or now < self._look_for_stalls_at:
             return

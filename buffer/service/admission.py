@@ -72,7 +72,11 @@ class Admission:
             return
         known = self._keys.find(peer.key)
         if known is None:
-            raise Refused("not_allowed", f"{header.type} is refused: the key of this node is not authorised any more")
+            raise Refused(
+                "not_authorised",
+                "the key of this node is not authorised any more: run on the node of the buffer "
+                f"`tba keys authorize NAME {peer.key}`",
+            )
         if not known.speaks_as(header.role):
             roles = ", ".join(known.roles)
             raise Refused("not_allowed", f"{header.type} is refused: the key of {known.name} is for {roles} only")

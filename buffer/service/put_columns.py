@@ -17,7 +17,7 @@ import xxhash
 
 from tba.common.errors import Oversize, WireError
 from tba.common.wire.codec import Request
-from tba.common.wire.messages import Message, PutTrajectories, Sampling
+from tba.common.wire.messages import Message, PutTrajectories, Rows, Sampling
 from tba.common.wire.trajectory import ARRAY_KINDS, RESPONSE_IDS, ROW_FIELDS, VERSION_RUNS, slices
 
 _COUNTS = [(f"{kind.name}_count", kind.unit_bytes) for kind in ARRAY_KINDS]
@@ -72,9 +72,7 @@ def to_columns(request: Request) -> Message | PutColumns:
     columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
     columns["sampling"] = list(map(_sampling_json, rows.sampling))
     columns["metadata"], is_foreign = _metadata(rows.metadata)
-    none = [None] * len(rows.prompt_key)
-    columns["turns"] = [msgspec.json.encode(turns or []).decode() for turns in rows.turns or none]
-    columns["error_kind"] = rows.error_kind or none
+    columns["turns"], columns["error_kind"] = _turns(rows), rows.error_kind or [None] * len(rows.prompt_key)
     columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
     columns["dedup_hash"] = list(map(_hash, payload[RESPONSE_IDS]))
     columns["payload_bytes"] = list(map(sum, zip(*sizes, strict=True)))
@@ -88,6 +86,12 @@ def to_columns(request: Request) -> Message | PutColumns:
         payload=payload,
         reference_logprob=rows.reference_logprob,
     )
+
+
+def _turns(rows: Rows) -> list[str]:
+    if rows.turns is None:
+        return ["[]"] * len(rows.prompt_key)
+    return [msgspec.json.encode(turns).decode() for turns in rows.turns]
 
 
 def _versions(counts: Sequence[int], frame: memoryview) -> list[tuple[int, ...]]:

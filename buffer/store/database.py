@@ -114,6 +114,8 @@ class DatabaseFile:
         if self.failure is None:
             self._resources.close()
         else:
+            # At once, since a copy of a large database takes minutes.
+            log.error("the database is closed", reason=str(self.failure))
             self._files.keep()
             self._abandon()
 
@@ -146,8 +148,14 @@ class DatabaseFile:
         if self.failure is not None:
             raise self.failure
         try:
-            with storage_errors(self.path):
-                yield
+            try:
+                with storage_errors(self.path):
+                    yield
+            except StorageError:
+                # In a directory that is gone no space is free, for example: then the cause is told, and no more tried.
+                with storage_errors(self.path):
+                    self._files.check()
+                raise
         except SyncFailed as error:
             self.failure = error
             raise
@@ -230,8 +238,8 @@ class DatabaseFile:
             return self.path.stat().st_size + run_files.write_ahead_log(self.path).stat().st_size
 
     def disk_space(self) -> tuple[int, int]:
-        """Return the free and the total bytes of the disk that holds the database."""
-        with storage_errors(self.path):
+        """Return the free and the total bytes of the disk that holds the database. Raises as `size_bytes`."""
+        with self._final_failures():
             usage = shutil.disk_usage(self.path.parent)
         return usage.free, usage.total
 
@@ -336,7 +344,8 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
     """Return what tells a file from another one of its name; None if there is none."""
     try:
         found = path.stat()
-    except FileNotFoundError:
+    # The second one if its directory was replaced by a file.
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
 

@@ -1,6 +1,7 @@
 """Export trajectories of a buffer file to jsonl or parquet, streamed, with everything that an import needs.
 
-Each line or row is one trajectory. Maps and lists are JSON in jsonl and JSON text in parquet.
+Each line or row is one trajectory. Maps and lists are JSON in jsonl and JSON text in parquet. In the format openenv a
+line is an OpenEnv `TrainingTrace` (training_trace.py).
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import numpy as np
 
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.storage_errors import stored_list, stored_object
+from tba.buffer.tools import training_trace
 from tba.buffer.tools.backup import check_target, replacing
 from tba.buffer.tools.query_process import reading_only
 from tba.buffer.tools.show import arrays_of_blobs
@@ -21,7 +23,7 @@ from tba.common import data_files
 from tba.common.errors import UsageError
 from tba.common.wire.trajectory import ARRAY_KINDS, MAP_FIELDS, ROW_FIELDS
 
-JSONL, PARQUET = "jsonl", "parquet"
+JSONL, PARQUET, OPENENV = "jsonl", "parquet", "openenv"
 FORMATS = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
 # Rows of a parquet row group: they are in memory at once.
 _ROW_GROUP = 1024
@@ -72,7 +74,7 @@ def export(
     """
     format_ = format_of(target, format_)
     check_target(source, target, force=force)
-    write = _write_jsonl if format_ == JSONL else _parquet_writer()
+    write = {JSONL: _write_jsonl, OPENENV: _write_traces}.get(format_) or _parquet_writer()
     with open_records(source, where) as (records, matching), replacing(target) as temporary:
         written = write(temporary, _counted(records, on_progress))
     size = target.stat().st_size
@@ -87,10 +89,11 @@ def _counted(records: Iterator[dict[str, Any]], on_progress: OnProgress) -> Iter
 
 
 def format_of(path: Path, given: str | None) -> str:
-    """Return `jsonl` or `parquet`. Raises UsageError if neither the flag nor the suffix determines it."""
+    """Return the format. Raises UsageError if neither the flag nor the suffix determines it."""
     format_ = given or FORMATS.get(path.suffix)
-    if format_ not in (JSONL, PARQUET):
-        raise UsageError(f"{given or path}: set --format jsonl or --format parquet, or end the name with .{JSONL}")
+    if format_ not in (JSONL, PARQUET, OPENENV):
+        formats = f"--format {JSONL} or --format {PARQUET}, for traces --format {OPENENV}"
+        raise UsageError(f"{given or path}: set {formats}, or end the name with .{JSONL}")
     return format_
 
 
@@ -131,6 +134,10 @@ def _write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> int:
         for count, record in enumerate(records, 1):  # noqa: B007
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
     return count
+
+
+def _write_traces(path: Path, records: Iterator[dict[str, Any]]) -> int:
+    return _write_jsonl(path, (trace for record in records if (trace := training_trace.write(record)) is not None))
 
 
 def _parquet_writer() -> Callable[[Path, Iterator[dict[str, Any]]], int]:

@@ -11,14 +11,15 @@ import functools
 import hashlib
 import json
 import sqlite3
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
-from tba.buffer.tools.export import JSONL, OnProgress, format_of, open_records, read_parquet
+from tba.buffer.tools import training_trace
+from tba.buffer.tools.export import OPENENV, PARQUET, OnProgress, format_of, open_records, read_parquet
 from tba.buffer.tools.import_row import Parser
 from tba.buffer.tools.import_target import ImportTarget
 from tba.buffer.tools.tokenizer import Tokenizer
@@ -39,12 +40,13 @@ _CHARACTERS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A row of a file: its origin, its number there, its content, and its location for error messages."""
+    """A row of a file: its origin, its number there, its content, its location for error messages, and the warnings."""
 
     origin: str
     sequence: int
     fields: Any
     where: str
+    warnings: Sequence[str] = ()
 
 
 def import_file(
@@ -54,8 +56,8 @@ def import_file(
     format_: str | None,
     *,
     on_progress: OnProgress,
-) -> dict[str, int]:
-    """Import a file. Returns the number of its rows, of new ones, and of those that the run already had.
+) -> dict[str, Any]:
+    """Import a file. Returns the number of its rows, of new ones, of those that the run already had, and of warnings.
 
     Raises UsageError for an invalid row before anything is imported; BufferFault or StorageError if the buffer fails,
     with the number of rows imported until then.
@@ -63,11 +65,11 @@ def import_file(
     model = model_here(config.model.path)
     vocabulary = vocabulary_size(model) if model is not None else None
     parser = Parser(target.run, functools.cache(lambda: Tokenizer(config.model.path)), vocabulary)
-    rows = _check(read_rows(source, config, format_), parser, on_progress)
+    rows, warnings = _check(read_rows(source, config, format_, target.run), parser, on_progress)
     counts = {"rows": rows, "new": 0, "there_already": 0}
 
     def parsed() -> Iterator[tuple[SourceRow, Trajectory]]:
-        for row in read_rows(source, config, format_):
+        for row in read_rows(source, config, format_, target.run):
             if _is_own(reader, row.fields, target.run):
                 counts["there_already"] += 1
             else:
@@ -88,15 +90,17 @@ def import_file(
         done = f"{counts['new'] + counts['there_already']} of {quantity(rows, 'row is', 'rows are')} imported"
         error.args = (f"{error}; {done}, and running the import again is safe",)
         raise
-    return counts
+    return {**counts, "warnings": dict(warnings)}
 
 
-def _check(rows: Iterable[SourceRow], parser: Parser, on_progress: OnProgress) -> int:
-    """Parse every row. Returns their number. Raises UsageError for an invalid row, or one that occurs twice."""
+def _check(rows: Iterable[SourceRow], parser: Parser, on_progress: OnProgress) -> tuple[int, Counter[str]]:
+    """Parse every row. Returns the number of rows and warnings. Raises UsageError for a wrong row, or a second copy."""
     count = 0
+    warnings: Counter[str] = Counter()
     seen: defaultdict[str, set[int]] = defaultdict(set)
     for count, row in enumerate(rows, 1):
         parser.parse(row.fields, row.where)
+        warnings.update(row.warnings)
         if row.sequence in seen[row.origin]:
             raise UsageError(
                 f"{row.where}: trajectory {row.sequence} of {row.origin} occurs earlier in the file: include every "
@@ -105,7 +109,7 @@ def _check(rows: Iterable[SourceRow], parser: Parser, on_progress: OnProgress) -
         seen[row.origin].add(row.sequence)
         if count % _ROWS == 0:
             on_progress("checking", count, None)
-    return count
+    return count, warnings
 
 
 def _is_own(reader: sqlite3.Connection, fields: dict[str, Any], run: str) -> bool:
@@ -117,27 +121,30 @@ def _is_own(reader: sqlite3.Connection, fields: dict[str, Any], run: str) -> boo
     return reader.execute(query, (fields.get("sender"), fields.get("sequence"), run)).fetchone() is not None
 
 
-def read_rows(source: Path, config: Config, format_: str | None) -> Iterator[SourceRow]:
-    """Read the rows of a jsonl or parquet file, or of another run's buffer database. Raises UsageError."""
+def read_rows(source: Path, config: Config, format_: str | None, run: str = "") -> Iterator[SourceRow]:
+    """Read the rows of a file for a run, or of another run's buffer database. Raises UsageError."""
     if not source.is_file():
         raise UsageError(f"{source} does not exist")
     if is_database(source):
         if config.database.exists() and source.samefile(config.database):
             raise UsageError(f"{source} is the database of this run: name another run's")
         return _database_rows(source)
-    return _file_rows(source, format_of(source, format_))
+    return _file_rows(source, format_of(source, format_), run)
 
 
-def _file_rows(source: Path, format_: str) -> Iterator[SourceRow]:
+def _file_rows(source: Path, format_: str, importing: str) -> Iterator[SourceRow]:
     content = f"file {sha256_of(source)}"
-    lines = jsonl.read(source, malformed=UsageError) if format_ == JSONL else enumerate(read_parquet(source), 1)
-    for sequence, (number, fields) in enumerate(lines):
-        where = f"{source}:{number}" if format_ == JSONL else f"{source} row {number}"
+    is_parquet = format_ == PARQUET
+    lines = enumerate(read_parquet(source), 1) if is_parquet else jsonl.read(source, malformed=UsageError)
+    for sequence, (number, value) in enumerate(lines):
+        where = f"{source} row {number}" if is_parquet else f"{source}:{number}"
+        is_trace = format_ == OPENENV or training_trace.is_trace(value)
+        fields, warnings = training_trace.read(value, where, importing) if is_trace else (value, ())
         run, id_ = (fields.get("run"), fields.get("id")) if isinstance(fields, dict) else (None, None)
         if isinstance(run, str) and isinstance(id_, int):
-            yield SourceRow(f"run {run}", id_, fields, where)
+            yield SourceRow(f"run {run}", id_, fields, where, warnings)
         else:
-            yield SourceRow(content, sequence, fields, where)
+            yield SourceRow(content, sequence, fields, where, warnings)
 
 
 def _database_rows(source: Path) -> Iterator[SourceRow]:

@@ -167,8 +167,8 @@ def _key(line: Line, prompt_ids: list[int]) -> str:
 def _check(trajectory: Trajectory) -> None:
     """Raise the error that the buffer would raise, so that the user sees the line number."""
     # The database stores neither values that JSON lacks nor text that is not Unicode, such as a lone surrogate.
-    texts = [trajectory.prompt_key, trajectory.text, trajectory.error, trajectory.metadata, trajectory.reward_parts]
-    texts.append(trajectory.turns)
+    texts: list[Any] = [trajectory.prompt_key, trajectory.text, trajectory.error]
+    texts += [trajectory.metadata, trajectory.reward_parts, trajectory.turns]
     json.dumps(texts, allow_nan=False)
     require_unicode(texts)
     columns, frames = pack([trajectory])

@@ -56,7 +56,7 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
         blobs = connection.execute(_PAYLOAD, (trajectory,)).fetchone()
     tokens = _tokens(blobs, decode)
     if row["turns"]:
-        tokens["pieces"] = _pieces(tokens, decode)
+        tokens["pieces"] = _pieces(tokens, {turn.get("start") for turn in row["turns"]}, decode)
     if row["prompt_text"] is not None:
         del tokens["prompt_text"]
     return {**row, **tokens, "trained_by": steps, "reference_logprobs": references}
@@ -94,11 +94,14 @@ def _tokens(blobs: tuple[bytes, ...] | None, decode: Callable[[list[int]], str] 
     }
 
 
-def _pieces(tokens: dict[str, Any], decode: Callable[[list[int]], str] | None) -> list[dict[str, Any]]:
-    """Return the pieces of a response that was sampled in parts, in order; none if its tokens were dropped."""
+def _pieces(
+    tokens: dict[str, Any], starts: set[Any], decode: Callable[[list[int]], str] | None
+) -> list[dict[str, Any]]:
+    """Return the pieces of an episode whose turns start at `starts`, in order; none if its tokens were dropped."""
     ids, mask = tokens["response_ids"] or [], tokens["loss_mask"] or [1] * len(tokens["response_ids"] or [])
     segments = set(tokens["segments"] or [])
-    cuts = [n for n in range(len(ids)) if n == 0 or n in segments or bool(mask[n]) != bool(mask[n - 1])]
+    known = starts | segments | {0}
+    cuts = [n for n in range(len(ids)) if n in known or bool(mask[n]) != bool(mask[n - 1])]
     return [
         {
             "start": start,

@@ -6,12 +6,21 @@ import math
 from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
-from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from tba.common.config.section import (
+    BearerToken,
+    GpuList,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 from tba.common.errors import ConfigError
+from tba.common.wire.socket_files import LEAST_TOKEN, LOOPBACK
 
 # What `max_in_flight = "auto"` is for the Transformers engine: its KV cache grows, so nothing limits the number.
 TRANSFORMERS_IN_FLIGHT = 256
@@ -92,6 +101,13 @@ class SearchSection(Section):
     """ZeroMQ endpoint (tcp://HOST:PORT) where one searcher of this node serves its snapshots to other nodes that set
     this key; with HOST `*` they use the name of this machine. Each node asks others before the trainer. Empty: only the
     trainer is asked."""
+    serve: Annotated[str, Field(pattern=r"^(|([^\s:]+:|\[[0-9A-Fa-f:]+\]:)?\d{1,5})$")] = ""
+    """PORT or HOST:PORT where the searcher answers requests of agents as vLLM's server does (docs/endpoint.md). HOST is
+    127.0.0.1 by default. Further searchers of a command take the ports after it; with port 0 each takes a free one and
+    logs it. Empty opens no port."""
+    serve_token: BearerToken = SecretStr("")
+    """The bearer token that requests to `serve` need, of at least 16 characters. An address that other machines reach
+    needs one. It is not stored with the run; TBA_SEARCH__SERVE_TOKEN keeps it out of the file."""
     weights_dir: Path | None = None
     """Directory of the weights of a node's trainer and searchers: /dev/shm or a local disk, with room for four times
     the model. By default /dev/shm if it has that and 512 MiB more, else run.dir."""
@@ -103,6 +119,19 @@ class SearchSection(Section):
             if reason := own_argument(name):
                 raise ValueError(f"{name} cannot be set here: {reason}")
         return value
+
+    @model_validator(mode="after")
+    def _check_token(self) -> Self:
+        token = self.serve_token.get_secret_value()
+        if token and len(token) < LEAST_TOKEN:
+            raise ValueError(
+                f"search.serve_token needs at least {LEAST_TOKEN} characters: `openssl rand -hex 16` makes one"
+            )
+        if self.serve and not token and self.serve_address[0] not in LOOPBACK:
+            raise ValueError(
+                f"search.serve = {self.serve} can be reached from other machines: set search.serve_token to a secret"
+            )
+        return self
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -126,6 +155,12 @@ class SearchSection(Section):
         if not all(0 < number <= 1 for number in _explored_numbers(value)):
             raise ValueError("top_p must be more than 0 and at most 1")
         return value
+
+    @property
+    def serve_address(self) -> tuple[str, int]:
+        """Host and port of `serve`, which is set."""
+        host, _, port = self.serve.rpartition(":")
+        return host.strip("[]") or LOOPBACK[0], int(port)
 
     @property
     def is_greedy(self) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from tba.common.errors import ConfigError, LockTaken
 
@@ -24,9 +24,15 @@ _LOCK_PAUSE_SECONDS = 0.01
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 
 
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read. Raises OSError for a FIFO or a device, which would have the reader wait, or never end."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+def open_regular(path: Path, mode: str = "rb", buffering: int = -1) -> IO[bytes]:
+    """Open a file as `open` does. Raises OSError for a FIFO or a device, which would stop this process.
+
+    What anything may be put in the place of is opened so: the files of a run, of a model, of weights and of keys. A
+    configuration or data file may be a FIFO, such as `<(command)` of a shell.
+    """
+    file: IO[bytes] = open(  # noqa: SIM115
+        path, mode, buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666)
+    )
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -36,12 +42,12 @@ def open_regular(path: Path) -> BufferedReader:
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file as a hex digest. Raises OSError as `open_regular`."""
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
     """fsync a file or a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     finally:
@@ -84,7 +90,9 @@ def link_or_copy(source: Path, target: Path) -> str:
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees the old text or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
@@ -112,22 +120,28 @@ def publish_directory(temporary: Path, final: Path) -> None:
     sync(final.parent)
 
 
-@contextlib.contextmanager
-def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
-    """Hold a lock file while the block runs, at most as long as the process lives.
+def open_lock(path: Path) -> IO[bytes]:
+    """Open a lock file, which is made if it is not there. Raises ConfigError if it cannot be, or is no regular file.
 
-    Raises LockTaken with the sentence if another process holds it, ConfigError if it cannot be created. A link is
-    refused as well: what holders write into the file would go to another one.
+    A link is refused as well: what holders write into the file would go to another one.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise ConfigError(f"{path} is no regular file, as a lock is: remove it")
         # Not truncated: the holder may have written into it.
-        file = path.open("a")
+        return open_regular(path, "ab")
     except OSError as error:
         raise ConfigError(f"{path.parent} is not a writable directory: {error.strerror}") from error
-    with file:
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
+    """Hold a lock file while the block runs, at most as long as the process lives.
+
+    Raises LockTaken with the sentence if another process holds it, ConfigError as `open_lock`.
+    """
+    with open_lock(path) as file:
         for attempt in range(_LOCK_ATTEMPTS):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,6 +29,7 @@ import numpy.typing as npt
 import zstandard
 
 from tba.common.errors import SnapshotCorrupt, SnapshotError, quantity
+from tba.common.system.durable import open_regular
 from tba.common.weights.snapshot import DELTA, MANIFEST, Delta, Manifest, SnapshotKey, describe_file, directory_name
 from tba.common.weights.tensor_file import ITEM_BYTES, Bits, Tensor, content_of, map_tensors
 
@@ -95,7 +96,7 @@ def unpack_delta(path: Path, target: Path, size: int) -> None:
     Raises SnapshotError if the file cannot be read, SnapshotCorrupt if it is malformed or has another size.
     """
     try:
-        with path.open("rb") as file, target.open("wb") as unpacked:
+        with open_regular(path) as file, open_regular(target, "wb") as unpacked:
             if (declared := zstandard.frame_content_size(file.read(18))) != size:
                 raise SnapshotCorrupt(f"{path} declares {declared} bytes, its manifest {size}")
             file.seek(0)

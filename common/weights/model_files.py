@@ -226,7 +226,7 @@ def weights_digest(directory: Path) -> str:
     for path in weight_files(directory):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             # Evenly spread: training may leave whole layers as they were.
             for n in range(_SAMPLES):
                 file.seek(max(0, size - _SAMPLE_BYTES) * n // (_SAMPLES - 1))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba.common.errors import ConfigError
+from tba.common.system.durable import open_regular
 from tba.common.weights import delta
 from tba.common.weights.snapshot import SnapshotKey
 
@@ -34,6 +35,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 # The newest, the one before, which may be served while the next one is written, and one that a slow searcher reads.
 COPIES = 4
 _POLL_SECONDS = 0.01
+# What a name leads to that is deleted, or whose directory was replaced by a file.
+_GONE = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ def pin_path(path: Path) -> PinnedSnapshot | None:
     """Keep a directory from being deleted or written again; None if it is not here."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
+    except _GONE:
         return None
     # Under an exclusive lock it is about to lose its name, and may keep the lock under the next one.
     while not (locked := try_lock(descriptor, fcntl.LOCK_SH)) and is_named(descriptor, path):
@@ -87,7 +90,8 @@ def is_verified(directory: Path, manifest_sha256: str) -> bool:
     """Whether a process of this user has recorded, since the last boot, that the files are those of this manifest."""
     try:
         own = all(path.lstat().st_uid == os.getuid() for path in (directory, directory / VERIFIED))
-        return own and (directory / VERIFIED).read_text(encoding="ascii") == _mark(manifest_sha256)
+        with open_regular(directory / VERIFIED) as file:
+            return own and file.read() == _mark(manifest_sha256).encode()
     except (OSError, ValueError):
         return False
 
@@ -120,7 +124,7 @@ def clear(directory: Path) -> None:
 def modified_at(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except FileNotFoundError:
+    except _GONE:
         return 0.0
 
 
@@ -137,7 +141,7 @@ def is_named(descriptor: int, path: Path) -> bool:
     """Whether an open directory still has this name: it may have been renamed or deleted before it was locked."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
+    except _GONE:
         return False
 
 
@@ -148,13 +152,13 @@ def delete(path: Path) -> bool:
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
+    except _GONE:
         return True
     try:
         if not try_lock(descriptor) or not is_named(descriptor, path):
             return False
         deleted = path.with_name(f".deleted-{os.getpid()}-{path.name.lstrip('.')}")
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(*_GONE):
             os.rename(path, deleted)
             shutil.rmtree(deleted, ignore_errors=True)
         return True

@@ -18,6 +18,7 @@ from pathlib import Path
 from tba.common.errors import SnapshotError, WireError
 from tba.common.log import get_logger
 from tba.common.system.background import Background
+from tba.common.system.durable import open_regular
 from tba.common.weights import delta
 from tba.common.weights.node_store import VERIFIED, PinnedSnapshot, modified_at, pin_path
 from tba.common.weights.snapshot import DELTA, MANIFEST, directory_name, read
@@ -103,8 +104,8 @@ class SnapshotServer:
     def _chunk(self, reader: bytes, request: FetchChunk) -> tuple[int, bytes]:
         """Return the size of the file in bytes, and the requested part of it. Raises OSError or SnapshotError."""
         directory = self._find(reader, request)
-        # A name in the manifest has no separator; O_NOFOLLOW excludes symbolic links.
-        descriptor = os.open(directory / request.file, os.O_RDONLY | os.O_NOFOLLOW)
+        # A name in the manifest has no separator; O_NOFOLLOW excludes symbolic links, and a FIFO cannot be read so.
+        descriptor = os.open(directory / request.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             return os.fstat(descriptor).st_size, os.pread(descriptor, request.length, request.offset)
         finally:
@@ -193,7 +194,7 @@ class NodeServer(SnapshotServer):
             entry = read(part).manifest.files.get(request.file)
             if entry is None:
                 continue
-            with (part / request.file).open("rb") as file:
+            with open_regular(part / request.file) as file:
                 data = os.pread(file.fileno(), request.length, request.offset)
             if len(data) == min(request.length, entry.bytes - request.offset):
                 return entry.bytes, data

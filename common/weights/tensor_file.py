@@ -19,6 +19,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from tba.common.errors import SnapshotCorrupt, SnapshotError
+from tba.common.system.durable import open_regular
 
 # One-dimensional, of any unsigned type.
 Bits = npt.NDArray[Any]
@@ -99,7 +100,7 @@ def unsigned(dtype: str) -> np.dtype[Any]:
 def read_layout(path: Path) -> Layout:
     """Read and check a header. Raises SnapshotError if there is no file, SnapshotCorrupt if it is malformed."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = path.stat().st_size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
@@ -167,8 +168,9 @@ def _bytes(bits: Bits) -> memoryview:
 
 
 def blake3_of(path: Path) -> str:
-    """The BLAKE3 of a file as hex digits. The file is mapped, not copied."""
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    """The BLAKE3 of a file as hex digits. The file is mapped, not copied. Raises OSError."""
+    with open_regular(path):
+        return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
 def blake3_of_bytes(content: memoryview | bytes) -> str:

@@ -36,7 +36,7 @@ from tba.common.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, 
 log = get_logger(__name__)
 
 # Transient failures, such as a full disk: the request is sent again.
-TRANSIENT = frozenset({"storage"})
+TRANSIENT = frozenset({"storage", "not_authorised"})
 _RESEND_SECONDS = 3.0
 _LONGEST_TIMEOUT_SECONDS = 30.0
 _POLL_SECONDS = 0.2
@@ -285,6 +285,7 @@ class BufferClient:
         self.state = reply.header.state
         if isinstance(reply.message, Failure) and reply.message.code in TRANSIENT:
             self.trouble = reply.message.message
+            log.warning("the buffer refuses a request, which is sent again", by=self.address, reason=self.trouble)
             return None
         self.trouble = ""
         if self._pending.pop(reply.header.id, None) is None:

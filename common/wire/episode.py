@@ -6,7 +6,7 @@ the chat template has changed the history, begins a *segment*: its whole context
 row still holds every context that the model was given.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -30,25 +30,22 @@ class SampledTurn:
     completion_token_ids: Sequence[int]
     logprobs: Sequence[float]
     version_runs: Sequence[Sequence[int]]
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 class EpisodeTokens(NamedTuple):
     """The fields of a `Trajectory` that hold the tokens of an episode, as in `Trajectory(**tokens._asdict(), ...)`.
 
-    R counts the response, S the segments. `loss_mask` is 1 on sampled tokens; the others have `logprobs` 0, and the
+    `loss_mask` is 1 on sampled tokens; the others have `logprobs` 0, and the
     version that sampled the next token. `segments` are the positions in `response_ids` at which a new context begins.
+    Shapes: `prompt_ids` [P], `version_runs` [V, 2], `segments` [S], the others [R].
     """
 
-    # [P]
     prompt_ids: Int32
-    # [R]
     response_ids: Int32
     loss_mask: UInt8
     logprobs: Float32
-    # [V, 2]
     version_runs: Int32
-    # [S]
     segments: Int32
     turns: list[dict[str, Any]]
 

@@ -22,6 +22,7 @@ from typing import Literal, get_args
 
 from tba.common.errors import ConfigError, first_line
 from tba.common.log import get_logger
+from tba.common.system.durable import open_regular
 from tba.common.wire.fields import Role
 from tba.common.wire.socket_files import is_private
 
@@ -94,7 +95,7 @@ class AuthorizedKeys:
     def _reload(self) -> None:
         seen = {}
         try:
-            with contextlib.suppress(FileNotFoundError), os.scandir(self.directory) as entries:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.directory) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
                         state = entry.stat()
@@ -241,7 +242,7 @@ def announced(address: str, own: KeyPair | None) -> tuple[str, ClientKeys | None
 def _read(path: Path, *, writable_only: bool = False) -> dict[str, object]:
     """Return the values of a key file. Raises ConfigError if it is not there, not valid, or open to others."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             state = os.fstat(file.fileno())
             # A user who can write it could exchange the key.
             if state.st_mode & (0o022 if writable_only else 0o077) or state.st_uid not in (os.getuid(), 0):

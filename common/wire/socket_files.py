@@ -138,6 +138,18 @@ def _listens(path: Path) -> bool:
     return True
 
 
+# The names of the loopback interface in addresses of HTTP servers, and the least length of a token for others.
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LEAST_TOKEN = 16
+
+
+def host_name(host: str) -> str:
+    """Return the name or address of a Host header, without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
 _LOOPBACK = re.compile(r"tcp://(127\.|localhost:|\[::1\]:)")
 
 

@@ -6,8 +6,8 @@ A *version run* is a pair (policy version, number of tokens). A response has one
 some of its tokens: more than one if it spans a hot reload. Their lengths add up to the length of the response.
 
 The response of an *episode* is everything after its first context: the tokens of its turns, and between them those that
-were not sampled, with mask 0. Where a chat template rewrites what came before, the model's context begins anew: a
-*segment* of the response starts with the whole new context, and is a sequence of its own (`sequences`).
+were not sampled, with mask 0. Where a chat template rewrites what came before, a *segment* begins: it starts
+with the whole new context, and is a sequence of its own (`sequences`).
 """
 
 import math
@@ -52,7 +52,7 @@ class Trajectory:
     `created_at` is Unix time. An empty `loss_mask` counts every response token. `reference_logprob` is the sum over
     the counted tokens at temperature 1; None leaves it to the trainer. `turns` are those of an episode, each a dict as
     `TurnRecord`. `error_kind` is an `ErrorKind` exactly where there is an `error`. `segments` are the positions in the
-    response at which the model's context begins anew, usually none.
+    response at which a new context begins, usually none.
     """
 
     prompt_key: str
@@ -149,12 +149,16 @@ def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes
     columns: dict[str, Any] = {}
     for name in (*ROW_COLUMNS, "reference_logprob"):
         column = [getattr(t, name) for t in trajectories]
-        if name not in _SPARSE or any(value not in (None, []) for value in column):
+        if name not in _SPARSE or any(value is not None and value != [] for value in column):
             columns[name] = column
     frames = []
     for kind in ARRAY_KINDS:
         arrays = [getattr(t, kind.name) for t in trajectories]
-        columns[f"{kind.name}_count"] = [len(array) for array in arrays]
+        columns[f"{kind.name}_count"] = counts = list(map(len, arrays))
+        # The usual case of masks and segments.
+        if not any(counts):
+            frames.append(b"")
+            continue
         frames.append(b"".join(np.ascontiguousarray(array, dtype=kind.dtype).tobytes() for array in arrays))
     return columns, frames
 

@@ -106,7 +106,7 @@ class Spool:
         size = sum(map(len, parts))
         with _storage_errors(self.directory):
             try:
-                with open(temporary, "wb", buffering=0) as file:
+                with open_regular(Path(temporary), "wb", buffering=0) as file:
                     if os.writev(file.fileno(), parts) != size:
                         raise OSError("the disk took only a part of a put: it is full, or a limit is reached")
                 os.rename(temporary, path)

@@ -12,24 +12,26 @@ from typing import Protocol
 from tba.common.errors import EngineError
 from tba.common.weights.snapshot import Snapshot
 from tba.common.wire.trajectory import Float32, Int32
+from tba.searcher.engines.stopping import Stopping
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How to sample one response. `temperature` 0 is greedy."""
+    """How to sample one response. `temperature` 0 is greedy. `stopping` replaces what ends the engine's responses."""
 
     temperature: float
     top_p: float
     max_tokens: int
     seed: int | None = None
+    stopping: Stopping | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One response to generate. `id` is unique for the lifetime of the engine.
 
-    A `first` one is started before those that are queued: the next turn of an episode, or a request that somebody
-    waits for.
+    A `first` one is started before those that are queued: the next turn of an episode, or a request of
+    `search.serve`.
     """
 
     id: int

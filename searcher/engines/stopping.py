@@ -43,6 +43,17 @@ class Stopping:
         self.strings = tuple(strings)
         self._window = _TOKENS_PER_CHARACTER * max(map(len, strings), default=0) + _MORE_TOKENS
 
+    def also(self, stop: Collection[str | int]) -> "Stopping":
+        """Return these, and the strings and ids of one request. Raises ConfigError as above."""
+        return Stopping(self._tokenizer, [*self.strings, *stop], self.ids) if stop else self
+
+    def ended_by(self, tokens: Sequence[int]) -> str | int | None:
+        """Return the id or the string that ended a response; None for the tokenizer's end token, or its length."""
+        if int(tokens[-1]) in self.ids:
+            return None if tokens[-1] == self._tokenizer.eos_token_id else int(tokens[-1])
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return min((string for string in self.strings if string in text), key=text.find, default=None)
+
     def completes_string(self, tokens: Sequence[int]) -> bool:
         """Whether the last of the tokens of a response completes a string, which may begin in any token before it."""
         if not self.strings:

@@ -167,12 +167,15 @@ class TransformersEngine:
         self._acceptance.uncalibrated = False
         return report
 
+    def _targets(self) -> dict[str, torch.Tensor]:
+        """The tensors that a snapshot overwrites, by name in its files. A tied head is not one: it is the embedding."""
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        return {name: state[self._names[name]] for name in self._shapes}
+
     def _exchange(self, snapshot: Snapshot) -> LoadReport:
         """Copy a snapshot's weights and check them. Restores those that serve after any error."""
         times = [time.perf_counter()]
-        state: dict[str, torch.Tensor] = self._model.state_dict()
-        # A tied head is not among them: it is the embedding.
-        targets = {name: state[self._names[name]] for name in self._shapes}
+        targets = self._targets()
         values = _read(snapshot)
         calibrate = self._acceptance.uncalibrated and (
             self._acceptance.routed
@@ -289,7 +292,8 @@ class TransformersEngine:
         return finished
 
     def _stop_reason(self, row: _Row) -> str | None:
-        if row.tokens[-1] in self._stopping.ids or self._stopping.completes_string(row.tokens):
+        stopping = row.request.sampling.stopping or self._stopping
+        if row.tokens[-1] in stopping.ids or stopping.completes_string(row.tokens):
             return STOP_EOS
         return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
 

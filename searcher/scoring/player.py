@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -149,16 +151,20 @@ class Player:
     ) -> Any:
         """Call a method and check what it returns. Raises _Failed."""
         self._begin(ticket, method, False)
+        end = time.monotonic() + (math.inf if self._seconds is None else self._seconds)
         try:
-            async with asyncio.timeout(self._seconds) as limit:
+            async with asyncio.timeout(self._seconds):
                 answer = call()
                 if inspect.isawaitable(answer):
                     self._begin(ticket, method, True)
                     answer = await answer
+            # A coroutine may ignore that it is cancelled, and other methods are not.
+            if time.monotonic() > end:
+                raise TimeoutError
             return check(answer)
         # An environment may call sys.exit or raise KeyboardInterrupt.
         except BaseException as error:
-            if self._seconds is not None and limit.expired():
+            if self._seconds is not None and time.monotonic() > end:
                 raise _Failed(method, timed_out(self._seconds), "turn_timeout") from None
             raise _Failed(method) from error
 

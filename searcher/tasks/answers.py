@@ -64,10 +64,17 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"^\\text\{ ?(?:[Tt]he|[Aa]n|a) (?=[a-z]{2})", r"\\text{"),
         (r" ?\\text\{ ?(?:is|equals|is equal to) ?\}", "="),
         (r"\\text\{ ?([-+]?\d[\d,.:]*)", r"\1\\text{"),
+        (r"(\\\{ ?[a-z] ?(?:\\mid|\\?\||:)[^{}]*(?:\{[^{}]*\}[^{}]*)*)\\text\{ ?or ?\}", r"\1\\lor "),
         (r",? ?(?:\\text\{[ ,]*(?:and|or) ?\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))(?! ?\}?$)", ", "),
         (r"(?<=\d) ?(?:\\text\{ ?to ?\}|to) ?(?=\d)", ":"),
         (r" ?(?:\\text\{ ?percent(?:age)? ?\}|percent(?:age)?\b|\\?%)", r"\\%"),
         (r" ?\^ ?\{ ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}", ""),
+        # An angle has a value: the sine of 30 degrees is not that of 30.
+        (
+            r"(\\(?:sin|cos|tan|cot|sec|csc) ?(?:\^ ?\{?-?\d+\}?)?) ?([({]?) ?(-?\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})"
+            r" ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree) ?[)}]?",
+            r"\1{(\3\\cdot\\frac{\\pi}{180})}",
+        ),
         (r" ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree) ?(?:\\text\{ ?[CF] ?\}|[CF](?![a-z]))?", ""),
         (r"\\text\{ ?\}", ""),
         (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),

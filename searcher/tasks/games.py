@@ -98,7 +98,8 @@ class CalculatorTask:
         if not 1 <= digits <= _MAX_DIGITS // 2 or prompts < 1 or held_out < 0:
             raise TaskError(f"task calculator needs 1 to {_MAX_DIGITS // 2} digits and 1 prompt: correct task.options")
         low, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
-        self._held_out, self._prompts = [], []
+        self._held_out: list[Prompt] = []
+        self._prompts: list[Prompt] = []
         for where, keys in ((self._held_out, range(held_out)), (self._prompts, range(held_out, held_out + prompts))):
             for key in map(str, keys):
                 left, right = low + _draw(f"left {key}", count), low + _draw(f"right {key}", count)

@@ -5,7 +5,7 @@ The key of a prompt is `LABEL:KEY`, and `LABEL~2:KEY` for its second copy: the l
 
 import re
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from inspect import isawaitable
 from typing import Any
@@ -21,7 +21,6 @@ from tba.searcher.tasks.task import (
     Task,
     Turn,
     check_answers,
-    has_environment,
     is_random,
     least_reward,
 )
@@ -78,11 +77,9 @@ class MixtureTask:
         return _later(label, reward) if isawaitable(reward) else _with_label(label, reward)
 
     def environment(self, prompt: Prompt) -> Environment:
-        """Return an environment of the task that the prompt's key names. Raises TypeError if it has no episodes."""
+        """Return an environment of the task that the prompt's key names, which has one."""
         label, own = self.label_of(prompt), _own(prompt)
         task: Any = self.tasks[label]
-        if not has_environment(task):
-            raise TypeError(f"task {label} has no environment")
         return _Labelled(label, own, task.environment(own))
 
     def label_of(self, prompt: Prompt) -> str:
@@ -150,32 +147,21 @@ class _Labelled:
 
     def step(self, reply: str, finished: bool) -> Turn | Awaitable[Turn]:
         turn = self._environment.step(reply, finished)
-        return _turn_later(self._label, turn) if isawaitable(turn) else _turn_with_label(self._label, turn)
+        return _later(self._label, turn) if isawaitable(turn) else _with_label(self._label, turn)
 
     def close(self) -> Awaitable[None] | None:
         return self._environment.close()
 
 
-async def _later(label: str, reward: Awaitable[Reward]) -> Reward:
-    return _with_label(label, await reward)
+async def _later(label: str, result: Awaitable[Any]) -> Any:
+    return _with_label(label, await result)
 
 
-async def _turn_later(label: str, turn: Awaitable[Turn]) -> Turn:
-    return _turn_with_label(label, await turn)
-
-
-def _with_label(label: str, reward: object) -> Reward:
-    if not isinstance(reward, Reward):
-        raise TypeError(f"score returned {type(reward).__name__}, not a Reward")
-    return Reward(reward.total, _parts(label, reward.total, reward.parts))
-
-
-def _turn_with_label(label: str, turn: object) -> Turn:
-    if not isinstance(turn, Turn):
-        raise TypeError(f"step returned {type(turn).__name__}, not a Turn")
-    return replace(turn, parts=_parts(label, turn.reward, turn.parts))
-
-
-def _parts(label: str, reward: float, parts: Mapping[str, float]) -> dict[str, float]:
-    common = {name: parts[name] for name in (CORRECT, PARSE_ERROR) if name in parts}
-    return {**common, f"{label}.{_REWARD}": reward, **{f"{label}.{name}": value for name, value in parts.items()}}
+def _with_label(label: str, result: Any) -> Any:
+    """Return a Reward or a Turn with the label in the names of its parts. Raises TypeError for anything else."""
+    if not isinstance(result, Reward | Turn):
+        raise TypeError(f"{type(result).__name__} returned, not a Reward or a Turn")
+    parts = {f"{label}.{name}": value for name, value in result.parts.items()}
+    common = {name: result.parts[name] for name in (CORRECT, PARSE_ERROR) if name in result.parts}
+    total = result.total if isinstance(result, Reward) else result.reward
+    return replace(result, parts={**common, f"{label}.{_REWARD}": total, **parts})

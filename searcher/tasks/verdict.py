@@ -8,7 +8,7 @@ with variables must agree where these have sample values, and then be equal for 
 import re
 import threading
 from functools import lru_cache
-from string import ascii_lowercase
+from string import ascii_letters, ascii_lowercase
 from typing import Any
 
 from tba.common.errors import MissingExtra
@@ -32,6 +32,12 @@ _WORDS = re.compile(r"[^\W\d_]+(?:(?:[ .'’,;]+|(?<=[^\W\d_]{2})-(?=[^\W\d_]{2}
 _PRODUCT = re.compile(rf"(?!no$)(?:[a-z]{{1,2}}|{'?'.join(ascii_lowercase)}?|[A-Z])")
 _SET, _NO_SET = re.compile(r"\\\{.*"), re.compile(r"[(\[][^(\[]*")
 _SET_OF_SETS = re.compile(r"\\\{ ?\\\{|\\\} ?, ?\\\{")
+# `{x in R | x > 2}`, where R may be missing: the variable and the condition.
+_SET_BUILDER = re.compile(
+    r"\\\{ ?([A-Za-z]) ?(?:\\in ?\\mathbb\{R\} ?)?(?:\\(?:mid|vert|colon)(?![a-z])|\\?\||:) ?(?!.*\\\{)(.+?) ?\\\}"
+)
+# One letter, unless it is in a command or a text, or the exponent of a decimal.
+_LETTER = re.compile(r"\\(?:text|mathbb|operatorname) ?\{[^{}]*\}|\\[A-Za-z]+|(?<=\d)[eE](?=[+-]?\d)|([A-Za-z])")
 _EXPONENT = re.compile(r"^([+-]?[\d.]+)[eE]([+-]?\d+)$")
 _RATIO = re.compile(r"[^:,=]+(?::[^:,=]+){2,}")
 # With two digits up to 59 after the colon.
@@ -137,7 +143,9 @@ def _without_text(answer: str) -> str:
 
 
 def _same_value(gold: str, answer: str) -> bool:
-    pair = (gold, answer)
+    pair = (gold, answer) = _with_case(gold, answer)
+    if any(map(_SET_BUILDER.fullmatch, pair)):
+        return _same_set(*pair)
     # math-verify reads a pair of numbers as a set, and a set of sets as one of their elements.
     if any(_SET.match(one) and _NO_SET.fullmatch(other) for one, other in (pair, pair[::-1])):
         return False
@@ -146,6 +154,42 @@ def _same_value(gold: str, answer: str) -> bool:
     if all(map(_RATIO.fullmatch, pair)):
         pair = (_quotients(*gold.split(":")), _quotients(*answer.split(":")))
     return any(_equal(*views) for views in dict.fromkeys(zip(*map(_views, pair), strict=True)))
+
+
+def _with_case(gold: str, answer: str) -> tuple[str, str]:
+    """Rename the capitals that are also there as small letters: math-verify takes K for k, and a/A for 1."""
+    letters = {found for one in (gold, answer) for found in _LETTER.findall(one)}
+    free = (letter for letter in "wvuzqyrsthgpmnlkjxabcfo" if not {letter, letter.upper()} & letters)
+    renamed = {letter: next(free, letter) for letter in letters & {*ascii_letters[26:]} if letter.lower() in letters}
+    gold, answer = (_LETTER.sub(lambda found: renamed.get(found[1], found[0]), one) for one in (gold, answer))
+    return gold, answer
+
+
+def _same_set(gold: str, answer: str) -> bool:
+    """Whether two answers are one set of real numbers, of which one at least is `{x | condition}`."""
+    sets = _real_set(gold), _real_set(answer)
+    return None not in sets and bool((sets[0] ^ sets[1]).is_empty)
+
+
+def _real_set(answer: str) -> Any:
+    """Return a set of real numbers, None for what is none, or none that SymPy makes of its condition."""
+    from sympy import And, Float, Or, Rational, Set, Symbol
+    from sympy.core.relational import Relational
+
+    builder = _SET_BUILDER.fullmatch(answer)
+    parts = [read(one) for one in re.split(r"\\(?:vee|lor)(?![a-z])", builder[2] if builder else answer)]
+    found = Or(*parts) if all(isinstance(one, (Relational, And)) for one in parts) else parts[0]
+    is_set, symbols = isinstance(found, Set), getattr(found, "free_symbols", ())
+    # A condition has one variable, and a list is no condition.
+    if len(symbols) != (not is_set) or (builder and (is_set or str(*symbols) != builder[1].lower())):
+        return None
+    exact = {number: Rational(str(number)) for number in found.atoms(Float)}
+    found = found.xreplace(exact | {one: Symbol("x", real=True) for one in symbols}).doit()
+    try:
+        return found if is_set else math_verify().utils.timeout(LIMIT_SECONDS)(found.as_set)()
+    # Neither can be solved, or it is no condition, such as `2x`.
+    except (NotImplementedError, AttributeError):
+        return None
 
 
 def _views(answer: str) -> tuple[str, str, str]:

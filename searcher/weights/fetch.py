@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from blake3 import blake3
 
@@ -18,6 +18,7 @@ from tba.common.config import Config
 from tba.common.errors import AddressInUse, ConfigError, SnapshotError, SnapshotMissing, SnapshotOutdated, WireError
 from tba.common.log import get_logger
 from tba.common.run_snapshots import weights_directory
+from tba.common.system.durable import open_regular
 from tba.common.weights.node_store import make_directory
 from tba.common.weights.snapshot import DELTA
 from tba.common.weights.snapshot_server import NodeServer, address_of
@@ -101,7 +102,7 @@ class Fetcher:
             # It is also linked under another name, such as in an older snapshot: it must not be written to.
             if target.exists() and target.stat().st_nlink > 1:
                 target.unlink()
-            with target.open("ab") as file:
+            with open_regular(target, "ab") as file:
                 # Larger than the file can be: a remainder of something else.
                 if size is not None and file.tell() > size:
                     file.truncate(0)
@@ -121,7 +122,7 @@ class Fetcher:
         self._channel.close()
 
     def _download(
-        self, version: int, name: str, file: BinaryIO, written: int, size: int | None, digest: blake3
+        self, version: int, name: str, file: IO[bytes], written: int, size: int | None, digest: blake3
     ) -> None:
         """Append the rest of a file, to the digest as well.
 

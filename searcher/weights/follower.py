@@ -18,6 +18,7 @@ from tba.common.clock import Clock
 from tba.common.config import Config
 from tba.common.errors import (
     CanaryMismatch,
+    ConfigError,
     EngineError,
     SnapshotError,
     SnapshotMissing,
@@ -174,6 +175,9 @@ class Preparation:
             raise
         except SnapshotError as error:
             return Failed(ref, error)
+        # Of a weights directory that cannot be used now.
+        except ConfigError as error:
+            return Failed(ref, SnapshotError(str(error)))
         except Exception as error:
             # For example, a manifest with invalid values. It is reported and tried again.
             log.exception("weights not prepared", version=ref.version)

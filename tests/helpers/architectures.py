@@ -89,7 +89,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", {}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256}),
-    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25}),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25, "num_key_value_heads": 2}),
     "opt": ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64, "do_layer_norm_before": True}),
     "gptj": ("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "rotary_dim": 16}),
     "bloom": ("bloom", {"n_layer": 2, "n_head": 2}),
@@ -114,7 +114,10 @@ VLLM_REFUSES = {
     "llama gelu": "Only silu is supported",
     "qwen2 window": "Sliding window for some but all layers is not supported",
     "qwen3 biases": "2 tensors have no place in it, for example 'model.layers.0.self_attn.o_proj.bias'",
+    "phimoe": "too many values to unpack",
     "gpt_oss": "vLLM cannot replace the weights of",
+    "phi": "1 tensor is not restored, for example lm_head.bias",
+    "bloom": "There is no module or parameter named 'lm_head' in BloomModel",
     "deepseek_v3": "this vLLM does not support the model: try another release",
 }
 

@@ -1,4 +1,4 @@
-"""A browser of `tba ui`, and changes of the database behind it."""
+"""A browser of `tba ui`, and queries of the database behind it."""
 
 import sqlite3
 from contextlib import closing
@@ -13,13 +13,6 @@ from tba.ui.app import make_app
 def client(*paths: Path, **options: Any) -> TestClient:
     """Return a browser of the interface over these directories and database files."""
     return TestClient(make_app(paths, **options), base_url="http://127.0.0.1:5780", follow_redirects=True)
-
-
-def change(path: Path, *statements: str | tuple[str, list[Any]]) -> None:
-    """Execute statements, or pairs of a statement and its values, on a database in one transaction."""
-    with closing(sqlite3.connect(path)) as connection, connection:
-        for one in statements:
-            connection.execute(*((one,) if isinstance(one, str) else one))
 
 
 def select(path: Path, sql: str) -> list[sqlite3.Row]:

@@ -1,18 +1,23 @@
-"""A buffer service without sockets on a real database, and statements on a database file."""
+"""A buffer on a real database, with or without a socket, and statements on a database file."""
 
 import sqlite3
 import tempfile
+import threading
 from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.store import Store
+from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.wire import messages
+from tba.common.wire.channels import ServerChannel
 from tba.common.wire.codec import decode_request, encode_request
+from tba.common.wire.keys import ServerKeys
 from tba.common.wire.trajectory import RowNumbers, Trajectory
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.puts import make_trajectory, put_message, reference
@@ -24,11 +29,14 @@ def ask(path: Path, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         return connection.execute(sql, values).fetchall()
 
 
-def change(path: Path, *statements: str) -> None:
-    """Run statements on a database file and commit them."""
+def change(path: Path, *statements: str | tuple[str, list[Any]]) -> None:
+    """Run statements, or pairs of a statement and its values, on a database file and commit them."""
     with closing(sqlite3.connect(path)) as connection, connection:
-        for sql in statements:
-            connection.execute(sql)
+        for one in statements:
+            if isinstance(one, str):
+                connection.executescript(one)
+            else:
+                connection.execute(*one)
 
 
 def new_database(path: Path) -> Path:
@@ -120,3 +128,40 @@ class ServiceHarness:
         for n in range(prompts if samples else 0):
             group = [make_trajectory(f"p{n}", lease=0, version=version, tokens=[n, k]) for k in range(samples)]
             self.put(group, first_sequence=version * 10_000 + n * samples)
+
+
+class BufferThread:
+    """A buffer server with a real database and a real socket. It can be stopped and started on the same address."""
+
+    def __init__(self, config: Config, *, address: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None) -> None:
+        self.config = config
+        self.keys = keys
+        self.address = address
+        self.start()
+
+    def start(self) -> None:
+        """Start serving the existing database."""
+        self._stopped = threading.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        assert self._ready.wait(60)
+
+    def stop(self) -> None:
+        """Stop serving and close the database."""
+        self._stopped.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        store = Store(new_database(self.config.database), durability="process")
+        run = store.open_run(self.config.run.name, seed=0, config={}, software={})
+        channel = ServerChannel(self.address, keys=self.keys)
+        self.address = channel.address
+        service = BufferService(store, run, self.config, SystemClock())
+        server = BufferServer(channel, service, queue_bytes=1 << 28)
+        self._ready.set()
+        # A test that could not be set up may leave it running. Without the second condition, the process would not end.
+        server.run(lambda: self._stopped.is_set() or not threading.main_thread().is_alive())
+        channel.close()
+        store.close()

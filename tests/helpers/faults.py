@@ -14,6 +14,7 @@ import numpy as np
 
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import ClientKeys
 from tba.common.wire.trajectory import Trajectory
 from tba.tests.helpers.puts import connected, make_trajectory, prepare, put_message
 
@@ -61,6 +62,7 @@ class Producer:
     tokens: int
     window: int = 4
     limit: float = math.inf
+    keys: ClientKeys | None = None
     posted: int = 0
     acknowledged: list[int] = field(default_factory=list)
     troubles: set[str] = field(default_factory=set)
@@ -86,7 +88,7 @@ class Producer:
         self.wait_until_all_is_answered(60)
 
     def _run(self) -> None:
-        with connected(self.address, "searcher", f"s{self.number}") as client:
+        with connected(self.address, "searcher", f"s{self.number}", self.keys) as client:
             prepare(client)
             while not self._given_up.is_set() and not (self._enough.is_set() and not client._pending):
                 while len(client._pending) < self.window and not self._enough.is_set() and self.posted < self.limit:
@@ -109,10 +111,10 @@ class Producer:
 
 @contextmanager
 def producing(
-    address: str, count: int, *, tokens: int, window: int = 4, limit: float = math.inf
+    address: str, count: int, *, tokens: int, window: int = 4, limit: float = math.inf, keys: ClientKeys | None = None
 ) -> Iterator[list[Producer]]:
     """Run producers, and end them at the end of the block, answered or not."""
-    producers = [Producer(address, number, tokens, window, limit) for number in range(count)]
+    producers = [Producer(address, number, tokens, window, limit, keys) for number in range(count)]
     for producer in producers:
         producer.start()
     try:
@@ -135,17 +137,13 @@ class Stored:
 def stored(database: Path) -> Stored:
     """Return the rows of an intact file, after comparing their tokens with `row`."""
     with closing(sqlite3.connect(database)) as connection:
-        return stored_in(connection)
-
-
-def stored_in(connection: sqlite3.Connection) -> Stored:
-    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    found = connection.execute(
-        "SELECT t.id, s.sender, t.sequence, y.response_ids, y.logprobs, t.turns, y.segments FROM trajectory_rows t"
-        " JOIN senders s ON s.id = t.sender LEFT JOIN payloads y ON y.trajectory = t.id ORDER BY t.id"
-    )
-    rows = [(id_, _checked(sender, sequence, *payload), sequence) for id_, sender, sequence, *payload in found]
-    assert connection.execute("SELECT COUNT(*) FROM payloads").fetchone() == (len(rows),)
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        found = connection.execute(
+            "SELECT t.id, s.sender, t.sequence, y.response_ids, y.logprobs, t.turns, y.segments FROM trajectory_rows t"
+            " JOIN senders s ON s.id = t.sender LEFT JOIN payloads y ON y.trajectory = t.id ORDER BY t.id"
+        )
+        rows = [(id_, _checked(sender, sequence, *payload), sequence) for id_, sender, sequence, *payload in found]
+        assert connection.execute("SELECT COUNT(*) FROM payloads").fetchone() == (len(rows),)
     return Stored(rows)
 
 

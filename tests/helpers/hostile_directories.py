@@ -289,6 +289,7 @@ RUNS: dict[str, Callable[[Path], object]] = {
     "a launcher's lock that is a link to another file": in_place("launcher.lock", link_to_precious),
     "a launcher's lock with escapes": text("launcher.lock", "pid 1 on \x1b[2J\ncommand: \x1b]0;x\x07 rm -rf /\n"),
     "a FIFO in place of the evaluations": in_place("eval.jsonl", os.mkfifo),
+    "a FIFO in place of the lock of the evaluations": in_place(".eval.jsonl.lock", os.mkfifo),
     "evaluations of other types": text(
         "eval.jsonl",
         '[]\n{"run": "test", "version": 1e400, "step": NaN, "prompts": -1, "intervals": 3, "accuracy": "x"}\n'
@@ -331,6 +332,13 @@ def resume(run: Path) -> None:
         spool.release()
 
 
+def record(run: Path) -> None:
+    """What `tba eval` does last."""
+    from tba.common.evaluations import record_evaluations
+
+    record_evaluations(run, [])
+
+
 def launch(run: Path) -> None:
     """What `tba run --resume` does first."""
     from tba.deploy.run_directory import last_launch, sole_launcher
@@ -350,6 +358,7 @@ READ_A_RUN: Commands = {
     "export-model": tba("export-model", "RUN", "RUN/../exported"),
     "resume": resume,
     "launch": launch,
+    "record": record,
 }
 KINDS = {
     "databases": (DATABASES, READ_A_DATABASE, filled_run),

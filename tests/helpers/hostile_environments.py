@@ -16,7 +16,7 @@ def misbehave(misdeed: str) -> object:
         case "hangs":
             time.sleep(3600)
         case "late":
-            time.sleep(2.5)
+            time.sleep(5.5)
         case "raises":
             raise ValueError("no such move")
         case "exits":
@@ -95,8 +95,13 @@ class _Waiting:
         return ()
 
     async def step(self, reply, finished):
-        if reply == "late":
-            await asyncio.sleep(3600)
+        if reply in ("late", "stubborn"):
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                if reply == "late":
+                    raise
+            return Turn()
         _Waiting.under_way += 1
         while _Waiting.under_way < int(reply):
             await asyncio.sleep(0.01)

@@ -10,7 +10,7 @@ import numpy as np
 from tba.common.wire import messages
 from tba.common.wire.codec import encode_request
 from tba.common.wire.messages import GetStatus, PutEvaluation
-from tba.tests.helpers.puts import make_trajectory, numbers_of, put_message, reference
+from tba.tests.helpers.puts import make_episode, make_trajectory, numbers_of, put_message, reference
 
 Frames = list[bytes]
 PROMPTS = [f"p{n}" for n in range(6)]
@@ -85,6 +85,8 @@ class Mutator:
 
     def _trajectory(self):
         rng = self.rng
+        if rng.random() < 0.2:
+            return make_episode(rng.choice(PROMPTS), lease=rng.randrange(20))
         tokens = [rng.randrange(2**31) for _ in range(rng.choice((1, 3, 3, 20)))]
         runs = [[rng.choice(VERSIONS), 1] for _ in tokens] if rng.random() < 0.3 else None
         changes: dict[str, Any] = {"version_runs": np.array(runs, np.int32)} if runs else {}

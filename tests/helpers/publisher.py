@@ -8,7 +8,8 @@ import torch
 from tba.common.config import Config
 from tba.common.weights import snapshot
 from tba.common.wire import messages
-from tba.tests.helpers.trainer import BufferThread, FakeSearcher, save_tiny_model
+from tba.tests.helpers.buffer import BufferThread
+from tba.tests.helpers.trainer import FakeSearcher, save_tiny_model
 from tba.tests.helpers.weights import verify
 from tba.trainer.buffer_link import network
 from tba.trainer.distributed import ALONE

@@ -8,6 +8,7 @@ import numpy as np
 
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
+from tba.common.wire.keys import ClientKeys
 from tba.common.wire.trajectory import LOG_RATIO_DTYPE, RowNumbers, Trajectory, pack
 from tba.tests.helpers.checks import PATIENCE_SECONDS
 
@@ -34,7 +35,7 @@ def make_trajectory(prompt_key: str = "p0", lease: int = 1, version: int = 0, **
 
 
 def make_episode(prompt_key: str = "p0", lease: int = 1, version: int = 0, **changes: Any) -> Trajectory:
-    """Return an episode of four turns in three sequences: its context begins anew after the second and third turn."""
+    """Return an episode of four turns in three sequences: a new context begins after the second and third turn."""
     mask = np.array([1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1], np.uint8)
     turns = [
         {"start": start, "tokens": tokens, "seconds": 0.5, "reward": reward, "parts": {}, "messages": [["user", "on"]]}
@@ -82,9 +83,11 @@ def put_message(rows: Sequence[Trajectory], first: int = 0) -> tuple[messages.Pu
 
 
 @contextmanager
-def connected(address: str, role: fields.Role = "monitor", name: str = "test") -> Iterator[BufferClient]:
+def connected(
+    address: str, role: fields.Role = "monitor", name: str = "test", keys: ClientKeys | None = None
+) -> Iterator[BufferClient]:
     """Open a client, and close it at the end of the block."""
-    client = BufferClient(address, role=role, name=name)
+    client = BufferClient(address, role=role, name=name, keys=keys)
     try:
         yield client
     finally:
@@ -102,7 +105,7 @@ def prepare(client: BufferClient, prompts: int = 1, versions: int = 1) -> None:
     register = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=prompts, offset=0, keys=keys)
     client.call(messages.Hello(host="h", pid=1), messages.Welcome, deadline_seconds=PATIENCE_SECONDS)
     client.call(register, messages.Registered, deadline_seconds=PATIENCE_SECONDS)
-    with connected(client.address, "publisher") as publisher:
+    with connected(client.address, "publisher", keys=client.keys) as publisher:
         for version in range(versions):
             announced = messages.AnnounceSnapshot(weights=reference(version, version), bytes=1)
             publisher.call(announced, messages.Done, deadline_seconds=PATIENCE_SECONDS)

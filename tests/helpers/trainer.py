@@ -1,6 +1,5 @@
 """Tiny real models, batches, a real buffer server in a thread and a fake searcher, for tests of the trainer."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,17 +11,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tba.buffer.server.writer import BufferServer
-from tba.buffer.service.service import BufferService
-from tba.buffer.store.store import Store
-from tba.common.clock import SystemClock
 from tba.common.config import Config, LoraSection, ObjectiveSection, TrainSection
+from tba.common.config.layers import resolve
 from tba.common.wire import messages
-from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
-from tba.common.wire.keys import ServerKeys
 from tba.common.wire.trajectory import Trajectory
-from tba.tests.helpers.buffer import new_database
+from tba.tests.helpers.buffer import BufferThread
 from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.puts import make_trajectory, put_message
 from tba.trainer.batch.batch import Row, TrainBatch
@@ -206,43 +200,6 @@ def make_learner(
     )
 
 
-class BufferThread:
-    """A buffer server with a real database and a real socket. It can be stopped and started on the same address."""
-
-    def __init__(self, config: Config, *, address: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None) -> None:
-        self.config = config
-        self.keys = keys
-        self.address = address
-        self.start()
-
-    def start(self) -> None:
-        """Start serving the existing database."""
-        self._stopped = threading.Event()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-        assert self._ready.wait(60)
-
-    def stop(self) -> None:
-        """Stop serving and close the database."""
-        self._stopped.set()
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-    def _serve(self) -> None:
-        store = Store(new_database(self.config.database), durability="process")
-        run = store.open_run(self.config.run.name, seed=0, config={}, software={})
-        channel = ServerChannel(self.address, keys=self.keys)
-        self.address = channel.address
-        service = BufferService(store, run, self.config, SystemClock())
-        server = BufferServer(channel, service, queue_bytes=1 << 28)
-        self._ready.set()
-        # A test that could not be set up may leave it running. Without the second condition, the process would not end.
-        server.run(lambda: self._stopped.is_set() or not threading.main_thread().is_alive())
-        channel.close()
-        store.close()
-
-
 def run_with_buffer(root: Path, **sections: dict[str, Any]) -> tuple[Config, BufferThread]:
     """Return the configuration of a run of a tiny model, and its buffer. Keyword arguments are sections."""
     train = {
@@ -262,6 +219,33 @@ def run_with_buffer(root: Path, **sections: dict[str, Any]) -> tuple[Config, Buf
     buffer = BufferThread(Config.model_validate(fixed))
     address = {"buffer": sections.get("buffer", {}) | {"address": buffer.address}}
     return Config.model_validate(fixed | address), buffer
+
+
+class TrainRun:
+    """A run of a tiny model whose buffer is a thread, for processes of `tba train`. Keywords are keys of [train]."""
+
+    def __init__(
+        self, root: Path, make_config_in: Any, start_tba: Any, *, lora: dict[str, Any] | None = None, **train: Any
+    ) -> None:
+        root.mkdir(exist_ok=True)
+        defaults = {"prompts_per_step": 2, "samples_per_prompt": 3, "warmup_steps": 0, "decay_steps": 2}
+        model = {"path": str(save_tiny_model(root / "model", layers=2)), "dtype": "float32"}
+        made = make_config_in(root, model=model, train=defaults | train, lora=lora or {})
+        self.file, self.lines, self.query = made.file, made.lines, made.query
+        self.config = resolve(Path(made.file), environment={}).config
+        self._start = start_tba
+        self.buffer = BufferThread(self.config, address=made.address)
+
+    def start(self, *arguments: str, **options: Any) -> Any:
+        """Start `tba train`."""
+        return self._start("train", "--cpu", "--config", self.file, *arguments, **options)
+
+    def feed(self) -> None:
+        """Put trajectories for all steps once weights are announced."""
+        searcher = FakeSearcher(self.buffer.address, prompts=4)
+        searcher.wait_for_weights(seconds=60)
+        searcher.put_groups(8)
+        searcher.close()
 
 
 class FakeSearcher:

@@ -90,8 +90,9 @@ def _check_numbers_of_rows(run: RunConfig) -> None:
     """Check that every trained row has numbers, and that their means are the metrics of the step."""
     sql = """SELECT c.step, COUNT(*), COUNT(c.logprob + log_ratio + advantage + weight + skipped),
              AVG(log_ratio), AVG(c.logprob - r.logprob),
-             SUM(mismatch * t.response_tokens) / SUM(CASE WHEN mismatch IS NOT NULL THEN t.response_tokens END)
-             FROM consumption c JOIN trajectory_rows t ON t.id = c.trajectory
+             SUM(mismatch * sampled) / SUM(CASE WHEN mismatch IS NOT NULL THEN sampled END)
+             FROM consumption c JOIN (SELECT id, COALESCE((SELECT SUM(tokens) FROM turns WHERE trajectory = t.id),
+             response_tokens) AS sampled FROM trajectory_rows t) t ON t.id = c.trajectory
              JOIN reference_logprobs r ON r.trajectory = t.id
              WHERE c.trained_at IS NOT NULL GROUP BY c.step ORDER BY c.step"""
     for (step, rows, complete, *means), metrics in zip(run.query(sql), run.lines(), strict=True):

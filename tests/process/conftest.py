@@ -6,7 +6,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ import zmq
 
 from tba.common.system.process import PARENT_VARIABLE
 from tba.tests.conftest import EXAMPLE_MODEL
+from tba.tests.helpers.announcer import Announcer
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,6 +179,38 @@ def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@pytest.fixture
+def start_script() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """A function that starts Python code with pipes of text; `inside` is a command that starts it elsewhere."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *arguments: str, inside: Sequence[str] = ()) -> subprocess.Popen[str]:
+        command, pipe = [*inside, sys.executable, "-c", code, *arguments], subprocess.PIPE
+        started.append(subprocess.Popen(command, env=clean_environment(), stdin=pipe, stdout=pipe, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def serve_weights(start_tba, example_model) -> Iterator[Callable[[RunConfig], Announcer]]:
+    """A function that starts the buffer of a run, and announces weights as version 0. Returns the announcer."""
+    made: list[Announcer] = []
+
+    def serve(run: RunConfig) -> Announcer:
+        start_tba("buffer", "serve", "--config", run.file)
+        made.append(Announcer(run.address, example_model, run.directory / "snapshots"))
+        made[-1].announce(0)
+        return made[-1]
+
+    yield serve
+    for announcer in made:
+        announcer.client.close()
 
 
 @pytest.fixture

@@ -1,16 +1,13 @@
 """`tba search --eval` next to a run: what it evaluates, and that the run does not notice it."""
 
-from contextlib import closing
-
 import pytest
 
 from tba.common.evaluations import read_json_lines
 from tba.common.wire import messages
-from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import GetStatus, Status
 from tba.tests.conftest import EXAMPLE_MODEL
-from tba.tests.helpers.announcer import Announcer
 from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.puts import connected
 from tba.tests.helpers.reward_server import serving
 from tba.tests.process.conftest import arithmetic
 
@@ -25,19 +22,19 @@ def gold():
         yield server
 
 
-def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_touched(make_config, start_tba, gold):
+def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_touched(
+    make_config, serve_weights, start_tba, gold
+):
     run = make_config(
         **arithmetic(
             task={"held_out_limit": 8},
             train={"steps": 8, "keep_snapshot_every": 4},
-            eval={"samples": 2, "kl": True},
+            eval={"samples": 2, "kl": True, "embedder": str(EXAMPLE_MODEL)},
             gold_model={"url": gold.url},
         )
     )
-    start_tba("buffer", "serve", "--config", run.file)
-    announcer = Announcer(run.address, EXAMPLE_MODEL, run.directory / "snapshots")
-    for version in (0, 3):
-        announcer.announce(version)
+    announcer = serve_weights(run)
+    announcer.announce(3)
     evaluator = start_tba("search", "--config", run.file, "--eval", "--cpu", "1")
     evaluations = run.directory / "eval.jsonl"
     wait_until(lambda: [row["version"] for row in read_json_lines(evaluations)] == [0], what="v0 is evaluated")
@@ -49,7 +46,7 @@ def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_
     assert (client.leases, client.trajectories) == (0, 0)
     assert (status.trajectories, status.prompts) == (0, 0), "it registers and delivers nothing"
 
-    with closing(announcer.client), closing(BufferClient(run.address, role="trainer", name="trainer")) as trainer:
+    with connected(run.address, "trainer") as trainer:
         trainer.call(messages.FinishRun(step=8), messages.Done, deadline_seconds=60)
     assert evaluator.wait(_SECONDS) == 0, "it leaves a finished run"
     query = "SELECT version, step, held_out_prompts, kl FROM evaluations ORDER BY version"
@@ -60,6 +57,7 @@ def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_
     first, second = read_json_lines(evaluations)
     assert first["win_rate"] == second["win_rate"]
     assert 0 < first["win_rate"] < 1
+    assert 0 < first["embedding_distance"] <= 2
     assert first["gold_failed"] == 0
     low, high = first["intervals"]["win_rate"]
     assert low <= first["win_rate"] <= high

@@ -2,8 +2,6 @@
 
 import shutil
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from tba.common.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.hub import COMMIT, Hub, serve_hub
-from tba.tests.process.conftest import arithmetic, clean_environment, merged
+from tba.tests.process.conftest import arithmetic, merged
 
 SMALL_RUN: dict[str, dict[str, Any]] = {
     "task": {"limit": 64},
@@ -40,41 +38,26 @@ def hub(tmp_path):
 
 
 @pytest.fixture
-def start_with(hub, tmp_path, make_config):
-    """Starts a command on a configuration whose model is `name`; the cache of the hub is empty at first."""
-    started = []
+def start_with(hub, tmp_path, make_config, start_tba):
+    """Starts a command on a configuration whose model is `name`; the cache of the hub is empty at first.
+
+    Returns the process, and a function that waits for its end and returns its exit code and output.
+    """
 
     def start(name, *arguments, sections=None, **variables):
         file = make_config(**merged(arithmetic(**SMALL_RUN), {"model": {"path": name}} | (sections or {}))).file
         of_hub = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "COLUMNS": "400"}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tba", *arguments, "--config", str(file)],
-                cwd=tmp_path,
-                env=clean_environment() | of_hub | variables,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
-        return started[-1]
+        log = tmp_path / f"tba{len(list(tmp_path.glob('tba*.log')))}.log"
+        process = start_tba(*arguments, "--config", str(file), **of_hub | variables)
+        return process, lambda: (process.wait(120), log.read_text())
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    return start
 
 
 @pytest.fixture
 def tba_with(start_with):
     """Runs a command like `start_with` to its end, and returns its exit code and output."""
-
-    def run(name, *arguments, **keywords):
-        process = start_with(name, *arguments, **keywords)
-        output, _ = process.communicate(timeout=120)
-        return process.returncode, output
-
-    return run
+    return lambda name, *arguments, **keywords: start_with(name, *arguments, **keywords)[1]()
 
 
 @pytest.fixture
@@ -83,11 +66,11 @@ def begin_with(start_with, tmp_path):
 
     def begin(name, **keywords):
         before = len(list(tmp_path.rglob("buffer.sqlite")))
-        run = start_with(name, "run", **keywords)
+        run, ended = start_with(name, "run", **keywords)
         wait_until(lambda: run.poll() is not None or len(list(tmp_path.rglob("buffer.sqlite"))) > before)
         run.terminate()
-        output, _ = run.communicate(timeout=120)
-        assert run.returncode == 0, output
+        code, output = ended()
+        assert code == 0, output
 
     return begin
 
@@ -140,7 +123,7 @@ def test_a_model_that_the_hub_does_not_give_is_refused_before_anything_starts(tb
     for arguments in commands if name == "models/nope" else commands[-1:]:
         code, output = tba_with(name, *arguments)
         assert (code, sentence in output) == (EXIT_CONFIG, True), output
-    created = {path.name for path in tmp_path.iterdir() if path.suffix != ".toml"} - before
+    created = {path.name for path in tmp_path.iterdir() if path.suffix not in {".toml", ".log"}} - before
     assert created <= {"hf"}, "no run directory"
 
 
@@ -173,7 +156,7 @@ def test_models_that_only_evaluations_use_are_asked_for_only_if_there_is_one(tba
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, 0)])
 def test_a_signal_during_the_download_ends_the_run_that_has_not_started(start_with, hub, tmp_path, number, code):
     hub.sends_weights.clear()
-    run = start_with("org/tiny", "run")
+    run, _ = start_with("org/tiny", "run")
     wait_until(lambda: "model.safetensors" in hub.served)
     assert not list(tmp_path.rglob("buffer.sqlite")), "no process starts before the download is complete"
     run.send_signal(number)

@@ -75,6 +75,13 @@ def test_an_import_goes_through_the_running_server(writing, tba_here, run_config
     assert result.json == [{"role": "importer", "trajectories": 100}]
 
 
+def test_an_import_into_the_server_of_another_run_is_refused(writing, tba_here, run_config, tmp_path):
+    (tmp_path / "demos.jsonl").write_text('{"prompt_ids": [1], "response_ids": [2]}\n')
+    result = tba_here("buffer", "import", "demos.jsonl", "--config", run_config.file, "--set", "run.name=other")
+    assert result.exit_code == 78
+    assert "belongs to run test, and run.name is other" in result.message
+
+
 def test_ctrl_c_ends_a_long_query_immediately(writing, run_config, tmp_path):
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
     command = [*TBA, "buffer", "query", endless, "--config", run_config.file]

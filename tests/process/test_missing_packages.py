@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tba.tests.helpers.source_files import source_files
 from tba.tests.optional_packages import extras, without
 from tba.tests.process.conftest import arithmetic
-from tba.tests.runner import FULL_SIZE, size
+from tba.tests.runner import size
 
 ROOT = Path(__file__).parents[2]
 TRAIN = extras()["train"]
@@ -22,8 +21,6 @@ OPTIONAL = [
     *(module for extra in SMALL_EXTRAS for module in extras()[extra]),
     *("httpx2", "matplotlib", "tensorboard", "vllm", *TOOLS),
 ]
-# Extras whose names say little in the text of a test.
-COMMON_WORDS = {"browser", "hub", "math", "ui"}
 GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
 
 
@@ -46,14 +43,13 @@ def hidden(modules: tuple[str, ...], *command: str, cwd: Path) -> "subprocess.Co
         ("tensorboard", "train", ["train"], []),
         ("matplotlib", "train", ["report", ".", "--out", "run.png"], []),
         ("peft", "lora", ["run"], ["lora.rank=2"]),
-        ("peft", "lora", ["train"], ["lora.rank=2"]),
         ("wandb", "wandb", ["run"], ["metrics.wandb=p"]),
         ("trackio", "trackio", ["run"], ["metrics.trackio=p"]),
         ("datasets", "hub", ["run"], ["task.name=gsm8k", "task.train=openai/gsm8k", "task.test=openai/gsm8k"]),
         ("math_verify", "math", ["run"], ["task.name=math", "task.train=rows.jsonl", "task.test=rows.jsonl"]),
         ("reasoning_gym", "reasoning", ["run"], GYM),
+        ("gymnasium", "gymnasium", ["run"], ["task.name=gymnasium", "task.options.id=FrozenLake-v1"]),
         ("starlette", "ui", ["ui", "."], []),
-        ("uvicorn", "ui", ["ui", "."], []),
         ("jinja2", "ui", ["report", "."], []),
         ("pyarrow", "parquet", ["buffer", "export", "rows.parquet"], []),
     ],
@@ -72,29 +68,13 @@ def test_a_missing_extra_is_reported_in_one_sentence(module, extra, command, set
     assert not list(tmp_path.rglob("logs"))
 
 
-def files_that_need(modules: tuple[str, ...]) -> list[str]:
-    """Return the test files that name a package, its extra, or a module of tba that imports it."""
-    of_extra = {extra for extra in SMALL_EXTRAS if set(modules) & set(extras()[extra])}
-    imports = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(modules)})\b", re.MULTILINE)
-    paths = {str(path.relative_to(ROOT)): path for path in source_files("*.py")}
-    texts = {name: path.read_text() for name, path in paths.items() if not name.startswith("benchmarks/")}
-    importing = [name for name, text in texts.items() if imports.search(text)]
-    names = {*modules, *("tba." + name.removesuffix(".py").replace("/", ".") for name in importing)}
-    names |= {module.replace("_", "-") for module in modules} | of_extra - COMMON_WORDS
-    if of_extra == {"ui"} or "httpx2" in modules:
-        # All pages are made of templates, and Starlette's test client is built on httpx2.
-        names.add("TestClient")
-    mention = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names))
-    return [name for name, text in texts.items() if re.search(r"^tests/.*\btest_", name) and mention.search(text)]
-
-
 ALONE: list[tuple[str, ...]] = [(module,) for module in OPTIONAL]
 
 
 @pytest.mark.parametrize("modules", [TRAIN, *size([], ALONE)], ids=lambda modules: modules[-1])
 def test_tests_of_what_is_not_installed_are_skipped_with_a_reason(modules, tmp_path):
     """`make test-all` also hides each other package, and runs all quick tests."""
-    files = ["tests/unit"] if FULL_SIZE else files_that_need(modules)
+    files = size(["tests/unit/trainer", "tests/unit/deploy"], ["tests/unit"])
     options = ("-q", "-m", "not slow", "-o", f"cache_dir={tmp_path / 'cache'}", f"--basetemp={tmp_path / 'tests'}")
     done = hidden(modules, "-m", "pytest", *options, *files, cwd=ROOT)
     broken = [line for line in done.stdout.splitlines() if re.match(r"(FAILED|ERROR|INTERNALERROR)\b", line)]

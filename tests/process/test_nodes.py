@@ -3,14 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tba.buffer.service.clients import Clients
 from tba.common.clock import SystemClock
-from tba.tests.process.conftest import clean_environment
 from tba.tests.runner import size
 
 NODES = 4
@@ -95,22 +93,13 @@ def network():
 
 
 @pytest.fixture
-def start(network):
+def start(network, start_script):
     """Starts a script in a namespace."""
-    started: list[subprocess.Popen[str]] = []
 
     def start(host: int, script: str, *arguments: str) -> subprocess.Popen[str]:
-        command = ["ip", "netns", "exec", network[host], sys.executable, "-c", script, *arguments]
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environment()
-        )
-        started.append(process)
-        return process
+        return start_script(script, *arguments, inside=["ip", "netns", "exec", network[host]])
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    return start
 
 
 def tell(process: subprocess.Popen[str], line: str = "") -> None:

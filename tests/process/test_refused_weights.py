@@ -1,25 +1,13 @@
 """A searcher process that gets announcements of snapshots it must not serve; tests/vllm has the engines."""
 
-import pytest
-
-from tba.tests.helpers.announcer import Announcer
 from tba.tests.helpers.checks import wait_until
 from tba.tests.process.conftest import arithmetic
 
 
-@pytest.fixture
-def announcer(make_config, start_tba, example_model, tmp_path):
-    """A buffer, a searcher, and the announcer."""
+def test_a_searcher_continues_with_the_old_weights_and_loads_the_next_good_ones(make_config, serve_weights, start_tba):
     run = make_config(**arithmetic(train={"prompts_per_step": 1}))
-    start_tba("buffer", "serve", "--config", run.file)
+    announcer = serve_weights(run)
     start_tba("search", "--config", run.file)
-    announcer = Announcer(run.address, example_model, tmp_path / "snapshots")
-    yield announcer
-    announcer.client.close()
-
-
-def test_a_searcher_continues_with_the_old_weights_and_loads_the_next_good_ones(announcer):
-    announcer.announce(0)
     announcer.wait_for(lambda s: s.weights_version == 0 and s.trajectories > 0)
     announcer.announce(1, flip_a_byte=True)
     check_refused(announcer, 1)

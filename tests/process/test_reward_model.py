@@ -141,8 +141,9 @@ def test_a_pair_that_needs_too_much_memory_fails_alone(rewards, tmp_path):
     limit = (int(data_kib) << 10) + (200 << 20)
     resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
     submit(rewards, ["2", "3" * 8_000, "4"], first=1)
-    errors = [scored.error for scored in collect(rewards)]
-    assert errors == [None, "reward: model: out of memory on cpu with 8006 tokens", None]
+    found = collect(rewards)
+    assert [scored.error for scored in found] == [None, "reward: model: out of memory on cpu with 8006 tokens", None]
+    assert [scored.error_kind for scored in found] == [None, "reward_model", None]
     assert worker_of(rewards).process.pid == pid
 
 

@@ -33,6 +33,9 @@ MISDEEDS = {
     "writes": "reward of hostile: what came from the worker is malformed: the reward may write to its file descriptors",
 }
 
+# All others are errors of the reward itself.
+KINDS = {"hangs": "reward_timeout", "exits": "worker", "segfaults": "worker", "writes": "worker"}
+
 
 @pytest.fixture
 def hostile(monkeypatch, tmp_path):
@@ -73,6 +76,7 @@ def test_every_misdeed_fails_alone_and_the_rest_of_its_batch_is_scored(scorer):
     texts = [text for misdeed in MISDEEDS for text in ("good", misdeed, "good")]
     for text, scored in zip(texts, score_all(scorer, texts), strict=True):
         assert scored.error == MISDEEDS.get(text), text
+        assert scored.error_kind == (KINDS.get(text, "reward") if scored.error else None), text
         assert scored.reward.total == (0.0 if scored.error else 1.0), text
     assert scorer.timeouts == 1
     assert scorer.errors == sum(error is not None for error in MISDEEDS.values())
@@ -106,9 +110,9 @@ def test_without_workers_the_searcher_scores_immediately(hostile):
     prompt = load_task(TaskSection()).prompts()[0]
     for ticket, text in enumerate(["good", "raises"]):
         scorer.submit(ticket, prompt, text, True)
-    assert [(scored.reward.total, scored.error) for scored in scorer.wait(0.0)] == [
-        (1.0, None),
-        (0.0, MISDEEDS["raises"]),
+    assert [(scored.reward.total, scored.error, scored.error_kind) for scored in scorer.wait(0.0)] == [
+        (1.0, None, None),
+        (0.0, MISDEEDS["raises"], "reward"),
     ]
     assert scorer.waiting == 0
     scorer.close()
@@ -121,6 +125,8 @@ def test_a_coroutine_scores_several_responses_and_each_fails_alone(hostile, capl
     errors = {"late": MISDEEDS["hangs"], "raises": MISDEEDS["raises"], "text": MISDEEDS["text"]}
     assert [scored.error for scored in found] == [errors.get(text) for text in texts]
     assert [scored.interrupted for scored in found] == [text == "late" for text in texts]
+    kinds = {"late": "reward_timeout", "raises": "reward", "text": "reward"}
+    assert [scored.error_kind for scored in found] == [kinds.get(text) for text in texts]
     assert scorer.timeouts == 1
     # As many as allowed, and no more, were under way.
     assert score_all(scorer, ["most"])[0].reward.total == 3.0

@@ -63,3 +63,5 @@ def test_two_processes_that_are_stopped_resume_with_the_losses_of_an_uninterrupt
         for model in (out, straight)
     )
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    refused = tba_here(*two, "--out", tmp_path / "other", "--json")
+    assert (refused.exit_code, "--json is for one process" in refused.message) == (2, True)

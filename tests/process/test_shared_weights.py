@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tba.common.clock import SystemClock
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights
-from tba.tests.process.conftest import clean_environment
 
 # Does what the preparing thread of a searcher does, with chunks so small that the test can intervene.
 CHILD = """
@@ -51,30 +49,13 @@ def trainer(tmp_path, server):
 
 
 @pytest.fixture
-def start_searcher(tmp_path):
+def start_searcher(start_script, tmp_path):
     """Starts processes that assemble a snapshot in this node's cache."""
-    started = []
 
-    def start(ref, chunk_bytes: int = 1 << 20) -> subprocess.Popen:
-        command = [
-            sys.executable,
-            "-c",
-            CHILD,
-            str(tmp_path / "node"),
-            msgspec.json.encode(ref).decode(),
-            str(chunk_bytes),
-        ]
-        started.append(
-            subprocess.Popen(command, env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-        return started[-1]
+    def start(ref, chunk_bytes: int = 1 << 20) -> subprocess.Popen[str]:
+        return start_script(CHILD, str(tmp_path / "node"), msgspec.json.encode(ref).decode(), str(chunk_bytes))
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        not_none(process.stdin).close()
-        not_none(process.stdout).close()
+    return start
 
 
 def last_line(process: subprocess.Popen) -> str:

@@ -43,7 +43,7 @@ def options(tmp_path):
         smi.write_text(f"#!/bin/sh\nexit {0 if driver else 9}\n")
         smi.chmod(0o755)
         # Without its site packages, this interpreter has no torch.
-        command = [sys.executable, "-S", ROOT / "requirements/torch_options.py", index]
+        command = [sys.executable, "-S", str(ROOT / "requirements/torch_options.py"), index]
         own = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
         # An index that is silent ends it by a signal, and `make` reads what it has printed.
         return subprocess.run(command, env=own, timeout=300, stdout=subprocess.PIPE, text=True).stdout.strip()

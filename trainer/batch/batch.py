@@ -27,7 +27,7 @@ class Row:
     `sampling_logprobs` and `loss_mask` have one entry per response token; a token with mask 0 does not count.
     They are of softmax(logits / `temperature`); 0 means that they are of no such distribution, or unknown. `on_policy`
     means: sampled from it with the weights that are being trained. `segments` are the positions in the response at
-    which the model's context begins anew, usually none.
+    which a new context begins, usually none.
     """
 
     id: int

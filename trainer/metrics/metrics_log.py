@@ -17,7 +17,7 @@ from typing import Any
 from tba.common import jsonl, run_files
 from tba.common.errors import CheckpointError, TbaError, quantity
 from tba.common.log import get_logger
-from tba.common.system.durable import write_text
+from tba.common.system.durable import open_regular, write_text
 from tba.trainer.metrics.sinks import Answer, BackgroundSink
 
 log = get_logger(__name__)
@@ -38,7 +38,7 @@ class MetricsLog:
             kept = [row for row in _rows(path) if row["step"] < first_step]
             write_text(path, "".join(f"{json.dumps(row)}\n" for row in kept))
             # Unbuffered: after an error it would be unknown how much of a buffer had been written.
-            self._file = path.open("ab", buffering=0)
+            self._file = open_regular(path, "ab", buffering=0)
         except OSError as error:
             raise TbaError(f"{path} cannot be written: {error.strerror}; see to it, and start again") from error
         self._sinks = sinks

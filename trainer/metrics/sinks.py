@@ -19,7 +19,7 @@ from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.system.durable import write_text
 from tba.common.terminal import need
-from tba.common.weights.model_files import model_directory
+from tba.common.weights.model_files import model_directory, read_json
 from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.trajectory import Int32
 from tba.trainer.batch.batch import TrainBatch
@@ -180,7 +180,7 @@ class _TrackerSink:
     def __init__(self, tracker: Any, directory: Path, tokenizer: Any) -> None:
         self._tracker, self._tokenizer = tracker, tokenizer
         self._state = directory / f"{tracker.__name__}.json"
-        saved = json.loads(self._state.read_text(encoding="utf-8")) if self._state.exists() else {}
+        saved = read_json(self._state)
         self._id = str(saved.get("id") or secrets.token_hex(8))
         self._next = int(saved.get("next_step", 0))
         self._run: Any = None

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tba.common.config import LoraSection
 from tba.common.errors import ConfigError, MissingExtra
+from tba.common.system.durable import open_regular
 from tba.trainer.distributed import full_tensor
 from tba.trainer.model.scorer import weights_of
 
@@ -110,7 +111,7 @@ def base_digest(directory: Path) -> str:
     digest = xxhash.xxh3_128()
     for path in sorted(directory.glob("*.safetensors")):
         digest.update(path.name.encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while chunk := file.read(_HASH_CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()

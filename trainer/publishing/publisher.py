@@ -191,6 +191,9 @@ class Publisher:
                     self._keep()
             except BufferUnavailable:
                 log.info("publisher closed before the buffer was back")
+            # Such as of a directory that was moved: its sentence says all.
+            except (OSError, SafetensorError) as error:
+                raise SnapshotError(f"publishing to {self._directory} failed: {error}") from error
             if not self._finished:
                 self._writer.keep_newest()
             self._keep()

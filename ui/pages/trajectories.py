@@ -139,19 +139,20 @@ def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str
 def turns_of(known: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the turns of an episode for a page, [] of a single response.
 
-    Each has the entries of the turn table, its `reply`, the `versions` of its tokens, and `anew` if its context is not
-    the one before with more behind it.
+    Each has the entries of the turn table, its `reply`, the `versions` of its tokens, and `restarts` if its context
+    does not continue the one before.
     """
     pieces = known.get("pieces") or []
     replies = {piece["start"]: piece["text"] or "" for piece in pieces}
-    anew = {piece["start"] + piece["tokens"] for piece in pieces if piece["new_context"]}
+    restarts = {piece["start"] + piece["tokens"] for piece in pieces if piece["new_context"]}
     versions = [version for version, count in known["version_runs"] or [] for _ in range(count)]
     turns = []
     for turn in known["turns"]:
         start, end = turn["start"], turn["start"] + turn["tokens"]
         made_by = ", ".join(f"v{version}" for version in dict.fromkeys(versions[start:end]))
         turns.append(
-            turn | {"reply": replies.get(start, "")[:TEXT_CHARACTERS], "versions": made_by, "anew": start in anew}
+            turn
+            | {"reply": replies.get(start, "")[:TEXT_CHARACTERS], "versions": made_by, "restarts": start in restarts}
         )
     return turns
 

@@ -279,7 +279,8 @@ class VllmEngine(RunningVllm):
             seed=seed,
             lora_rank=lora_rank,
             pack_weights=pack_weights,
-            reads_text=bool(stopping.strings),
+            # Requests to the endpoint may have strings of their own.
+            reads_text=bool(stopping.strings or search.serve),
         )
         adapter = adapter_request("") if lora_rank else None
         super().__init__(llm, search, stopping, prompt_tokens=prompt_tokens, adapter=adapter)
@@ -295,11 +296,14 @@ class VllmEngine(RunningVllm):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The limit of responses in flight, the tokens that fit the KV cache, and the preemptions since the start."""
+        """The limit of responses in flight, the tokens that fit the KV cache, and since the start: the preemptions, the
+        tokens of prompts, and those of them that the prefix cache had."""
         return {
             "max_in_flight": float(self.max_in_flight),
             "kv_cache_tokens": float(self.scheduler.kv_cache_tokens),
             "preemptions": float(self.scheduler.preemptions),
+            "prompt_tokens": float(self.prompt_tokens),
+            "cached_tokens": float(self.cached_tokens),
         }
 
     def prepare(self, snapshot: Snapshot) -> None:

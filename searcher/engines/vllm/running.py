@@ -193,6 +193,9 @@ class RunningVllm:
         self._in_flight: dict[int, _InFlight] = {}
         self._queue: deque[int] = deque()
         self._finished: dict[int, Generation] = {}
+        # Tokens of the prompts of finished requests, and those of them whose keys and values were in the prefix cache.
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
         # Why vLLM cannot continue.
         self._broken: str | None = None
 
@@ -303,17 +306,17 @@ class RunningVllm:
             raise EngineError(f"vLLM refused a request: {error}") from error
 
     def _params(self, sampling: SamplingSettings) -> Any:
-        text: dict[str, Any] = {"detokenize": False}
+        stopping, text = sampling.stopping or self._stopping, dict[str, Any](detokenize=False)
         # Without stop strings, vLLM decodes no tokens, which it would do in the thread that steps it.
-        if self._stopping.strings:
+        if stopping.strings:
             # The last one concerns only vLLM's own text, which is not used: all tokens are returned.
-            text = {"detokenize": True, "stop": [*self._stopping.strings], "include_stop_str_in_output": True}
+            text = {"detokenize": True, "stop": [*stopping.strings], "include_stop_str_in_output": True}
         return _params(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
-            stop_token_ids=sorted(self._stopping.ids),
+            stop_token_ids=sorted(stopping.ids),
             # Only these end a response, not also the end token of vLLM's tokenizer.
             ignore_eos=True,
             **text,
@@ -345,6 +348,8 @@ class RunningVllm:
             else:
                 one = self._in_flight[int(output.request_id)]
                 self._finished[one.request.id] = _generation(one, output.outputs[0])
+                self.prompt_tokens += len(one.request.prompt_ids)
+                self.cached_tokens += output.num_cached_tokens or 0
         return scored
 
 

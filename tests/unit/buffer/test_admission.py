@@ -11,8 +11,8 @@ from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.fields import Role
 from tba.common.wire.messages import GetStatus, Status
+from tba.tests.helpers.buffer import BufferThread
 from tba.tests.helpers.puts import connected, make_trajectory, prepare, put_message, reference
-from tba.tests.helpers.trainer import BufferThread
 
 BEAT = messages.Heartbeat(activity="generating", reason="", weights_version=None, metrics={})
 FORBIDDEN: dict[Role, messages.Message] = {

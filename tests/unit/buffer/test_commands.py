@@ -199,19 +199,22 @@ def test_show_prints_an_episode_turn_by_turn_with_sampled_text_told_apart(tba_bu
     buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
     buffer.fill(1, 0)
     runs = np.array([[0, 3], [0, 9]], np.int32)
-    buffer.put([make_episode(version_runs=runs)], 0)
+    first, *others = make_episode().turns
+    # Nothing is between the first two turns.
+    turns = [first | {"tokens": 1}, first | {"start": 1, "tokens": 1}, *others]
+    buffer.put([make_episode(version_runs=runs, turns=turns)], 0)
     shown = tba_buffer("show", 1, "-b", buffer.store.path).output
     assert shown.count("not sampled") == 3
     assert shown.count("a new context") == 2
     for words in (
-        "turn 0, 2 tokens by v0 in 0.5 s, reward 0.25:\n23\n",
-        "turn 3, 1 token by v0 in 0.5 s, reward 1:\n1\n",
+        "turn 0, 1 token by v0 in 0.5 s, reward 0.25:\n2\n",
+        "turn 4, 1 token by v0 in 0.5 s, reward 1:\n1\n",
     ):
         assert words in shown
     known = tba_buffer("show", 1, "-b", buffer.store.path, "--json").json
-    assert known["turns"] == make_episode().turns
+    assert known["turns"] == turns
     sampled = [(piece["start"], piece["tokens"]) for piece in known["pieces"] if piece["sampled"]]
-    assert sampled == [(turn["start"], turn["tokens"]) for turn in make_episode().turns]
+    assert sampled == [(turn["start"], turn["tokens"]) for turn in turns]
     change(buffer.store.path, "DELETE FROM payloads")
     assert "its tokens were dropped" in tba_buffer("show", 1, "-b", buffer.store.path).output
 
@@ -270,6 +273,11 @@ def test_control_characters_in_responses_are_escaped_for_the_terminal(tba_buffer
     assert "\nresponse:\n1\n\\x1b]0;title\\x07\\r2\\u2028é\n" in tba_buffer("show", 1, "-b", path).output
     assert "\x1b" not in tba_buffer("query", "SELECT text FROM trajectories", "-b", path).output
     assert tba_buffer("tail", "-b", path, "--json").json["text"] == "1\n\x1b]0;title\x07\r2\u2028é"
+
+
+def test_names_of_searchers_are_escaped_for_the_terminal(tba_buffer, filled):
+    change(filled, "UPDATE senders SET sender = 'a' || char(27) || '[2J'")
+    assert "a\\x1b[2J" in tba_buffer("tail", "-n", 1, "-b", filled).output
 
 
 def test_stats_print_counts(tba_buffer, filled):

@@ -40,11 +40,19 @@ def test_the_lock_on_the_content_ends_with_the_writer_and_excludes_no_reader(ser
     Store(served.path, durability="process").close()
 
 
-def test_a_database_that_was_deleted_while_it_was_open_stores_nothing_more(served, tmp_path):
-    assert served.database.size_bytes() > 0
-    served.path.rename(tmp_path / "moved.sqlite")
+@pytest.mark.parametrize(("look", "in_its_place"), [("size_bytes", ""), ("size_bytes", "a file"), ("disk_space", "")])
+def test_a_database_that_was_deleted_while_it_was_open_stores_nothing_more(tmp_path, look, in_its_place):
+    """Puts ask for the free space first, which a directory that is gone does not have."""
+    store = Store(tmp_path / "run/buffer.sqlite", durability="process")
+    assert store.database.size_bytes() > 0
+    (tmp_path / "run").rename(tmp_path / "moved")
+    if in_its_place:
+        (tmp_path / "run").write_text(in_its_place)
     with pytest.raises(SyncFailed, match="was deleted or moved while it was open"):
-        served.database.size_bytes()
+        getattr(store.database, look)()
+    assert store.database.failure is not None
+    (tmp_path / "run").unlink(missing_ok=True)
+    store.close()
 
 
 def test_a_database_is_served_through_a_symbolic_link(tmp_path):

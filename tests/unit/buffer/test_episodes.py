@@ -1,11 +1,18 @@
 """Episodes in the database: their turns as rows of a view, and batches with their rewards and segments."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from tba.common.errors import StorageError
+from tba.common.wire.codec import encode_reply
 from tba.common.wire.trajectory import SEGMENTS
+from tba.tests.helpers.examples import STATE
 from tba.tests.helpers.puts import make_episode
+
+# One sequence of sampled tokens.
+WHOLE: dict[str, Any] = {"segments": np.zeros(0, np.int32), "loss_mask": np.zeros(0, np.uint8)}
 
 
 @pytest.fixture
@@ -16,7 +23,11 @@ def buffer(harness, trajectory):
     for n in range(2):
         episode = make_episode(f"p{n}", 0, tokens=[n, *make_episode().response_ids[1:]])
         made.put([episode, trajectory(f"p{n}", 0, tokens=[n, 9])], first_sequence=10 * n)
-    failed = {"error": "environment: no answer", "error_kind": "turn_timeout", "stop_reason": "turn_timeout"}
+    failed: dict[str, Any] = {
+        "error": "environment: no answer",
+        "error_kind": "turn_timeout",
+        "stop_reason": "turn_timeout",
+    }
     made.put([make_episode(lease=0, **failed, turns=make_episode().turns[:1])], first_sequence=50)
     return made
 
@@ -59,6 +70,22 @@ def test_a_batch_of_episodes_has_their_turn_rewards_and_is_repeated_after_a_rest
     buffer.store.close()
     again = harness(buffer.store.path).sample(0, prompts=2, samples=2)
     assert (again.message, again.frames) == (first.message, first.frames)
+
+
+def test_the_size_of_a_batch_counts_the_rewards_of_turns(harness):
+    buffer = harness()
+    buffer.fill(1, 0)
+    turns = [make_episode().turns[0] | {"start": n, "tokens": 1, "reward": 0.1} for n in range(1000)]
+    rows = [
+        make_episode(lease=0, tokens=[*range(999), k], logprobs=np.zeros(1000, np.float32), turns=turns, **WHOLE)
+        for k in range(9)
+    ]
+    buffer.put(rows, 0)
+    reply = buffer.sample(0, prompts=1, samples=9)
+    header = encode_reply(reply.message, id=1, run="", state=STATE, frames=reply.frames)[0]
+    # What `_MAX_BATCH_HEADER` leaves for the rest of a header.
+    assert len(header) - (64 << 10) > 0
+    assert len(header) - 1000 <= sum(buffer.store.trajectories.header_bytes(reply.message.trajectory_ids).values())
 
 
 def test_a_batch_without_episodes_has_no_turn_rewards(harness):

@@ -1,6 +1,7 @@
 """Export and import of trajectories: nothing is lost, and nothing is added twice."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,7 @@ def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness,
         "rows": 7,
         "new": 7,
         "there_already": 0,
+        "warnings": {},
     }
     assert ask(PAYLOADS) == ask(PAYLOADS, path)
     assert len(ask(TURNS)) == 4
@@ -293,9 +295,11 @@ def test_an_invalid_line_gives_one_sentence_and_nothing_is_imported(line, words,
 
 @pytest.mark.slow
 def test_rows_with_long_texts_are_split_into_messages_below_the_limit(tba_buffer, target, tmp_path, ask):
-    rows = [GOOD | {"text": "x" * (1 << 20), "reward": n} for n in range(20)]
+    turn = TURN | {"messages": [["user", "x" * (1 << 16)]] * 16}
+    long: list[dict[str, Any]] = [{"text": "x" * (1 << 20)}, {"turns": [turn]}]
+    rows = [GOOD | long[n // 20] | {"reward": n} for n in range(40)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert tba_buffer("import", "long.jsonl", *target, "--json").json["new"] == 20
+    assert tba_buffer("import", "long.jsonl", *target, "--json").json["new"] == 40
 
 
 def test_an_invalid_parquet_row_is_located(tba_buffer, target, tmp_path):
@@ -310,6 +314,14 @@ def test_an_invalid_parquet_row_is_located(tba_buffer, target, tmp_path):
     )
     (tmp_path / "none.parquet").write_text("no parquet")
     assert "none.parquet is not a readable parquet file" in tba_buffer("import", "none.parquet", *target).message
+
+
+def test_an_imported_error_without_a_kind_is_of_the_kind_imported(tba_buffer, target, tmp_path, ask):
+    lines = [GOOD | {"error": "no"}, GOOD | {"error": "late", "error_kind": "worker"}, GOOD]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert tba_buffer("import", "rows.jsonl", *target).exit_code == 0
+    kinds = ask("SELECT error_kind FROM trajectories ORDER BY id")
+    assert kinds == [("imported",), ("worker",), (None,)]
 
 
 def test_a_null_reward_is_not_the_default_reward(tba_buffer, target, tmp_path):

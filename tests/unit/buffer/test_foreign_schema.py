@@ -8,6 +8,7 @@ import pytest
 from tba.buffer.store.schema import create
 from tba.buffer.store.store import Store
 from tba.common.errors import StorageError
+from tba.tests.helpers.buffer import ask, change
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT"
 CHANGES = {
@@ -34,8 +35,7 @@ READERS = (
 
 @pytest.mark.parametrize(("words", "sql"), CHANGES.items(), ids=CHANGES)
 def test_a_database_with_another_schema_is_refused_by_readers_and_writers(filled, tba_buffer, words, sql):
-    with closing(sqlite3.connect(filled)) as connection:
-        connection.executescript(sql)
+    change(filled, sql)
     before = filled.read_bytes()
     with pytest.raises(StorageError, match=words):
         Store(filled, durability="process")
@@ -45,28 +45,23 @@ def test_a_database_with_another_schema_is_refused_by_readers_and_writers(filled
 
 
 def test_no_command_reads_an_endless_view_of_a_database(filled, tba_buffer):
-    with closing(sqlite3.connect(filled)) as connection:
-        connection.executescript(CHANGES["has the view batches,"])
+    change(filled, CHANGES["has the view batches,"])
     for command in READERS:
         done = tba_buffer(*command, "-b", filled)
         assert "has the view batches, which tba does not make" in done.message, command
 
 
 def test_statistics_of_analyze_are_no_change_of_the_schema(filled):
-    with closing(sqlite3.connect(filled)) as connection:
-        connection.executescript("ANALYZE")
+    change(filled, "ANALYZE")
     Store(filled, durability="process").close()
 
 
 def test_a_database_whose_making_was_interrupted_is_made_to_the_end(tmp_path):
     """The tables are made in one transaction, so an interrupted first start leaves a file without any."""
     path = tmp_path / "new.sqlite"
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript("PRAGMA page_size = 8192; PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA user_version = 7")
+    change(path, "PRAGMA page_size = 8192; PRAGMA journal_mode = WAL; PRAGMA user_version = 7")
     Store(path, durability="process").close()
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT COUNT(*) FROM runs").fetchone() == (0,)
+    assert ask(path, "SELECT COUNT(*) FROM runs") == [(0,)]
 
 
 def test_the_tables_of_a_new_database_are_made_in_one_transaction():

@@ -19,10 +19,10 @@ from tba.common.wire.curve import new_pair
 from tba.common.wire.keys import AUTHORIZED, OWN, own_pair, server_keys
 from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.weights.fetch import Fetcher, Progress
+from tba.tests.helpers.buffer import BufferThread
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.keyring import Keyring
 from tba.tests.helpers.puts import reference
-from tba.tests.helpers.trainer import BufferThread
 from tba.tests.runner import size
 
 PATIENCE_SECONDS = 90
@@ -96,8 +96,8 @@ def test_a_revoked_key_is_refused_on_an_open_connection(buffer, keyring, caplog)
     with connect(buffer, keyring.client("node1", "searcher")) as client:
         status(client)
         keyring.revoke("node1")
-        with pytest.raises(Refused, match="not authorised any more"):
-            status(client)
+        with pytest.raises(BufferUnavailable, match="not authorised any more"):
+            status_or_obstacle(client)
         assert lines(caplog, "request refused")[0]["role"] == "searcher"
 
 
@@ -107,6 +107,8 @@ HANDS = {
     "a file that was moved": (lambda keys, aside: keys.joinpath("node1.pub").rename(aside),
                               lambda keys, aside: aside.rename(keys / "node1.pub")),
     "a directory that was moved": (lambda keys, aside: keys.rename(aside), lambda keys, aside: aside.rename(keys)),
+    "a directory that was replaced by a file": (lambda keys, aside: (keys.rename(aside), keys.write_text("")),
+                                                lambda keys, aside: (keys.unlink(), aside.rename(keys))),
     "a directory that was replaced": (lambda keys, aside: (keys.rename(aside), keys.mkdir()),
                                       lambda keys, aside: (keys.rmdir(), aside.rename(keys))),
 }  # fmt: skip
@@ -120,8 +122,8 @@ def test_a_key_that_was_made_unreadable_is_refused_and_admitted_again_after_the_
     with connect(buffer, keys) as client:
         status(client)
         hand(keyring.directory / AUTHORIZED, tmp_path / "aside")
-        with pytest.raises(Refused, match="not authorised any more"):
-            status(client)
+        with pytest.raises(BufferUnavailable, match="not authorised any more"):
+            status_or_obstacle(client)
         repair(keyring.directory / AUTHORIZED, tmp_path / "aside")
         status(client)
 

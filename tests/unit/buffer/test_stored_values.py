@@ -1,12 +1,10 @@
 """Values that no server has stored: every reader answers with a sentence that shows them."""
 
-import sqlite3
-from contextlib import closing
-
 import pytest
 
 from tba.buffer.store.starts import recorded_settings
 from tba.common.errors import StorageError
+from tba.tests.helpers.buffer import change
 
 NESTED = "[" * 20_000
 VALUES = {
@@ -23,16 +21,14 @@ VALUES = {
 
 @pytest.mark.parametrize(("table", "column", "value", "command", "words"), VALUES.values(), ids=VALUES)
 def test_a_reader_of_a_malformed_value_shows_it_in_a_sentence(filled, tba_here, table, column, value, command, words):
-    with closing(sqlite3.connect(filled)) as connection, connection:
-        connection.execute(f"UPDATE {table} SET {column} = ?", (value,))
+    change(filled, (f"UPDATE {table} SET {column} = ?", [value]))
     arguments = {"show": ("buffer", "show", 5, "-b", filled), "report": ("report", filled)}
     done = tba_here(*arguments.get(command, ("buffer", "export", "rows.jsonl", "-b", filled)))
     assert (done.exit_code, words in done.message) == (1, True), done.message
 
 
 def test_settings_of_a_malformed_configuration_are_not_taken(filled):
-    with closing(sqlite3.connect(filled)) as connection, connection:
-        connection.execute("""UPDATE starts SET config = '{"task": 7}'""")
+    change(filled, """UPDATE starts SET config = '{"task": 7}'""")
     with pytest.raises(StorageError, match="has no section task, but a value"):
         recorded_settings(filled, "test")
 

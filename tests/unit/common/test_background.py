@@ -37,5 +37,11 @@ def test_check_raises_what_ended_the_thread():
         thread.check()
 
 
+def test_a_thread_that_was_never_started_can_be_stopped():
+    thread = Background("idle", lambda: None)
+    assert thread.stop()
+    assert not thread.running
+
+
 def test_backoff_doubles_from_the_first_pause_up_to_the_longest():
     assert [backoff(failures, 1.0, 5.0) for failures in (0, 1, 2, 3, 4, 5_000)] == [1.0, 1.0, 2.0, 4.0, 5.0, 5.0]

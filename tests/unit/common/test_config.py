@@ -139,11 +139,27 @@ def test_a_directory_or_a_variable_in_the_wrong_place_is_refused_with_what_to_ty
     assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
 
 
-@pytest.mark.parametrize("key", ["REWARD_MODEL__API_KEY", "GOLD_MODEL__API_KEY"])
+@pytest.mark.parametrize("key", ["REWARD_MODEL__API_KEY", "GOLD_MODEL__API_KEY", "SEARCH__SERVE_TOKEN"])
 def test_the_error_of_a_secret_does_not_show_it(key):
     sentence = refusal(environment={f"TBA_{key}": "hooks.example/SECRET é"})
     assert "(not shown)" in sentence
     assert "SECRET" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("serve", "address"),
+    [("8400", ("127.0.0.1", 8400)), ("localhost:0", ("localhost", 0)), ("[::1]:8400", ("::1", 8400))],
+)
+def test_an_endpoint_on_loopback_needs_no_token_and_any_other_one_of_sixteen_characters(serve, address):
+    assert resolve(None, environment={}, assignments=[f"search.serve={serve}"]).config.search.serve_address == address
+    for host in ("0.0.0.0", "node7", "[::]", "127.0.0.1.example.org"):
+        assert "set search.serve_token" in refusal(assignments=[f"search.serve={host}:{address[1]}"])
+    open_to_all = ["search.serve=0.0.0.0:8400", "search.serve_token=0123456789abcde"]
+    sentence = refusal(assignments=open_to_all)
+    assert "at least 16 characters" in sentence
+    assert "0123456789" not in sentence
+    assert resolve(None, environment={}, assignments=[open_to_all[0], f"{open_to_all[1]}f"]).config.search.serve
+    assert "search.serve" in refusal(assignments=["search.serve=node7:port"])
 
 
 @pytest.mark.parametrize("text", ["123", "true", "1e5", "[1]", '"quoted"', "2026-11-23"])

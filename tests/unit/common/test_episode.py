@@ -2,12 +2,13 @@
 
 import warnings
 from importlib.util import find_spec
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns
+from tba.common.wire.trajectory import sequences
+from tba.tests.helpers.puts import make_trajectory
 
 TRL = pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed")
 
@@ -16,18 +17,13 @@ def turn(context: list[int], completion: list[int], version: int = 3, **details)
     return SampledTurn(context, completion, [-id_ / 8 for id_ in completion], [[version, len(completion)]], details)
 
 
-def sequences(row: EpisodeTokens) -> list[tuple[list[int], list[int], list[float]]]:
+def sequences_of(row: EpisodeTokens) -> list[tuple[list[int], list[int], list[float]]]:
     """Return ids, mask and log-probabilities of the sequences that a trainer runs."""
-    before = [row.prompt_ids.tolist(), *([] for _ in row.segments)]
-    cuts = [slice(*cut) for cut in pairwise([0, *row.segments.tolist(), len(row.response_ids)])]
-    return [
-        (
-            prompt + row.response_ids[cut].tolist(),
-            [0] * len(prompt) + row.loss_mask[cut].tolist(),
-            [0.0] * len(prompt) + row.logprobs[cut].tolist(),
-        )
-        for prompt, cut in zip(before, cuts, strict=True)
-    ]
+    found = []
+    for context, response, mask, logprobs in sequences(make_trajectory(**row._asdict())):
+        zeros = [0] * len(context)
+        found.append(([*context.tolist(), *response.tolist()], zeros + mask.tolist(), zeros + logprobs.tolist()))
+    return found
 
 
 def random_chain(rng: np.random.Generator) -> list[SampledTurn]:
@@ -58,7 +54,7 @@ def test_a_context_that_does_not_extend_the_last_turn_begins_a_segment():
     row = join_turns([turn([1, 2], [3, 4]), turn([1, 2, 4, 5], [6]), turn([1, 2, 4, 5, 6, 7], [8])])
     assert row.response_ids.tolist() == [3, 4, 1, 2, 4, 5, 6, 7, 8]
     assert (row.segments.tolist(), row.version_runs.tolist()) == ([2], [[3, 9]])
-    assert [ids for ids, _, _ in sequences(row)] == [[1, 2, 3, 4], [1, 2, 4, 5, 6, 7, 8]]
+    assert [ids for ids, _, _ in sequences_of(row)] == [[1, 2, 3, 4], [1, 2, 4, 5, 6, 7, 8]]
 
 
 def test_a_context_that_is_shorter_than_the_last_turn_begins_a_segment():
@@ -83,18 +79,19 @@ def test_turns_that_are_not_complete_are_refused_by_number(turns, words):
         join_turns(turns)
 
 
-def test_every_sampled_token_of_random_chains_keeps_its_place_context_and_version():
+def test_every_turn_of_random_chains_keeps_its_context_completion_and_version():
     rng = np.random.default_rng(0)
     for chain in (random_chain(rng) for _ in range(500)):
-        row, whole = join_turns(chain), []
+        row = join_turns(chain)
         versions = np.repeat(row.version_runs[:, 0], row.version_runs[:, 1])
-        begins = [-len(row.prompt_ids), *row.segments.tolist()]
-        whole = row.prompt_ids.tolist() + row.response_ids.tolist()
+        ends = [*row.segments.tolist(), len(row.response_ids)]
         for one, entry in zip(chain, row.turns, strict=True):
             start, stop = entry["start"], entry["start"] + entry["tokens"]
-            begin = max(begin for begin in begins if begin < start or begin < 0)
-            context = whole[begin + len(row.prompt_ids) : start + len(row.prompt_ids)]
-            assert (context, row.response_ids[start:stop].tolist()) == (one.prompt_token_ids, one.completion_token_ids)
+            number = next(number for number, end in enumerate(ends) if stop <= end)
+            ids, _, _ = sequences_of(row)[number]
+            given = len(ids) - (ends[number] - start)
+            assert (ids[:given], ids[given:][: stop - start]) == (one.prompt_token_ids, one.completion_token_ids)
+            assert row.loss_mask[start:stop].all()
             assert set(versions[start:stop].tolist()) == {one.version_runs[0][0]}
         assert row.loss_mask.sum() == sum(len(one.completion_token_ids) for one in chain)
 
@@ -112,7 +109,7 @@ def test_the_sequences_of_random_chains_are_those_of_trl():
         ]
         # From a threshold of two on, TRL writes over sampled tokens that the next context has changed. We never do.
         theirs, tally = _chain_to_sequences(records, "episode", fork_threshold=1)
-        assert sequences(join_turns(chain)) == [
+        assert sequences_of(join_turns(chain)) == [
             (one.input_ids, one.completion_mask, one.old_log_probs) for one in theirs
         ]
         forks += int(tally["fork"])

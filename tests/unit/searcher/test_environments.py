@@ -189,8 +189,6 @@ def test_a_class_that_only_has_tools_or_no_rows_is_refused(load):
 
 @pytest.fixture
 def lake():
-    pytest.importorskip("gymnasium")
-
     def lake(id="FrozenLake-v1", **options):
         return load_task(TaskSection(name="gymnasium", options={"id": id, "prompts": 3, "held_out": 1} | options))
 

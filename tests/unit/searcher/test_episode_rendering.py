@@ -17,7 +17,7 @@ from tba.tests.helpers.sampled_turns import FAMILIES, TRL, play, tokenizer_of
 ASK: Message = ("user", "What is 2 + 3?")
 HIGHER: Message = ("user", "5 is wrong.")
 PROMPT = Prompt("p", messages=[ASK])
-# The turns of 100 episodes of which the template changes the history, by design: thoughts are dropped before the next
+# The turns of 40 episodes of which the template changes the history, by design: thoughts are dropped before the next
 # message of the user, and an empty thought that the prompt ends with.
 BROKEN = {"qwen 3": (0.2, 0.6), "qwen 3 without thinking": (1, 1), "glm 4.5": (0.2, 0.6), "gpt-oss": (0.7, 0.99)}
 
@@ -36,7 +36,7 @@ def test_contexts_of_random_episodes_are_those_of_the_template_or_known_to_be_br
     if family.template not in KINDS and not TRL:
         pytest.skip("trl is not installed")
     tokenizer, rng, turns = tokenizer_of(family), np.random.default_rng(0), Counter[bool]()
-    for turn in (turn for _ in range(100) for turn in play(family, tokenizer, rng)):
+    for turn in (turn for _ in range(40) for turn in play(family, tokenizer, rng)):
         assert turn.context == turn.expected or (turn.spaced and squeezed(turn.context) == squeezed(turn.expected))
         assert turn.broken == (not squeezed(turn.expected).startswith(squeezed(turn.held)))
         turns[turn.broken] += 1
@@ -110,18 +110,10 @@ def test_without_a_template_contents_follow_as_text_after_one_begin_token(kind):
     assert first == tokenizer.encode("What is 2 + 3?\nAnswer: ")
     assert first.count(tokenizer.bos_token_id) == 1
     answer = renderer.proceed(conversation, "5", [HIGHER, ("user", "\n")], variables_of=prompt)
-    assert (answer.broken, tokenizer.decode(answer.ids).lstrip(" ")) == (False, "5 is wrong.\n")
+    assert not answer.broken
+    assert tokenizer.decode([*first, *answer.ids]) == tokenizer.decode(first) + "5 is wrong.\n"
     assert tokenizer.bos_token_id not in answer.ids
     assert answer.conversation[-3:] == [("assistant", "5"), HIGHER, ("user", "\n")]
-
-
-def test_after_a_prompt_of_ids_contents_follow_as_text():
-    tokenizer = chat_tokenizer("qwen 3")
-    renderer, prompt = renderer_of(tokenizer), Prompt("p", ids=[7, 8])
-    first, conversation = renderer.begin(prompt, [HIGHER])
-    plain = tokenizer.encode(HIGHER[1])
-    assert first == [7, 8, *plain]
-    assert renderer.proceed(conversation, "5", [HIGHER], variables_of=prompt).ids == plain
 
 
 def test_a_text_prompt_is_a_message_of_the_user_where_there_is_a_template():
@@ -141,6 +133,20 @@ def test_a_role_that_the_template_leaves_out_or_refuses_is_an_error():
         renderer.begin(PROMPT, [("tool", "6")])
     with pytest.raises(ValueError, match="the chat template refuses it: System role not supported"):
         renderer_of(chat_tokenizer("gemma")).proceed([ASK], "5", [("system", "6")], variables_of=PROMPT)
+
+
+def test_a_role_that_the_template_writes_at_the_beginning_alone_is_an_error_later():
+    tokenizer = chat_tokenizer("qwen 2.5")
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% for m in messages %}", "{% for m in said %}")
+    tokenizer.chat_template = (
+        "{% set said = messages[:1] + messages[1:] | rejectattr('role', 'eq', 'system') | list %}"
+        + (tokenizer.chat_template)
+    )
+    renderer = renderer_of(tokenizer)
+    first, conversation = renderer.begin(Prompt("p"), [("system", "Be brief."), ASK])
+    assert "Be brief." in tokenizer.decode(first)
+    with pytest.raises(ValueError, match="does not write messages of the role 'system'"):
+        renderer.proceed(conversation, "5", [("system", "Be long."), ASK], variables_of=Prompt("p"))
 
 
 @pytest.mark.skipif(not TRL, reason="trl is not installed")

@@ -2,6 +2,7 @@
 
 import runpy
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -175,7 +176,7 @@ def groups_of(game, task, samples, workers):
     exploration = Exploration(config.search, run_seed=0, searcher="s")
     generation = GenerationStage(engine, task, renderer, exploration, samples)
     episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config))
-    pipeline = Pipeline(generation, ScoringStage(rewards, stopping, "score", episodes), None, delivery)
+    pipeline = Pipeline(generation, ScoringStage(rewards, stopping, "score", episodes), None, cast(Any, delivery))
     pipeline.submit(Visit(lease=n + 1, epoch=0, prompt_key=prompt.key) for n, prompt in enumerate(task.prompts()[:3]))
     while len(delivery.groups) < 3:
         pipeline.step(generate=pipeline.generating, wait_seconds=0.1)

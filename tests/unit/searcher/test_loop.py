@@ -26,7 +26,7 @@ from tba.common.weights.snapshot import Canary, Manifest, describe_files, direct
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import unpack_arrays
-from tba.searcher.engines.engine import LoadReport, Mismatch
+from tba.searcher.engines.engine import Generation, LoadReport, Mismatch, SamplingSettings
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.engines import cpu_engine
 
@@ -96,6 +96,27 @@ class SlowClient:
         return SimpleNamespace(header=SimpleNamespace(id=id_), message=answer)
 
 
+class Agent:
+    """In place of the endpoint: asks for one response after another."""
+
+    def __init__(self) -> None:
+        self.answers: list[int] = []
+        self.closed = self.generating = 0
+
+    def step(self, ask: Any, version: int | None, rows: int) -> int:
+        if version is not None and not self.generating:
+            ask(np.array([5, 13, 6, 15], np.int32), SamplingSettings(1.0, 1.0, 20), self._take)
+            self.generating = 1
+        return self.generating
+
+    def _take(self, generation: Generation) -> None:
+        self.answers.append(len(generation.response_ids))
+        self.generating = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
 class Watched:
     """An engine that records the number of its requests at each step."""
 
@@ -152,6 +173,7 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         finished: bool = False,
         template: str = "",
         task: dict[str, Any] | None = None,
+        endpoint: Any = None,
         **keys: Any,
     ) -> tuple[Watched, SlowClient]:
         search = {
@@ -183,7 +205,7 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         )  # fmt: skip
         left = iter(range(steps))
         # Iterations count from the first weights on, which another thread prepares.
-        searcher.run(stop=lambda: searcher._weights.current is not None and next(left, None) is None)
+        searcher.run(lambda: searcher._weights.current is not None and next(left, None) is None, endpoint)
         searcher.close()
         return watched, client
 
@@ -263,6 +285,21 @@ def test_generation_pauses_when_the_spool_is_full(search):
     assert len(engine.in_flight_at_steps) < len(roomy.in_flight_at_steps) / 2
     # A put takes a block of the disk, however small it is.
     assert 5 <= len(client.puts) <= 5 + ROWS // SAMPLES
+
+
+@pytest.mark.slow
+def test_requests_are_answered_while_generation_pauses_and_take_no_row_of_the_run(search):
+    agent = Agent()
+    _, client = search(steps=600, put_delay=10**9, spool_mib=0.02, endpoint=agent)
+    assert len(agent.answers) > 30
+    assert len(client.puts) <= 5 + 6 * ROWS // SAMPLES
+    assert agent.closed
+    agent = Agent()
+    engine, client = search(steps=400, endpoint=agent)
+    full = next(step for step, count in enumerate(engine.in_flight_at_steps) if count > ROWS)
+    # The run's own responses fill the engine besides.
+    assert min(engine.in_flight_at_steps[full:]) > ROWS
+    assert len(client.puts) > len(agent.answers) / 4 > 0
 
 
 @pytest.mark.slow

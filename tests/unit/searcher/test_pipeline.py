@@ -97,18 +97,21 @@ def visits(count: int) -> list[Visit]:
 
 
 @pytest.mark.parametrize(
-    ("refuse_every", "broken", "errors"),
+    ("refuse_every", "broken", "errors", "kind"),
     [
-        (2, False, ["", "not generated: too long"]),
-        (0, True, ["reward: not decoded: IndexError: no such token"] * SAMPLES),
+        (2, False, ["", "not generated: too long"], "generation"),
+        (0, True, ["reward: not decoded: IndexError: no such token"] * SAMPLES, "decoding"),
     ],
 )
-def test_a_response_that_cannot_be_generated_or_decoded_is_a_row_with_its_error(make, refuse_every, broken, errors):
+def test_a_response_that_cannot_be_generated_or_decoded_is_a_row_with_its_error(
+    make, refuse_every, broken, errors, kind
+):
     pipeline, scoring, delivery = make(FakeEngine(refuse_every), FakeTokenizer(broken=broken))
     pipeline.submit(visits(1))
     pipeline.step(generate=True, wait_seconds=0.0)
     ((_, rows),) = delivery.groups
     assert sorted(row.error or "" for row in rows) == errors
+    assert [row.error_kind for row in rows] == [kind if row.error else None for row in rows]
     assert scoring.errors == sum(error != "" for error in errors)
 
 
@@ -146,4 +149,5 @@ def test_a_response_that_was_cut_off_is_scored_penalised_or_left_out_of_training
         assert all({"correct", "format"} == row.reward_parts.keys() for row in rows)
         assert {row.reward for row in rows} == {reward if stop_reason == "length" else 0.0}
         assert {(row.error or "")[:50] for row in rows} == {(error or "")[:50] if stop_reason == "length" else ""}
+        assert {row.error_kind for row in rows} == {"masked" if error and stop_reason == "length" else None}
         assert scoring.errors == 0

@@ -35,6 +35,13 @@ def test_a_shared_prompt_counts_once():
     assert together == sum(alone) - 2 * flops.update([make_row(0, prompt, [])])
 
 
+def test_a_row_with_segments_costs_what_its_sequences_cost():
+    flops = ModelFlops(tiny_model(vocabulary=32, hidden=64))
+    mask = np.array([1, 0, 0, 1, 1], np.uint8)
+    row = make_row(1, [1, 2], [3, 4, 5, 6, 7], loss_mask=mask, segments=np.array([1], np.int32))
+    assert flops.update([row]) == flops.update([make_row(1, [1, 2], [3])]) + flops.update([make_row(2, [4, 5], [6, 7])])
+
+
 def test_a_cpu_has_no_peak():
     assert peak_flops(torch.device("cpu")) is None
 

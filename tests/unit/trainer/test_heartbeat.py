@@ -8,8 +8,8 @@ import pytest
 from tba.common.config import Config
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import GetStatus, Status
+from tba.tests.helpers.buffer import BufferThread
 from tba.tests.helpers.checks import wait_until
-from tba.tests.helpers.trainer import BufferThread
 from tba.trainer import buffer_link
 from tba.trainer.buffer_link import HeartbeatThread, network
 

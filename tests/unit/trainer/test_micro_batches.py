@@ -20,11 +20,16 @@ from tba.trainer.batch.micro_batches import MicroBatch, forward_passes, micro_ba
 class Case:
     """The plans of all ranks for rows of some lengths in groups."""
 
-    lengths: list[int]
+    # The tokens of the sequences of each row.
+    sequences: list[list[int]]
     group_size: int
     limit: int
     overhead: int | None
     plans: list[list[MicroBatch]]
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(map(sum, self.sequences))
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         return itertools.chain(*self.plans)
@@ -36,11 +41,12 @@ class Case:
 @st.composite
 def cases(draw):
     prompts, samples, ranks = draw(st.integers(0, 9)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    lengths = draw(st.lists(st.integers(1, 90), min_size=prompts * samples, max_size=prompts * samples))
+    sequences = st.lists(st.integers(1, 90), min_size=1, max_size=3)
+    lengths = draw(st.lists(sequences, min_size=prompts * samples, max_size=prompts * samples))
     limit, overhead = draw(st.integers(1, 400)), draw(st.none() | st.integers(0, 100))
     plans = [
         micro_batches(
-            [[n] for n in lengths],
+            lengths,
             samples,
             limit=limit,
             split=partial(forward_passes, overhead=overhead),
@@ -74,8 +80,8 @@ def test_chunks_cover_the_rows_in_order_and_passes_cover_each_chunk(case):
         lengths = [case.lengths[row] for row in micro_batch.rows]
         assert [length for chunk in micro_batch.chunks for length in lengths[chunk.rows]] == lengths
         for chunk in micro_batch.chunks:
-            in_chunk = lengths[chunk.rows]
-            assert sum(in_chunk) <= case.limit or len(in_chunk) == 1
+            in_chunk = list(itertools.chain(*[case.sequences[row] for row in micro_batch.rows[chunk.rows]]))
+            assert sum(in_chunk) <= case.limit or len(lengths[chunk.rows]) == 1
             assert [part for part in chunk.passes if part] == forward_passes(in_chunk, case.overhead)
 
 

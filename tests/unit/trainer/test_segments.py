@@ -1,4 +1,4 @@
-"""Rows whose context begins anew: each sequence is computed alone, and the loss is that of one response."""
+"""Rows in which a new context begins: each sequence is computed alone, and the loss is that of one response."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,13 +8,20 @@ import pytest
 import torch
 
 from tba.common.wire.trajectory import sequences
+from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.puts import make_episode
-from tba.tests.helpers.trainer import make_batch, make_learner, make_row, random_batch, tiny_model
+from tba.tests.helpers.trainer import (
+    make_batch,
+    make_learner,
+    make_row,
+    random_batch,
+    tiny_model,
+)
 from tba.trainer.batch.batch import Row, TrainBatch, counted, decode
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
 from tba.trainer.step.learner import Measured
 
-MODEL = {"vocabulary": 10, "layers": 2}
+MODEL: dict[str, Any] = {"vocabulary": 10, "layers": 2}
 EPISODE = make_episode()
 
 
@@ -48,13 +55,15 @@ def test_a_row_with_segments_has_the_log_probabilities_of_its_sequences_alone(pa
     alone = Scorer(model, packed=packed).score(others[:5], pooled=True)
     assert torch.allclose(torch.cat([parts[0], *parts[2:5], parts[6]]), alone.logprob_R, atol=1e-5, rtol=0)
     # Of the first context, which is the prompt.
-    first = Scorer(model, packed=packed).score([row_of(EPISODE).sequences[0]], pooled=True)
-    assert torch.allclose(scores.prompt_NH[1], first.prompt_NH[0], atol=1e-5, rtol=0)
-    assert [len(scores.prompt_NH), len(scores.entropy_R)] == [len(rows), len(scores.logprob_R)]
+    (first_H,) = not_none(Scorer(model, packed=packed).score([row_of(EPISODE).sequences[0]], pooled=True).prompt_NH)
+    prompt_NH = not_none(scores.prompt_NH)
+    assert torch.allclose(prompt_NH[[0, 2, 3, 4, 6]], not_none(alone.prompt_NH), atol=1e-5, rtol=0)
+    assert torch.allclose(prompt_NH[1], first_H, atol=1e-5, rtol=0)
+    assert [len(prompt_NH), len(not_none(scores.entropy_R))] == [len(rows), len(scores.logprob_R)]
 
 
 def same_turns(id_: int, prompt: list[int], turns: list[list[int]], *, cut: bool) -> Row:
-    """Return turns with an observation of one token between them, or all of their context anew if `cut`."""
+    """Return turns with an observation of one token between them, or all of their context again if `cut`."""
     response, mask, segments, context = list(turns[0]), [1] * len(turns[0]), [], [*prompt, *turns[0]]
     for turn in turns[1:]:
         context.append(9)
@@ -100,13 +109,18 @@ def step_of(batch: TrainBatch, name: str, tokens: int) -> tuple[Any, torch.Tenso
 )
 def test_the_loss_does_not_depend_on_how_many_sequences_an_episode_became(name, tokens):
     whole, cut = batch_of(cut=False), batch_of(cut=True)
-    (expected, of_whole), (found, of_cut) = (step_of(batch, name, tokens) for batch in (whole, cut))
+    name, *turn = name.split()
+    keys = {"log_z": "turn"} if turn else {}
+    (expected, of_whole), (found, of_cut) = (step_of(batch, name, tokens, **keys) for batch in (whole, cut))
     assert of_whole.abs().max() > 1e-6
-    assert torch.allclose(of_cut, of_whole, atol=1e-12, rtol=0)
+    # For a log Z of each turn the reference's log-probabilities of tokens are kept in float32.
+    assert torch.allclose(of_cut, of_whole, atol=1e-5 if turn else 1e-12, rtol=0)
     same = [n for n in expected.metrics if n not in ("tokens", "grad_cosine")]
-    assert {n: found.metrics[n] for n in same} == pytest.approx({n: expected.metrics[n] for n in same}, abs=1e-8)
+    assert {n: found.metrics[n] for n in same} == pytest.approx(
+        {n: expected.metrics[n] for n in same}, abs=1e-5 if turn else 1e-8
+    )
     for field in ("logprob", "log_ratio", "advantage", "weight", "mismatch"):
-        assert getattr(found.rows, field) == pytest.approx(getattr(expected.rows, field), abs=1e-8)
+        assert getattr(found.rows, field) == pytest.approx(getattr(expected.rows, field), abs=1e-5 if turn else 1e-8)
     mean = sum(int(row.loss_mask.sum()) for row in whole.rows) / len(whole.rows)
     assert found.metrics["response_tokens_mean"] == mean
 

@@ -309,6 +309,10 @@ def test_the_truncated_share_counts_responses_without_an_end_token():
     assert "truncated_share" not in make_learner().step(batch).metrics
     learner = make_learner(measured=Measured(end_ids=frozenset({2, 5})))
     assert learner.step(batch).metrics["truncated_share"] == 0.5
+    # The last sampled token decides, not what an environment answered to it.
+    mask = np.array([1, 0], np.uint8)
+    answered = make_batch([make_row(n, [1], [2, 3], loss_mask=mask) for n in range(2)], [[0.0, 1.0]])
+    assert learner.step(answered).metrics["truncated_share"] == 0.0
 
 
 def test_a_step_with_an_infinite_loss_counts_but_changes_neither_weights_nor_optimiser():

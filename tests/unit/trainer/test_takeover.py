@@ -13,7 +13,8 @@ from tba.common.errors import EXIT_CONFIG, Refused
 from tba.common.wire import messages
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.messages import GetStatus
-from tba.tests.helpers.trainer import BufferThread, save_tiny_model
+from tba.tests.helpers.buffer import BufferThread
+from tba.tests.helpers.trainer import save_tiny_model
 from tba.trainer import buffer_link
 from tba.trainer.buffer_link import hello
 from tba.trainer.loop import Trainer

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tba.tests.helpers.browser import change, client
+from tba.tests.helpers.browser import client
+from tba.tests.helpers.buffer import change
 from tba.ui.charts import Chart, Series, overlay
 
 

@@ -13,7 +13,8 @@ import pytest
 from tba.common.errors import UsageError
 from tba.common.system.durable import exclusive_lock
 from tba.common.wire import messages
-from tba.tests.helpers.browser import change, client, select
+from tba.tests.helpers.browser import client, select
+from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import make_episode, numbers_of
 from tba.ui.pages.run import describe
 from tba.ui.report import write_report

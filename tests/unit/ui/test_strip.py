@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from tba.tests.helpers.browser import change, client
+from tba.tests.helpers.browser import client
+from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import log_ratios, numbers_of
 
 

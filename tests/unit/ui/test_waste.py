@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tba.tests.helpers.browser import change, client, select
+from tba.tests.helpers.browser import client, select
+from tba.tests.helpers.buffer import change
 
 
 def test_lengths_count_what_was_generated_and_what_was_trained_on(filled):
@@ -35,10 +36,10 @@ def test_lengths_of_a_long_run_are_those_of_an_even_sample(filled):
         filled,
         """INSERT INTO trajectory_rows (run, prompt, sender, sequence, policy_version, reward, reward_parts,
            stop_reason, prompt_tokens, response_tokens, dedup_hash, sampling, created_at, received_at,
-           generation_seconds, payload_bytes, metadata)
+           generation_seconds, payload_bytes, turns, metadata)
            WITH RECURSIVE n (i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < 39999)
            SELECT 1, 1, 1, 1000 + i, 0, 0.5, '{}',
-           'eos', 1, 4 + 60 * (i / 20000), 0, '{}', i, 1e10 + i, 0, 0, '{}' FROM n""",
+           'eos', 1, 4 + 60 * (i / 20000), 0, '{}', i, 1e10 + i, 0, 0, '[]', '{}' FROM n""",
     )
     counts = [row["trajectories"] for row in select(filled, "SELECT trajectories FROM lengths WHERE least_tokens > 3")]
     assert len(counts) == 2

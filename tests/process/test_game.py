@@ -1,0 +1,120 @@
+"""Episodes in whole runs: the demo of the game, and a run whose processes are killed in the middle of episodes."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.whole_run import PROMPTS, STEPS, check_history, children_of, small_sections, starts_of
+from tba.tests.process.conftest import ROOT, clean_environment, free_port
+from tba.tests.process.test_demo import check_gain
+from tba.tests.runner import size
+
+CONFIG = "examples/game/demo.toml"
+SLOW = """
+import time
+from tba.searcher.tasks.games import GuessTask
+
+class Slow(GuessTask):
+    def environment(self, prompt):
+        game = super().environment(prompt)
+        quick = game.step
+
+        def step(reply, finished):
+            time.sleep(0.02)
+            return quick(reply, finished)
+
+        game.step = step
+        return game
+"""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """The untrained model of the game."""
+    directory = tmp_path_factory.mktemp("game") / "start"
+    command = [sys.executable, "examples/game/prepare.py", "--out", str(directory)]
+    subprocess.run(command, cwd=ROOT, env=clean_environment(), check=True, capture_output=True, timeout=200)
+    return directory
+
+
+def kill(processes) -> list[int]:
+    for process in processes:
+        process.kill()
+    return [process.pid for process in processes]
+
+
+def steps_done(run, steps: int) -> bool:
+    return len(run.lines()) >= steps
+
+
+def started_again(run, role: str) -> bool:
+    return starts_of(run, role) >= 2
+
+
+def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_config, start_tba, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    game: dict[str, dict[str, Any]] = {
+        "model": {"path": str(start), "dtype": "float32"},
+        "task": {"name": "slow.py", "options": {"prompts": PROMPTS}, "limit": 0, "held_out_limit": 0},
+        "search": {"max_turns": 3, "turn_tokens": 2, "max_tokens": 12, "samples_per_prompt": 4},
+    }
+    run = make_config(**small_sections(**game))
+    launcher = start_tba("run", run.file)
+    killed = []
+    for number, victim in enumerate(("worker", "search", "buffer serve", "train")):
+        wait_until(partial(steps_done, run, 2 * number + 1), 120)
+        searcher = children_of(launcher, " search ")[0]
+        workers = [child for child in psutil.Process(searcher.pid).children() if "task_scorer" in str(child.cmdline())]
+        killed += kill(workers[:1] if victim == "worker" else children_of(launcher, f" {victim} ")[:1])
+        if victim != "worker":
+            wait_until(partial(started_again, run, victim), 200, f"start of {victim}")
+    assert launcher.wait(400) == 0
+    check_history(run, killed=killed)
+    rows = run.query(
+        """SELECT t.stop_reason, t.error IS NULL, t.turns, p.loss_mask, p.logprobs
+           FROM trajectory_rows t JOIN payloads p ON p.trajectory = t.id"""
+    )
+    assert {"completed", "max_turns", "parse_error"} <= {reason for reason, *_ in rows}
+    # At most the episode that a killed worker was stepping, and what is left of its group.
+    assert sum(not good for _, good, *_ in rows) <= 4
+    for _, _, turns, mask, logprobs in rows:
+        sampled = np.frombuffer(mask, bool)
+        spans = [(turn["start"], turn["start"] + turn["tokens"]) for turn in json.loads(turns)]
+        assert np.array_equal(np.flatnonzero(sampled), np.concatenate([np.arange(*span) for span in spans]))
+        assert not np.frombuffer(logprobs, "<f4")[~sampled].any()
+    assert len(run.lines()) == STEPS
+
+
+@pytest.mark.slow
+def test_the_demo_of_the_game_gains_by_what_it_is_told(start, tba, tba_here, tmp_path):
+    """In full size it gains 30 points, and loses most of them without hints. Small, every stage runs."""
+    directory = tmp_path / "demo"
+    small = ("train.steps=3", "train.prompts_per_step=4", "task.options={held_out=16}")
+    address = f"buffer.address=tcp://127.0.0.1:{free_port()}"
+    settings = (f"run.dir={directory}", f"model.path={start}", address, *size(small, ()))
+    arguments = [part for value in settings for part in ("--set", value)]
+    result = tba("run", CONFIG, *arguments, timeout=900, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    (told,) = tba_here("eval", "--config", ROOT / CONFIG, *arguments, "--json").json
+    assert {"turns", "accuracy"} <= told.keys()
+    assert sum(share for name, share in told.items() if name.startswith("stopped_")) == pytest.approx(1)
+    hidden = ("--set", f"task.options={{hints=false, held_out={size(16, 300)}}}", "--set", f"run.dir={directory}")
+    (blind,) = tba_here("eval", "--config", ROOT / CONFIG, *arguments, *hidden, "--json").json
+    if size(False, True):
+        check_gain(result, directory, points=30)
+        assert blind["accuracy"] < told["accuracy"] - 0.3
+    played = tba_here("generate", "--play", "held-out-3", "--config", directory).output
+    assert re.match(r"user: guess 1 to 7 :\nassistant: ", played)
+    assert re.search(r"\nend: (completed|max_turns|parse_error) after [123] turns?: reward [01]\n$", played)
+    shown = tba_here("buffer", "show", "1", "--config", directory).output
+    assert "turn 0, 1 token by v0" in shown
+    checked = tba_here("task", "check", "--config", ROOT / CONFIG, "--set", f"model.path={start}")
+    assert checked.exit_code == 0, checked.output

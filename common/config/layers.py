@@ -64,7 +64,6 @@ REMOVED = {
     "eval.pass_at": "pass@k is measured for 1, 4, 16 and 64, up to eval.samples",
     "eval.top_p": "sampled answers have no nucleus; set eval.temperature",
     "eval.max_tokens": "set search.max_tokens",
-    "eval.stored_responses": "500 responses are stored",
     "eval.duplicate_distance": "answers nearer than 0.2 are near-duplicates",
     "launch.restart_delay_seconds": _PAUSES,
     "launch.restart_delay_max_seconds": _PAUSES,

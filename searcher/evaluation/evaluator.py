@@ -65,9 +65,7 @@ log = get_logger(__name__)
 # Keys of [task] that change neither prompts nor scores, or are part of the prompts' own hash.
 _NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency"}
 _OF_CLASSIFIER = {"path", "weight", "template"}
-_NOT_MEASURED = {"at_end", "gpu"}
-# Held-out prompts whose greedy response is stored with each evaluation.
-_STORED_RESPONSES = 500
+_NOT_MEASURED = {"at_end", "gpu", "stored_responses"}
 _REFERENCE_ROWS = 256
 _HASH_DIGITS = 16
 _WAIT_SECONDS = 1.0
@@ -363,7 +361,7 @@ def open_evaluator(
             config=config,
             subject=subject,
             asked=questions(config, subject),
-            texts=[subject.renderer.text(prompt) for prompt in subject.prompts[:_STORED_RESPONSES]],
+            texts=[subject.renderer.text(prompt) for prompt in subject.prompts[: config.eval.stored_responses]],
             engine=engine,
             rewards=rewards,
             references=references,

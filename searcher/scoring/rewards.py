@@ -91,6 +91,10 @@ class Rewards:
         """
         channels = [*self._task.channels, *(self._model.channels if self._model is not None else ())]
         if channels:
+            # What was submitted since the last call must not wait for another result.
+            self._task.send()
+            if self._model is not None:
+                self._model.send()
             multiprocessing.connection.wait(channels, seconds)
         self._by_task |= {scored.ticket: scored for scored in self._task.done()}
         if self._model is None:

@@ -267,7 +267,7 @@ class WorkerPool:
             if failure := self._failure_of(worker):
                 self._replace(worker, failure)
         self._start_missing()
-        self._send_batches()
+        self.send()
         self._expire()
         results, self._results = self._results, []
         return results
@@ -351,7 +351,8 @@ class WorkerPool:
         if not self.ready:
             self._down_since = time.monotonic()
 
-    def _send_batches(self) -> None:
+    def send(self) -> None:
+        """Give idle workers what has been submitted. `poll` does that too."""
         for worker in self.workers:
             if not worker.ready or worker.items or not (self._waiting or worker.calls):
                 continue

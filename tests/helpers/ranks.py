@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +47,8 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     "tied": ({"model": {"tie": True}}, 4),
     "recomputed": ({"gradient_checkpointing": True, "micro_batch_tokens": 60, "sharding": "all"}, 5),
     "learned_z": ({"name": "tb_learned_z"}, 3),
+    # With turns of their own: `make_batch`.
+    "learned_z_of_turns": ({"keys": {"log_z": "turn"}, "micro_batch_tokens": 40}, 3),
     "packed": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "all"}, 5),
     "packed_gathered": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "optimizer"}, 5),
     "packed_lora": (
@@ -99,6 +102,9 @@ def make_learner(ranks: Ranks = ALONE, **settings: Any) -> Learner:
 def make_batch(scenario: str, step: int, prompts: int) -> TrainBatch:
     """Return the batch of a step."""
     batch = random_batch(step, prompts=prompts, step=step)
+    if scenario.startswith("learned_z_of_turns"):
+        masks = [np.where(np.arange(len(row.response_ids)) % 3 == 1, 0, 1).astype(np.uint8) for row in batch.rows]
+        return replace(batch, rows=[replace(row, loss_mask=mask) for row, mask in zip(batch.rows, masks, strict=True)])
     if not scenario.startswith("stale"):
         return batch
     rows = [

@@ -44,7 +44,8 @@ def test_requests_with_seeds_and_stops_of_their_own_share_a_batch_of_vllm(lab, o
     endpoint = Endpoint(
         "127.0.0.1", 0, token="", completions=Completions(Config(), renderer, Stopping(tokenizer, (), ()), None)
     )
-    waiting, over = {}, threading.Event()
+    waiting: dict[int, Any] = {}
+    over = threading.Event()
 
     def ask(ids: Any, sampling: Any, on_done: Any) -> None:
         number = len(waiting) + 1

@@ -77,6 +77,7 @@ def episodes(seed: int, prompts: int = 2, samples: int = 4) -> TrainBatch:
 def gradient(batch: TrainBatch, **train_keys) -> tuple[float, torch.Tensor]:
     learner = make_learner(name="tb", keys={"log_z": "turn"}, double=True, **train_keys)
     reference_BK, _, of_tokens = learner._complete_reference(batch)
+    assert learner.log_z is not None
     with torch.no_grad():
         # So that what is learned matters.
         not_none(learner.log_z).linear.weight.fill_(0.1)

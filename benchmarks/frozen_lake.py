@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tba.common.config import ObjectiveSection
 from tba.trainer.batch.batch import Row
-from tba.trainer.batch.turns import turns_of
 from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.step.turns import turns_of
 
 # Start, frozen, hole, goal.
 LAKE = "SFFFFHFHFFFHHFFG"

@@ -24,7 +24,7 @@ from tba.common.config import Config
 from tba.common.errors import EngineError, TaskError
 from tba.common.rendering import Message, PromptRenderer
 from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns
-from tba.common.wire.fields import ErrorKind
+from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, MAX_TURN_MESSAGES, ErrorKind
 from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Int32
 from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
@@ -34,6 +34,7 @@ from tba.searcher.tasks.task import Prompt, Turn
 
 # Of the texts of one turn in the turn table: a longer observation is cut there, and whole in the tokens.
 _MAX_TEXT = 2_000
+_MAX_ROLE = 200
 _PARSE_ERROR = "parse_error"
 _POLICY = "assistant"
 # Why an episode with an error of this kind ended; with another one it is "error".
@@ -218,8 +219,15 @@ class Episodes:
     def _go_on(self, episode: Episode, turn: Turn) -> None:
         """Note what a turn led to, and generate the next one unless the episode is over."""
         now = time.monotonic()
+        was_last = turn.done or bool(self._reached_limit(episode))
+        # Of one turn they are within the limits already.
+        names, total = episode.parts.keys() | turn.parts.keys(), episode.reward + turn.reward
+        if len(names) > MAX_REWARD_PARTS or abs(total) > LARGEST_REWARD:
+            reason = f"its turns together have {len(names)} parts and a reward of {total:g}: beyond what a row holds"
+            self._fail(episode, "environment", reason, is_open=not was_last)
+            return
         episode.said += [message[:2] for message in turn.messages]
-        messages = [[role, content[:_MAX_TEXT]] for role, content, *_ in turn.messages]
+        messages = [[role[:_MAX_ROLE], content[:_MAX_TEXT]] for role, content, *_ in turn.messages[:MAX_TURN_MESSAGES]]
         seconds = round(now - episode.turn_started, 6)
         details = {"reward": turn.reward, "parts": dict(turn.parts), "messages": messages}
         episode.turns[-1].details.update(details, environment_seconds=seconds)
@@ -227,7 +235,6 @@ class Episodes:
             episode.parts[name] = episode.parts.get(name, 0.0) + value
         if now - episode.started > self._limits.seconds:
             reason = f"the episode took longer than task.episode_seconds = {self._limits.seconds:g}"
-            was_last = turn.done or self._reached_limit(episode)
             self._fail(episode, "episode_timeout", reason, is_open=not was_last)
         elif turn.done:
             self._end(episode, _PARSE_ERROR if turn.parts.get(_PARSE_ERROR, 0.0) > 0 else "completed")

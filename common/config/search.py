@@ -20,6 +20,7 @@ from tba.common.config.section import (
     Section,
 )
 from tba.common.errors import ConfigError
+from tba.common.wire.fields import MAX_TURNS
 from tba.common.wire.socket_files import LEAST_TOKEN, LOOPBACK
 
 # What `max_in_flight = "auto"` is for the Transformers engine: its KV cache grows, so nothing limits the number.
@@ -60,7 +61,7 @@ class SearchSection(Section):
     included."""
     turn_tokens: NonNegative = 0
     """Episodes: maximum number of tokens that the policy samples in one turn; 0 has only the limit of the episode."""
-    max_turns: Positive = 16
+    max_turns: Annotated[int, Field(ge=1, le=MAX_TURNS)] = 16
     """Episodes: maximum number of turns (docs/episodes.md)."""
     stop: tuple[int | str, ...] = ()
     """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`

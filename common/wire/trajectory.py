@@ -29,7 +29,6 @@ from tba.common.wire.fields import (
     Column,
     Count,
     Finite,
-    Name,
     RewardParts,
     Seconds,
 )
@@ -90,7 +89,8 @@ class TurnRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     reward: Finite
     parts: RewardParts
     messages: Annotated[
-        list[tuple[Name, Annotated[str, Meta(max_length=MAX_TURN_TEXT)]]], Meta(max_length=MAX_TURN_MESSAGES)
+        list[tuple[Annotated[str, Meta(max_length=200)], Annotated[str, Meta(max_length=MAX_TURN_TEXT)]]],
+        Meta(max_length=MAX_TURN_MESSAGES),
     ]
     environment_seconds: Seconds | None = None
 

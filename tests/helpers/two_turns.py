@@ -4,6 +4,7 @@ The episodes of a sampler are one group in which every path is as often as it is
 its expectation over groups of any size, up to a factor. Shape suffixes: A first actions, O observations, a second ones.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from tba.trainer.objectives.from_config import Objective
 from tba.trainer.objectives.responses import Responses, Totals, Turns
 
 BETA = 0.5
+# Of the reference, the log-probability of each action is minus this.
+LOG_3 = math.log(3)
 # Rates of learning: at first large.
 RATES = [0.1] * 300 + [0.03] * 200 + [0.01] * 100
 
@@ -81,19 +84,18 @@ class Policy:
 
 def values(world: World) -> tuple[Tensor, Tensor]:
     """Return the soft values of the optimum: of the last histories [A, O], and of the first actions [A]."""
-    after_AO = BETA * (world.reward_AOa / BETA).logsumexp(2) - BETA * torch.tensor(3.0).log()
+    after_AO = BETA * (world.reward_AOa / BETA).logsumexp(2) - BETA * LOG_3
     return after_AO, (world.chance_AO * after_AO).sum(1)
 
 
 @torch.no_grad()
 def gain(world: World, policy: Policy) -> float:
     """Return the share of the gain in E[r] - beta KL between the uniform reference, 0, and the optimum, 1."""
-    log_3 = torch.tensor(3.0).double().log()
     log_A, log_AOa = policy.log_first_A, policy.log_second_AOa
-    soft_AO = (log_AOa.exp() * (world.reward_AOa - BETA * (log_AOa + log_3))).sum(2)
-    reached = (log_A.exp() * ((world.chance_AO * soft_AO).sum(1) - BETA * (log_A + log_3))).sum()
+    soft_AO = (log_AOa.exp() * (world.reward_AOa - BETA * (log_AOa + LOG_3))).sum(2)
+    reached = (log_A.exp() * ((world.chance_AO * soft_AO).sum(1) - BETA * (log_A + LOG_3))).sum()
     start = (world.chance_AO * world.reward_AOa.mean(2)).sum(1).mean()
-    best = BETA * (values(world)[1] / BETA).logsumexp(0) - BETA * log_3
+    best = BETA * (values(world)[1] / BETA).logsumexp(0) - BETA * LOG_3
     return float((reached - start) / (best - start))
 
 
@@ -122,7 +124,7 @@ def group_of(
         mask_R=torch.tensor([True, False, True]).repeat(rows),
         lengths=[3] * rows,
         reward_bK=reward,
-        reference_bK=torch.full_like(reward, -2 * torch.tensor(3.0).double().log()),
+        reference_bK=torch.full_like(reward, -2 * LOG_3),
         staleness_bK=torch.zeros_like(reward),
         totals=Totals(len(reward), rows, 2 * rows),
         turns=_turns(path_N3, reward.flatten(), samples, torch.zeros(3, 3) if value_AO is None else value_AO),
@@ -133,13 +135,15 @@ def _turns(path_N3: Tensor, reward_N: Tensor, samples: int, value_AO: Tensor) ->
     first, seen, _ = path_N3.unbind(1)
     row_N, nothing = torch.arange(len(path_N3)), torch.zeros_like(reward_N)
     group_N = 10 * (row_N // samples)
+    history_S = torch.stack([group_N, group_N + 1 + 3 * first + seen], 1).flatten()
     return Turns(
         lengths=[1] * (2 * len(path_N3)),
         row_S=row_N.repeat_interleave(2),
         depth_S=torch.tensor([0, 1]).repeat(len(path_N3)),
-        history_S=torch.stack([group_N, group_N + 1 + 3 * first + seen], 1).flatten(),
+        history_S=history_S,
+        shared_S=history_S.bincount()[history_S] > 1,
         reward_S=torch.stack([nothing, reward_N], 1).flatten(),
-        reference_S=torch.full((2 * len(path_N3),), -torch.tensor(3.0).double().log().item(), dtype=torch.float64),
+        reference_S=torch.full((2 * len(path_N3),), -LOG_3, dtype=torch.float64),
         value_S=torch.stack([nothing, value_AO[first, seen].double()], 1).flatten(),
     )
 

@@ -45,6 +45,12 @@ class Row:
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
+    def turns(self) -> list[tuple[int, int]]:
+        """Where the turns, the maximal runs of counted tokens, start and end in the response."""
+        edges = np.flatnonzero(np.diff(self.loss_mask != 0, prepend=False, append=False)).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+    @property
     def spans(self) -> list[tuple[int, int, int]]:
         """The sequences of the row, as `sequence_spans` returns them."""
         return sequence_spans(self.loss_mask, self.segments)

@@ -23,7 +23,6 @@ from tba.common.system.load_errors import loading
 from tba.common.weights.pretrained import from_directory, tied_names
 from tba.trainer.batch.batch import Layout, Row, counted, pad
 from tba.trainer.batch.micro_batches import CPU_PASS_TOKENS, GPU_PASS_TOKENS, forward_passes
-from tba.trainer.batch.turns import turn_starts
 from tba.trainer.model.chunked_logprobs import token_logprobs
 from tba.trainer.model.packed_attention import ATTENTION
 from tba.trainer.model.packing import pack
@@ -168,7 +167,7 @@ class Scores:
     `logprob_R` has every response token, masked ones included, at temperature 1; it is 0 in the contexts of segments.
     `tempered_R` is the same at the temperature of each row if that is asked for, otherwise the same tensor. On request
     there are `prompt_NH`, the mean of each prompt's last hidden states, `turn_SH`, the last hidden state of the token
-    before each turn (`tba.trainer.batch.turns`), detached, and `entropy_R`, the entropy in nats of the distribution at
+    before each turn (`Row.turns`), detached, and `entropy_R`, the entropy in nats of the distribution at
     each response token.
     """
 
@@ -307,9 +306,9 @@ def _temperatures(rows: Sequence[Row]) -> Tensor | None:
 
 
 def _turn_places(sequences: Sequence[Row]) -> list[int]:
-    """Return where the turns of all sequences start, in their tokens."""
+    """Return where the turns of all sequences start, in the tokens of all."""
     starts = itertools.accumulate([len(one.response_ids) for one in sequences], initial=0)
-    return [start + turn for start, one in zip(starts, sequences, strict=False) for turn in turn_starts(one)]
+    return [start + turn for start, one in zip(starts, sequences, strict=False) for turn, _ in one.turns]
 
 
 def _places(rows: Sequence[Row]) -> Tensor:

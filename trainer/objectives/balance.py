@@ -77,8 +77,8 @@ def turn_balance(responses: Responses, beta: float) -> Terms:
         loss       = beta/2 * 1/(BK) sum_ijt residual_ijt^2
 
     A learned log Z has a gradient in the residual. With one turn it is `trajectory_balance`. docs/objectives.md derives
-    why random observations do not move the optimum, whoever sampled. The advantage of a response is the mean over its
-    turns. Raises ValueError if there are no `responses.turns`.
+    why random observations do not move the optimum, whichever policy sampled. The advantage of a response is the mean
+    over its turns. Raises ValueError if there are no `responses.turns`.
     """
     turns = responses.turns
     if turns is None:
@@ -87,8 +87,7 @@ def turn_balance(responses: Responses, beta: float) -> Terms:
     learned_S = turns.value_S / beta
     own_S = (turns.reward_S / beta + turns.reference_S - policy_S).detach()
     log_z_S, next_S = _log_z_of_histories(turns, own_S, learned_S.detach())
-    shared_S = turns.history_S.bincount()[turns.history_S] > 1
-    residual_S = torch.where(shared_S, log_z_S, learned_S) + policy_S - policy_S.detach() - own_S - next_S
+    residual_S = torch.where(turns.shared_S, log_z_S, learned_S) + policy_S - policy_S.detach() - own_S - next_S
     loss = beta / 2 * residual_S.square().sum() / responses.totals.rows
     total_N = torch.zeros(len(responses.lengths), dtype=torch.float64).index_add_(0, turns.row_S, residual_S.detach())
     advantage_bK = -beta * (total_N / turns.row_S.bincount()).view_as(responses.reward_bK)
@@ -107,7 +106,7 @@ def _log_z_of_histories(turns: Turns, own_S: Tensor, learned_S: Tensor) -> tuple
         here = (turns.depth_S == depth).nonzero()[:, 0]
         history = turns.history_S[here]
         total_H = torch.zeros_like(own_S).index_add_(0, history, (own_S + next_S)[here])
-        log_z_S[here] = torch.where(times_H[history] > 1, total_H[history] / times_H[history], learned_S[here])
+        log_z_S[here] = torch.where(turns.shared_S[here], total_H[history] / times_H[history], learned_S[here])
         if depth:
             next_S[here - 1] = log_z_S[here]
     return log_z_S, next_S

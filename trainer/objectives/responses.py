@@ -27,7 +27,8 @@ class Turns:
     """The turns of all responses, in their order, S of them. Each is a run of counted tokens.
 
     `lengths` are the tokens of each turn. `row_S` is the row of a turn, `depth_S` the number of turns before it in that
-    row. `history_S` numbers what came before a turn: the same number means the same tokens in the same group.
+    row. `history_S` numbers what came before a turn: the same number means the same tokens in the same group,
+    and `shared_S` is whether several trajectories of the group have it.
     `reward_S` sums to the rewards of the rows. `reference_S` are log-probabilities under the reference policy.
     `value_S` is the learned beta log Z of the history, in units of the reward, with gradient.
     """
@@ -36,6 +37,7 @@ class Turns:
     row_S: Tensor
     depth_S: Tensor
     history_S: Tensor
+    shared_S: Tensor
     reward_S: Tensor
     reference_S: Tensor
     value_S: Tensor

@@ -23,13 +23,13 @@ from torch import Tensor
 from tba.common.wire.trajectory import QUANTITIES
 from tba.trainer.batch.batch import Row, TrainBatch, counted, known
 from tba.trainer.batch.micro_batches import Chunk, MicroBatch
-from tba.trainer.batch.turns import turns_of
 from tba.trainer.distributed import Ranks, keep_gathered
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.scorer import LogZHead, Scorer, Scores
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.objectives.responses import Responses, Totals, Turns
 from tba.trainer.step.step_metrics import on_policy_differences, quantities
+from tba.trainer.step.turns import turns_of
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Episodes: why each one ends, and the row that it becomes."""
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 from tba.common.config import Config
 from tba.common.errors import EngineError
 from tba.common.rendering import PromptRenderer
+from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.messages import Visit
 from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
@@ -19,6 +21,7 @@ from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.games import CalculatorTask, GuessTask, calculate
 from tba.searcher.tasks.task import Turn
 from tba.tests.helpers.engines import cpu_engine
+from tba.tests.helpers.puts import make_trajectory, put_message
 
 ROOT = Path(__file__).parents[3]
 SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=100)
@@ -86,6 +89,53 @@ def play(tokenizer, replies, task, limits=LIMITS):
             episodes.told(scored)
     rewards.close()
     return ended[0], script.contexts
+
+
+class Answers(GuessTask):
+    """A game that answers each reply with the same turn."""
+
+    def __init__(self, turn):
+        super().__init__()
+        self.turns = turn
+
+    def environment(self, prompt):
+        task = self
+
+        class Game:
+            steps = 0
+
+            def reset(self, prompt):
+                return ()
+
+            def step(self, reply, finished):
+                self.steps += 1
+                return task.turns(self.steps)
+
+            def close(self):
+                pass
+
+        return Game()
+
+
+@pytest.mark.parametrize(
+    ("turn", "error_kind"),
+    [
+        (lambda n: Turn([("", "x"), ("r" * 300, "y" * 5000), *[("user", " :")] * 100]), None),
+        (lambda n: Turn(reward=1e9), "environment"),
+        (lambda n: Turn(parts={f"{n} {k}": 1.0 for k in range(40)}), "environment"),
+    ],
+    ids=["messages", "rewards", "parts"],
+)
+def test_whatever_an_environment_answers_its_row_is_one_that_the_buffer_stores(game, turn, error_kind):
+    task = Answers(turn)
+    limits = Limits(tokens=100_000, turn_tokens=40, turns=2, seconds=60.0)
+    episode, _ = play(game[0], [wrong(task)] * 2, task, limits)
+    assert (episode.error_kind, bool(episode.error)) == (error_kind, error_kind is not None)
+    fields = {**episode.tokens()._asdict(), "reward": episode.reward, "reward_parts": episode.parts}
+    ends = {"stop_reason": episode.stop_reason, "error": episode.error, "error_kind": episode.error_kind}
+    message, frames = put_message([replace(make_trajectory(), **fields, **ends)])
+    sent = encode_request(message, id=1, role="searcher", sender="s.1", run="", frames=frames)
+    decode_request([memoryview(frame) for frame in sent])
 
 
 def right(task):

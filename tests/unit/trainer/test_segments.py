@@ -7,18 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from tba.common.config import TrainSection
 from tba.common.wire.trajectory import sequences
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.puts import make_episode
 from tba.tests.helpers.trainer import (
-    FLAT,
-    in_float64,
-    learner_of,
     make_batch,
     make_learner,
     make_row,
-    objective,
     random_batch,
     tiny_model,
 )

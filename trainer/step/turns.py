@@ -1,22 +1,17 @@
-"""The turns of rows: the maximal runs of counted tokens, what came before each, and its reward.
+"""The turns of rows for an objective: their tokens, what came before each, and its reward.
 
 Shape suffixes: R response tokens of all rows, S turns.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from tba.trainer.batch.batch import Row, counted
 from tba.trainer.objectives.responses import Turns, row_totals
-
-
-def turn_starts(row: Row) -> list[int]:
-    """Return the positions in the response at which its turns start."""
-    return _edges(row)[::2]
 
 
 def turns_of(
@@ -33,32 +28,32 @@ def turns_of(
     places: list[tuple[int, int]] = []
     histories: dict[tuple[int, bytes], int] = {}
     numbers: list[int] = []
+    # A trajectory that is in the group twice is one sample: it would be its own log Z.
+    sharing: defaultdict[int, set[int]] = defaultdict(set)
     for n, (row, reward, parts) in enumerate(zip(rows, reward_N.tolist(), turn_rewards, strict=True)):
-        edges = _edges(row) or [0, 0]
-        starts = edges[::2]
-        lengths += [stop - start for start, stop in zip(starts, edges[1::2], strict=True)]
+        spans = row.turns or [(0, 0)]
+        starts = [start for start, _ in spans]
+        lengths += [stop - start for start, stop in spans]
         each = list(parts) if len(parts) == len(starts) else [0.0] * len(starts)
-        # What an episode gets beside its turns, such as a penalty of its length, is known at its end.
+        # What an episode gets apart from its turns, such as a penalty of its length, is known at its end.
         rewards += [*each[:-1], reward - sum(each[:-1])]
         places += [(n, depth) for depth in range(len(starts))]
         # Of samples of one prompt only, which are in one micro-batch: the loss does not depend on how a batch is cut.
-        numbers += [histories.setdefault((n // samples, one), len(histories)) for one in _histories(row, starts)]
+        own = [histories.setdefault((n // samples, one), len(histories)) for one in _histories(row, starts)]
+        numbers += own
+        for history in own:
+            sharing[history].add(row.id)
     row_S, depth_S = torch.tensor(places).unbind(1)
     return Turns(
         lengths=lengths,
         row_S=row_S,
         depth_S=depth_S,
         history_S=torch.tensor(numbers),
+        shared_S=torch.tensor([len(sharing[history]) > 1 for history in numbers]),
         reward_S=torch.tensor(rewards, dtype=torch.float64),
         reference_S=row_totals(reference_R[counted(rows)], lengths),
         value_S=torch.zeros(len(lengths), dtype=torch.float64),
     )
-
-
-def _edges(row: Row) -> list[int]:
-    """Return where runs of counted tokens start and end, in turn."""
-    edges: list[int] = np.flatnonzero(np.diff(row.loss_mask != 0, prepend=False, append=False)).tolist()
-    return edges
 
 
 def _histories(row: Row, starts: Sequence[int]) -> list[bytes]:

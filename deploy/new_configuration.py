@@ -31,7 +31,7 @@ path = {model}
 dtype = {dtype}
 
 [task]
-# arithmetic, answers, gsm8k, math, reasoning_gym, or your own file.py (`tba task new` writes one): docs/tasks.md.
+# answers, arithmetic, calculator, gsm8k, guess, gymnasium, math, reasoning_gym, or your own file.py: docs/tasks.md.
 name = {task}
 {data}
 [buffer]

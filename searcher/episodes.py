@@ -31,7 +31,7 @@ from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSet
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, storable
-from tba.searcher.tasks.task import Prompt, Turn
+from tba.searcher.tasks.task import CORRECT, Prompt, Turn
 
 # Of the texts of one turn in the turn table: a longer observation is cut there, and whole in the tokens.
 _MAX_TEXT = 2_000
@@ -233,7 +233,9 @@ class Episodes:
         was_last = turn.done or bool(self._reached_limit(episode))
         # Of one turn they are within the limits already.
         names, total = episode.parts.keys() | turn.parts.keys(), episode.reward + turn.reward
-        sums = [episode.parts.get(name, 0.0) + value for name, value in turn.parts.items()]
+        # Whether an episode was right is what its last word says.
+        last = {name: name.rpartition(".")[2] == CORRECT for name in turn.parts}
+        sums = [value + (0.0 if last[name] else episode.parts.get(name, 0.0)) for name, value in turn.parts.items()]
         if len(names) > MAX_REWARD_PARTS or abs(total) > LARGEST_REWARD or not all(map(math.isfinite, sums)):
             reason = f"its turns together have {len(names)} parts and a reward of {total:g}: beyond what a row holds"
             self._fail(episode, "environment", reason, is_open=not was_last)

@@ -32,7 +32,7 @@ _DENIED_FUNCTIONS = frozenset({"load_extension", "writefile", "edit"})
 _STATEMENT_ERRORS = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_RANGE)
 _PROGRESS_INSTRUCTIONS = 1000
 _HINT = (
-    ": docs/database.md lists the views (trajectories, groups, consumption, staleness, clients, evaluations, "
+    ": docs/database.md lists the views (trajectories, turns, groups, consumption, staleness, clients, evaluations, "
     "held_out, waste, lengths, curriculum) and tables"
 )
 

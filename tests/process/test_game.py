@@ -1,5 +1,6 @@
 """Episodes in whole runs: the demo of the game, and a run whose processes are killed in the middle of episodes."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -51,6 +52,13 @@ def kill(processes) -> list[int]:
     return [process.pid for process in processes]
 
 
+def is_worker(process: psutil.Process) -> bool:
+    # It may have just ended.
+    with contextlib.suppress(psutil.Error):
+        return "task_scorer" in " ".join(process.cmdline())
+    return False
+
+
 def steps_done(run, steps: int) -> bool:
     return len(run.lines()) >= steps
 
@@ -72,7 +80,7 @@ def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_con
     for number, victim in enumerate(("worker", "search", "buffer serve", "train")):
         wait_until(partial(steps_done, run, 2 * number + 1), 120)
         searcher = children_of(launcher, " search ")[0]
-        workers = [child for child in psutil.Process(searcher.pid).children() if "task_scorer" in str(child.cmdline())]
+        workers = [child for child in searcher.children() if is_worker(child)]
         killed += kill(workers[:1] if victim == "worker" else children_of(launcher, f" {victim} ")[:1])
         if victim != "worker":
             wait_until(partial(started_again, run, victim), 200, f"start of {victim}")

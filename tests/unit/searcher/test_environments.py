@@ -131,7 +131,7 @@ def test_the_environment_of_the_docs_is_complete_and_runs(load):
     task = load(page.partition("```python\n")[2].partition("```")[0])
     prompt = task.prompts()[1]
     turns = play(task, prompt, "9", "0", prompt.answer)
-    assert said(turns) == [[], ["lower\n"], ["higher\n"], []]
+    assert said(turns) == [[], [" lower :"], [" higher :"], []]
     assert (turns[-1].reward, turns[-1].done, turns[-1].parts) == (1.0, True, {"correct": 1.0})
     assert play(task, prompt, "seven")[-1].parts == {"parse_error": 1.0, "correct": 0.0}
 

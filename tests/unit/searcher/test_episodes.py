@@ -141,6 +141,11 @@ def test_whatever_an_environment_answers_its_row_is_one_that_the_buffer_stores(g
     decode_request([memoryview(frame) for frame in sent])
 
 
+def limited(task: Any) -> LimitedTask:
+    """Return a task as it is loaded."""
+    return LimitedTask(task, 0, 0)
+
+
 def right(task):
     return f" {task.prompts()[0].answer}"
 
@@ -276,7 +281,7 @@ def test_episodes_that_never_begin_end_the_searcher(game, monkeypatch):
 
 def test_time_in_which_nothing_can_be_generated_is_not_that_of_an_episode(game):
     tokenizer, _ = game
-    task, config = LimitedTask(GuessTask(), 0, 0), Config.model_validate({"task": {"reward_workers": 0}})
+    task, config = limited(GuessTask()), Config.model_validate({"task": {"reward_workers": 0}})
     rewards, script = Rewards(task, config.task), Script(tokenizer, [right(task)])
     limits = Limits(tokens=40, turn_tokens=40, turns=4, seconds=0.0)
     episodes = Episodes(
@@ -295,10 +300,10 @@ def test_the_text_of_a_prompt_with_an_environment_is_a_message_and_token_ids_are
         def _prompt(self, key):
             return Prompt(key, ids=[1, 2], answer="1")
 
-    (prompt, *_) = LimitedTask(GuessTask(), 0, 0).prompts()
+    (prompt, *_) = limited(GuessTask()).prompts()
     assert prompt.messages == (("user", prompt.text),)
     with pytest.raises(TaskError, match="the prompt '0' has token ids, and an environment: use a text"):
-        LimitedTask(Ids(), 0, 0).prompts()
+        limited(Ids()).prompts()
 
 
 def test_each_recorded_log_probability_is_that_of_a_forward_pass_over_the_row(game):

@@ -71,22 +71,15 @@ _SEED_MASK = (1 << 63) - 1
 _CHUNK = "chat.completion.chunk"
 # Fields of vLLM's requests that are not supported, and have no effect if they are empty, 0 or false.
 _EMPTY = (
-    *("use_beam_search", "ignore_eos", "include_stop_str_in_output", "echo", "continue_final_message", "watermarking"),
-    *(
-        "add_special_tokens",
-        "frequency_penalty",
-        "presence_penalty",
-        "min_p",
-        "min_tokens",
-        "top_logprobs",
-        "functions",
-    ),
-    *("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "documents", "chat_template", "extra_args"),
-    *("logprob_token_ids", "features", "content_parts", "repetition_detection", "vllm_xargs", "reasoning_effort"),
+    *("stream", "use_beam_search", "ignore_eos", "include_stop_str_in_output", "echo", "continue_final_message"),
+    *("add_special_tokens", "watermarking", "frequency_penalty", "presence_penalty", "min_p", "min_tokens"),
+    *("top_logprobs", "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "chat_template"),
+    *("documents", "logprob_token_ids", "features", "content_parts", "repetition_detection", "vllm_xargs"),
+    *("extra_args", "reasoning_effort", "functions"),
 )
 # The values, besides null, with which such a field has no effect.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys((*_EMPTY, "stream"), (False, 0, "", [], {})),
+    **dict.fromkeys(_EMPTY, (False, 0, "", [], {})),
     **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget"), ()),
@@ -361,11 +354,13 @@ class Endpoint:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of a connection, one after another, until its client leaves or is too slow."""
         self._connections += 1
+        # So that an answer is sent only when the client has taken it, and nothing is left for one that takes nothing.
+        writer.transport.set_write_buffer_limits(0)
         with contextlib.suppress(*_ENDED, asyncio.CancelledError):
             while await self._respond(reader, writer):
                 pass
         self._connections -= 1
-        writer.close()
+        writer.transport.abort()
 
     async def _respond(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer a request. Returns whether its connection takes another one."""

@@ -357,17 +357,18 @@ class Endpoint:
         # So that an answer is sent only when the client has taken it, and nothing is left for one that takes nothing.
         writer.transport.set_write_buffer_limits(0)
         with contextlib.suppress(*_ENDED, asyncio.CancelledError):
-            while await self._respond(reader, writer):
-                pass
+            if self._connections > _MOST_CONNECTIONS:
+                await _write(writer, 503, _unavailable("there are too many connections").body(), keep=False)
+            else:
+                while await self._respond(reader, writer):
+                    pass
         self._connections -= 1
         writer.transport.abort()
 
     async def _respond(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer a request. Returns whether its connection takes another one."""
-        keep, status = False, int(HTTPStatus.OK)
+        keep, status = False, 200
         try:
-            if self._connections > _MOST_CONNECTIONS:
-                raise _unavailable("there are too many connections")
             async with asyncio.timeout(_CLIENT_SECONDS):
                 route, headers, persists = _parse(await reader.readuntil(b"\r\n\r\n"))
                 self._admit(headers)

@@ -165,7 +165,7 @@ class Completions:
 
     def models(self, version: int) -> dict[str, Any]:
         """Answer `GET /v1/models`."""
-        card = {"id": _name(version), "object": "model", "created": int(time.time()), "owned_by": "tba"}
+        card = {"id": f"{_POLICY}@v{version}", "object": "model", "created": int(time.time()), "owned_by": "tba"}
         return {"object": "list", "data": [card | {"root": self._config.model.path, "max_model_len": self._context}]}
 
     def read(self, route: str, body: bytes) -> Question:
@@ -214,7 +214,7 @@ class Completions:
         prompt, tokens = len(question.ids), sum(len(generation.response_ids) for generation in generations)
         return kind | {
             "created": int(time.time()),
-            "model": _name(int(generations[0].version_runs[0, 0])),
+            "model": f"{_POLICY}@v{generations[0].version_runs[0, 0]}",
             "run": self._run(),
             "choices": [self._choice(question, n, generation) for n, generation in enumerate(generations)],
             "usage": {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens},
@@ -249,10 +249,6 @@ class Completions:
             one["bytes"] = [*text.encode("utf-8", "replace")]
             content.append(one | {"top_logprobs": [] if question.is_chat else [one]})
         return content
-
-
-def _name(version: int) -> str:
-    return f"{_POLICY}@v{version}"
 
 
 def _supported(body: bytes, *, is_chat: bool) -> dict[str, Any]:
@@ -426,10 +422,12 @@ class Endpoint:
         finally:
             for one in pending:
                 one.cancel()
-        generations = [result.result() for result in results]
-        if refusal := next((one for one in generations if isinstance(one, HttpError)), None):
-            raise refusal
-        return [one for one in generations if isinstance(one, Generation)]
+        generations = []
+        for result in results:
+            if isinstance(generation := result.result(), HttpError):
+                raise generation
+            generations.append(generation)
+        return generations
 
 
 def _parse(head: bytes) -> tuple[str, Message, bool]:

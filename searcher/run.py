@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+from collections.abc import Callable
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
@@ -17,8 +18,7 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
 from tba.searcher.checks import explained_luck
-from tba.searcher.completions import Completions
-from tba.searcher.endpoint import Endpoint, open_endpoint
+from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.loop import LoadedTask, Searcher
 from tba.searcher.pipeline import Exploration
@@ -60,7 +60,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal, index: 
         if stop():
             return
         # Before the engine, too: it tells that there are no weights yet.
-        if (endpoint := _open_endpoint(config, loaded, index)) is not None:
+        if (endpoint := open_endpoint(config, loaded, index, lambda: client.run)) is not None:
             ending.callback(endpoint.close)
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
@@ -103,13 +103,27 @@ def _load_task(config: Config) -> LoadedTask:
     return LoadedTask(task, renderer, stopping)
 
 
-def _open_endpoint(config: Config, loaded: LoadedTask, index: int) -> Endpoint | None:
-    """Open `search.serve`. None without it, or if the address cannot be bound."""
+def open_endpoint(config: Config, loaded: LoadedTask, index: int, run: Callable[[], str]) -> Endpoint | None:
+    """Open the endpoint of a searcher, the n-th of its command. `run` returns the uuid of the run.
+
+    The port is that of `search.serve` plus `index`; with port 0 it is a free one. None without `search.serve`, or if it
+    cannot listen there: the run goes on without.
+    """
     if not config.search.serve:
         return None
-    completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config))
+    host, port = config.search.serve_address
+    port += index if port else 0
     token = config.search.serve_token.get_secret_value()
-    return open_endpoint(config.search.serve_address, index, token=token, completions=completions)
+    try:
+        if port >= 1 << 16:
+            raise OSError("no port has that number")
+        completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config), run)
+        endpoint = Endpoint(host, port, token=token, completions=completions)
+    except OSError as error:
+        log.warning("no endpoint", host=host, port=port, reason=str(error))
+        return None
+    log.info("endpoint", url=endpoint.url)
+    return endpoint
 
 
 def _clear_weights(config: Config, client: BufferClient) -> None:

@@ -74,9 +74,11 @@ def export(
     """
     format_ = format_of(target, format_)
     check_target(source, target, force=force)
-    write = {JSONL: _write_jsonl, OPENENV: _write_traces}.get(format_) or _parquet_writer()
+    write = _parquet_writer() if format_ == PARQUET else _write_jsonl
     with open_records(source, where) as (records, matching), replacing(target) as temporary:
-        written = write(temporary, _counted(records, on_progress))
+        counted = _counted(records, on_progress)
+        lines = (trace for record in counted if (trace := training_trace.write(record)) is not None)
+        written = write(temporary, lines if format_ == OPENENV else counted)
     size = target.stat().st_size
     return {"file": str(target), "trajectories": written, "without_tokens": matching() - written, "bytes": size}
 
@@ -134,10 +136,6 @@ def _write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> int:
         for count, record in enumerate(records, 1):  # noqa: B007
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
     return count
-
-
-def _write_traces(path: Path, records: Iterator[dict[str, Any]]) -> int:
-    return _write_jsonl(path, (trace for record in records if (trace := training_trace.write(record)) is not None))
 
 
 def _parquet_writer() -> Callable[[Path, Iterator[dict[str, Any]]], int]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from tba.common.errors import UsageError, first_problem
 from tba.common.wire.episode import SampledTurn, join_turns
@@ -32,49 +32,12 @@ _KEPT = (
 )
 
 
-class _Part(BaseModel, strict=True):
-    """A part of a trace of which only some keys matter here."""
+def _at(first: str, *path: str | int, default: Any = None) -> Any:
+    """Return a field whose value is at a path of the call's `request`, `response` or `metadata`."""
+    return Field(default, validation_alias=AliasPath(first, *path))
 
 
-class _Request(_Part):
-    messages: list[dict[str, Any]] | None = None
-
-
-class _Choice(_Part):
-    message: dict[str, Any] | None = None
-    finish_reason: Any = None
-    # [start, end, version] of the sampled tokens, as search.serve answers.
-    version_spans: list[Annotated[list[int], Field(min_length=3, max_length=3)]] | None = None
-
-
-class _Response(_Part):
-    choices: list[_Choice] = []
-
-
-class _Sampling(_Part):
-    temperature: float | None = None
-    top_p: float | None = None
-
-
-class _Verify(_Part):
-    env_reward: float | None = None
-    metrics: dict[str, Any] = {}
-
-
-class _Metadata(_Part):
-    model: str | None = None
-    sampling_params: _Sampling = _Sampling()
-    prompt_key: str | None = None
-    verify: _Verify = _Verify()
-    tba: dict[str, Any] = {}
-    seconds: float = 0.0
-    environment_seconds: float | None = None
-    reward: float = 0.0
-    parts: dict[str, float] = {}
-    messages: list[list[str]] = []
-
-
-class Call(_Part, extra="forbid"):
+class Call(BaseModel, strict=True, extra="forbid"):
     """One call of the model: its prompt [P], what it sampled [C], and a mask over both [P + C]."""
 
     node_id: Annotated[str, Field(min_length=1)]
@@ -82,9 +45,30 @@ class Call(_Part, extra="forbid"):
     completion_token_ids: list[int]
     per_token_logps: list[float]
     loss_mask: list[int]
-    request: _Request = _Request()
-    response: _Response = _Response()
-    metadata: _Metadata = _Metadata()
+    request: dict[str, Any] = {}
+    response: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+
+    asked: list[dict[str, Any]] | None = _at("request", "messages")
+    content: Any = _at("response", "choices", 0, "message", "content")
+    finish_reason: Any = _at("response", "choices", 0, "finish_reason")
+    # [start, end, version] of the sampled tokens, and the run of these versions, as search.serve answers.
+    version_spans: list[Annotated[list[int], Field(min_length=3, max_length=3)]] | None = _at(
+        "response", "choices", 0, "version_spans"
+    )
+    run: str | None = _at("response", "run")
+    model: str | None = _at("metadata", "model")
+    temperature: float | None = _at("metadata", "sampling_params", "temperature")
+    top_p: float | None = _at("metadata", "sampling_params", "top_p")
+    prompt_key: str | None = _at("metadata", "prompt_key")
+    env_reward: float | None = _at("metadata", "verify", "env_reward")
+    metrics: dict[str, Any] = _at("metadata", "verify", "metrics", default={})
+    tba: dict[str, Any] = _at("metadata", "tba", default={})
+    seconds: float = _at("metadata", "seconds", default=0.0)
+    environment_seconds: float | None = _at("metadata", "environment_seconds")
+    reward: float = _at("metadata", "reward", default=0.0)
+    parts: dict[str, float] = _at("metadata", "parts", default={})
+    messages: list[list[str]] = _at("metadata", "messages", default=[])
 
     @property
     def mask(self) -> list[int]:
@@ -92,24 +76,19 @@ class Call(_Part, extra="forbid"):
         return self.loss_mask[len(self.prompt_token_ids) :]
 
     @property
-    def choice(self) -> _Choice:
-        """The server's answer, which a trace may lack."""
-        return next(iter(self.response.choices), _Choice())
-
-    @property
     def sampling(self) -> dict[str, float]:
         """The settings of sampling; 1 where none is recorded, which is the default of servers."""
-        return {"temperature": 1.0, "top_p": 1.0} | self.metadata.sampling_params.model_dump(exclude_none=True)
+        return {"temperature": 1.0, "top_p": 1.0} | self.model_dump(include={"temperature", "top_p"}, exclude_none=True)
 
     @property
     def spans(self) -> list[list[int]]:
         """[start, end, version] of the sampled tokens; empty if no searcher of tba has served them."""
-        served = _MODEL.match(self.metadata.model or "")
+        served = _MODEL.match(self.model or "")
         whole = [[0, len(self.completion_token_ids), int(served[1])]] if served else []
-        return self.choice.version_spans or whole
+        return self.version_spans or whole
 
 
-class Trace(_Part, extra="forbid"):
+class Trace(BaseModel, strict=True, extra="forbid"):
     """The calls of one episode."""
 
     schema_version: Literal[1] = 1
@@ -130,10 +109,10 @@ def is_trace(fields: Any) -> bool:
     return isinstance(fields, dict) and ("schema_version" in fields or fields.keys() == {"turns"})
 
 
-def find(trace: Trace) -> list[Finding]:
+def find(calls: Sequence[Call]) -> list[Finding]:
     """Return the findings about each call, and those about the whole trace if no call has a fatal one."""
-    each = [Finding(level, name, n, what) for n, c in enumerate(trace.turns, 1) for level, name, what in _of_call(c)]
-    return each if any(one.level == FATAL for one in each) else [*each, *_of_trace(trace.turns)]
+    each = [Finding(level, name, n, what) for n, call in enumerate(calls, 1) for level, name, what in _of_call(call)]
+    return each if any(one.level == FATAL for one in each) else [*each, *_of_trace(calls)]
 
 
 def _of_call(call: Call) -> Iterator[tuple[str, str, str]]:
@@ -154,7 +133,7 @@ def _of_call(call: Call) -> Iterator[tuple[str, str, str]]:
         (FATAL, "invalid_loss_mask", not {*mask} <= {0, 1}, "loss_mask has other values than 0 and 1"),
         (FATAL, "trainable_prompt", any(mask[:prompt]), "loss_mask counts tokens of the prompt"),
         (FATAL, "version_spans", not has_versions, f"they are not versions of all tokens, in order, of {ids}"),
-        (WARN, "truncated_turn", call.choice.finish_reason == "length", ""),
+        (WARN, "truncated_turn", call.finish_reason == "length", ""),
     )
     return ((level, name, what) for level, name, found, what in checks if found)
 
@@ -199,64 +178,59 @@ def _graph(calls: Sequence[Call]) -> tuple[dict[int, tuple[int, ...]], set[int]]
 def read(fields: Any, where: str, run: str) -> tuple[dict[str, Any], list[str]]:
     """Return a trace as the keys of a row, and the names of the checks that warn of it.
 
-    The row has the policy versions of `run` if a searcher of tba served all of its calls, and else those of no policy.
-    Raises UsageError with the location `where`, the turn and the check.
+    The row has the policy versions of one run, which is `run` where the calls name none, if its searchers served all of
+    them, and else those of no policy. Raises UsageError with the location `where`, the turn and the check.
     """
     try:
-        trace = Trace.model_validate(fields)
+        calls = Trace.model_validate(fields).turns
     except ValidationError as error:
         path, reason = first_problem(error)
         place = f"turn {int(path[1]) + 1}: {'.'.join(path[2:])}" if path[1:] else ".".join(path)
         raise UsageError(f"{where}: {place}: {reason}") from error
-    findings = find(trace)
+    findings = find(calls)
     for level, name, turn, what in findings:
         if level == FATAL:
             raise UsageError(f"{where}: {f'turn {turn}' if turn else 'turns'}: {name}: {what}")
-    unscored = {"unscored"} if trace.turns[-1].metadata.verify.env_reward is None else set()
-    return _line(trace.turns, run), sorted({finding.check for finding in findings} | unscored)
+    unscored = {"unscored"} if calls[-1].env_reward is None else set()
+    return _line(calls, run), sorted({finding.check for finding in findings} | unscored)
 
 
 def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
     """Return the keys of a row. What an export has kept of the row comes before what is known of the calls."""
-    kept = _trained(calls)
-    is_own = all(call.spans for call in kept)
-    is_cut = kept[-1].choice.finish_reason == "length"
-    is_episode = len(kept) > 1 or not kept[0].metadata.model_fields_set.isdisjoint(_DETAILS)
-    last = calls[-1].metadata
-    reward, metrics = last.verify.env_reward, last.verify.metrics
-    texts = [call.choice.message.get("content") for call in kept if call.choice.message]
+    # The calls with tokens to train on, one conversation after the other. The tokens of others are context.
+    paths, discarded = _graph(calls)
+    kept = [calls[n] for n in sorted(paths, key=paths.__getitem__) if n not in discarded and any(calls[n].mask)]
+    runs = {(call.run or run) if call.spans else None for call in kept}
+    served_by = runs.pop() if len(runs) == 1 else None
+    is_episode = len(kept) > 1 or not kept[0].model_fields_set.isdisjoint(_DETAILS)
+    is_cut, last = kept[-1].finish_reason == "length", calls[-1]
+    texts = [call.content for call in kept if isinstance(call.content, str)]
     line = {
-        "run": run if is_own else None,
-        "prompt_key": next((call.metadata.prompt_key for call in calls if call.metadata.prompt_key), None),
-        "reward": 0.0 if reward is None else reward,
-        "reward_parts": {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)},
+        "run": served_by,
+        "prompt_key": next((call.prompt_key for call in calls if call.prompt_key), None),
+        "reward": last.env_reward or 0.0,
+        "reward_parts": {name: float(value) for name, value in last.metrics.items() if isinstance(value, int | float)},
         "stop_reason": ((STOP_EOS, STOP_LENGTH), ("completed", "max_tokens"))[is_episode][is_cut],
         "sampling": kept[0].sampling,
-        "generation_seconds": sum(call.metadata.seconds for call in kept),
-        "text": "\n".join(text for text in texts if isinstance(text, str)) or None,
-        "error": "the trace has no env_reward: it was not scored" if reward is None else None,
-        "error_kind": "imported" if reward is None else None,
+        "generation_seconds": sum(call.seconds for call in kept),
+        "text": "\n".join(texts) or None,
+        "error": "the trace has no env_reward: it was not scored" if last.env_reward is None else None,
+        "error_kind": "imported" if last.env_reward is None else None,
         "metadata": {"node_id": calls[0].node_id},
     }
     line |= {name: value for name, value in last.tba.items() if name in _KEPT and value is not None}
-    tokens = _tokens(kept, is_own=is_own)
+    tokens = _tokens(kept, has_versions=served_by is not None)
     if not is_episode:
         tokens |= {"turns": [], "loss_mask": [] if all(tokens["loss_mask"]) else tokens["loss_mask"]}
     return line | tokens
 
 
-def _trained(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls with tokens to train on, one conversation after the other. The tokens of others are context."""
-    paths, discarded = _graph(calls)
-    return [calls[n] for n in sorted(paths, key=paths.__getitem__) if n not in discarded and any(calls[n].mask)]
-
-
-def _tokens(kept: Sequence[Call], *, is_own: bool) -> dict[str, Any]:
+def _tokens(kept: Sequence[Call], *, has_versions: bool) -> dict[str, Any]:
     """Return the arrays of the row, and its turn table."""
     turns = []
     for call, following in zip(kept, [*kept[1:], None], strict=True):
         sampled = call.completion_token_ids
-        runs = [(version, end - start) for start, end, version in call.spans] if is_own else [(0, len(sampled))]
+        runs = [(version, end - start) for start, end, version in call.spans] if has_versions else [(0, len(sampled))]
         turns.append(SampledTurn(call.prompt_token_ids, sampled, call.per_token_logps, runs, _details(call, following)))
     tokens = join_turns(turns)
     for turn, call in zip(tokens.turns, kept, strict=True):
@@ -267,8 +241,8 @@ def _tokens(kept: Sequence[Call], *, is_own: bool) -> dict[str, Any]:
 
 def _details(call: Call, following: Call | None) -> dict[str, Any]:
     """Return the entries of the turn table; the environment's answer is what the next request adds to this one."""
-    recorded = call.metadata.model_dump(include={*_DETAILS}, exclude_none=True)
-    before, after = call.request.messages or [], following.request.messages or [] if following else []
+    recorded = call.model_dump(include={*_DETAILS}, exclude_none=True)
+    before, after = call.asked or [], following.asked or [] if following else []
     if not recorded["messages"] and after[: len(before)] == before:
         # The first message that is new is the model's own.
         added = after[len(before) + 1 :][:MAX_TURN_MESSAGES]
@@ -299,7 +273,7 @@ def write(record: dict[str, Any]) -> dict[str, Any] | None:
             # The rounding of a probability of 1 may be above 0.
             "per_token_logps": [0.0 if 0 < one < 1e-4 else one for one in record["logprobs"][start:end]],
             "loss_mask": [0] * len(prompt) + mask[start:end],
-            "response": {"choices": [{"finish_reason": "stop", "version_spans": spans}]},
+            "response": {"run": record["run"], "choices": [{"finish_reason": "stop", "version_spans": spans}]},
             "metadata": {"model": f"policy@v{spans[0][2]}", "sampling_params": record["sampling"], **details},
         }
         calls.append(call)
@@ -310,4 +284,4 @@ def write(record: dict[str, Any]) -> dict[str, Any] | None:
     calls[-1]["metadata"]["verify"] = {"env_reward": reward, "metrics": record["reward_parts"]}
     calls[-1]["metadata"]["tba"] = {name: record[name] for name in _KEPT}
     trace = {"schema_version": 1, "turns": calls}
-    return trace if all(one.level == WARN for one in find(Trace.model_validate(trace))) else None
+    return trace if all(one.level == WARN for one in find(Trace.model_validate(trace).turns)) else None

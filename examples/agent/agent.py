@@ -25,7 +25,8 @@ def play(policy: OpenAI, secret: int) -> dict[str, Any]:
         call |= {"completion_token_ids": choice.token_ids, "request": {"messages": messages}}
         call["per_token_logps"] = [token.logprob for token in choice.logprobs.content]
         call["loss_mask"] = [0] * len(answer.prompt_token_ids) + [1] * len(choice.token_ids)
-        call["response"] = {"choices": [choice.model_dump(include={"message", "finish_reason", "version_spans"})]}
+        said = choice.model_dump(include={"message", "finish_reason", "version_spans"})
+        call["response"] = {"run": answer.run, "choices": [said]}
         call["metadata"] = {"model": answer.model, "sampling_params": {"temperature": asked["temperature"]}}
         calls.append(call)
         number = re.search(r"\d+", choice.message.content)

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tba.common.config import Config
 from tba.common.rendering import PromptRenderer
-from tba.searcher.completions import Completions
-from tba.searcher.endpoint import Endpoint
+from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import GenerationRequest
 from tba.searcher.engines.stopping import Stopping
 
@@ -41,9 +40,8 @@ def tokenizer() -> Any:
 def test_requests_with_seeds_and_stops_of_their_own_share_a_batch_of_vllm(lab, old, tokenizer):
     engine = lab.engine(old, tokenizer=tokenizer, serve="8400")
     renderer = PromptRenderer(tokenizer, Config().task)
-    endpoint = Endpoint(
-        "127.0.0.1", 0, token="", completions=Completions(Config(), renderer, Stopping(tokenizer, (), ()), None)
-    )
+    completions = Completions(Config(), renderer, Stopping(tokenizer, (), ()), None, lambda: "")
+    endpoint = Endpoint("127.0.0.1", 0, token="", completions=completions)
     waiting: dict[int, Any] = {}
     over = threading.Event()
 

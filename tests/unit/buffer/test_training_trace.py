@@ -39,7 +39,7 @@ def episode(**last):
 
 def ours(trace):
     try:
-        return {(finding.level, finding.check) for finding in find(Trace.model_validate(trace))}
+        return {(finding.level, finding.check) for finding in find(Trace.model_validate(trace).turns)}
     except ValueError:
         return {("FATAL", "schema")}
 
@@ -273,6 +273,26 @@ def test_versions_are_of_this_run_only_if_it_served_every_call(models, spans, ve
     ((found, searcher),) = new_rows(filled, "v.policy_version, searcher")
     assert found == version
     assert searcher.startswith("import.")
+
+
+@pytest.mark.parametrize(
+    ("runs", "version", "named"),
+    [
+        (["{own}"] * 3, 0, None),
+        (["{own}", None, None], 0, None),
+        (["another"] * 3, -1, "another"),
+        (["another", "{own}", "{own}"], -1, None),
+    ],
+)
+def test_versions_of_another_run_are_those_of_no_policy(runs, version, named, import_into, filled):
+    ((own,),) = ask_file(filled, "SELECT uuid FROM runs")
+    trace = episode()
+    for one, run in zip(trace["turns"], runs, strict=True):
+        one["metadata"]["model"] = "policy@v0"
+        one["response"]["run"] = run and run.format(own=own)
+    import_into(trace)
+    ((found, metadata),) = new_rows(filled, "v.policy_version, v.metadata")
+    assert (found, json.loads(metadata).get("imported_run")) == (version, named)
 
 
 @pytest.mark.parametrize("spans", [[[0, 1, 0]], [[0, 2, -1]], [[0, 2, 1 << 31]], [[0, 1, 0], [0, 2, 0]]])

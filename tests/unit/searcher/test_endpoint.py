@@ -15,9 +15,10 @@ import pytest
 from tba.common.config import Config
 from tba.common.errors import EngineError
 from tba.searcher import endpoint as module
-from tba.searcher.completions import Completions
-from tba.searcher.endpoint import Endpoint, open_endpoint
+from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Generation, GenerationRequest
+from tba.searcher.loop import LoadedTask
+from tba.searcher.run import open_endpoint
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.engines import cpu_engine
@@ -59,7 +60,7 @@ def parts() -> tuple[Any, Completions]:
     renderer.tokenizer.chat_template = TEMPLATE
     stopping = Stopping(renderer.tokenizer, (), eos_ids(EXAMPLE_MODEL))
     engine = cpu_engine(EXAMPLE_MODEL, max_in_flight=8, stopping=stopping)
-    return engine, Completions(config, renderer, stopping, 64)
+    return engine, Completions(config, renderer, stopping, 64, lambda: "run 1")
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ def forward(engine: Any, prompt: list[int], response: list[int]) -> np.ndarray:
 
 def test_a_chat_answer_has_the_ids_and_log_probabilities_of_its_tokens(parts, served):
     reply = ask(served, CHAT, ASK | {"logprobs": True, "return_token_ids": True, "n": 3, "seed": 5}).body
-    assert reply["model"] == "policy@v0"
+    assert (reply["model"], reply["run"]) == ("policy@v0", "run 1")
     assert reply["prompt_token_ids"] == [6, 11, 13, 6, 9, 15]
     for n, choice in enumerate(reply["choices"]):
         ids, content = choice["token_ids"], choice["logprobs"]["content"]
@@ -201,7 +202,6 @@ def test_a_stop_of_the_request_ends_its_response_and_not_its_tokens(served):
 @pytest.mark.parametrize(
     ("changes", "status", "param"),
     [
-        ({"stream": True}, 400, "stream"),
         ({"top_k": 5}, 400, "top_k"),
         ({"min_p": 0.1}, 400, "min_p"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty"),
@@ -222,7 +222,7 @@ def test_a_stop_of_the_request_ends_its_response_and_not_its_tokens(served):
         ({"temperature": -1.0}, 400, None),
         ({"top_p": 0}, 400, None),
         ({"max_tokens": 0}, 400, None),
-        ({"max_tokens": "many"}, 400, None),
+        ({"max_tokens": "many"}, 400, "max_tokens"),
         ({"messages": [{"role": "user", "content": "1" * 5000}]}, 400, None),
     ],
 )
@@ -300,8 +300,8 @@ def test_a_client_that_leaves_is_not_generated_for(listen):
         )
         client.sendall(f"{head}\r\n\r\n".encode() + text)
         wait_until(lambda: endpoint._waiting)
-        ((pending, _),) = endpoint._waiting
-    assert pending.done.wait(60)
+        ((_, _, pending),) = endpoint._waiting
+    wait_until(pending.cancelled)
     endpoint.step(lambda *call: asked.append(call), 0, 4)
     assert (asked, len(endpoint._waiting)) == ([], 0)
 
@@ -323,7 +323,7 @@ def test_a_faulty_engine_is_the_matter_of_the_loop_and_a_refusal_that_of_the_cli
 def test_clients_that_send_no_whole_request_are_disconnected_and_others_are_answered(served, monkeypatch):
     monkeypatch.setattr(module, "_CLIENT_SECONDS", 1.0)
     monkeypatch.setattr(module, "_MOST_CONNECTIONS", 3)
-    wait_until(lambda: not served._server._deadlines)
+    wait_until(lambda: not served._connections)
     with contextlib.ExitStack() as ending:
         slow = [ending.enter_context(socket.create_connection(("127.0.0.1", port_of(served)))) for _ in range(3)]
         for client, sent in zip(slow, (b"", b"POST / HTTP/1.1\r\nHo", b"GET / HTTP/1.1\r\nA: b\r\n"), strict=True):
@@ -332,6 +332,17 @@ def test_clients_that_send_no_whole_request_are_disconnected_and_others_are_answ
         assert fourth.recv(100).startswith(b"HTTP/1.1 503")
         assert [client.recv(100) for client in slow] == [b""] * 3
     wait_until(lambda: ask(served, "/v1/models").status == 200)
+
+
+def test_a_client_that_takes_no_answer_is_disconnected(served, monkeypatch):
+    monkeypatch.setattr(module, "_CLIENT_SECONDS", 1.0)
+    requests = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1_000_000
+    with (
+        socket.create_connection(("127.0.0.1", port_of(served)), timeout=60) as client,
+        pytest.raises(ConnectionError),
+    ):
+        client.sendall(requests)
+    wait_until(lambda: not served._connections)
 
 
 @pytest.mark.parametrize(
@@ -344,8 +355,8 @@ def test_clients_that_send_no_whole_request_are_disconnected_and_others_are_answ
         (f"POST {CHAT}\nContent-Type: text/plain\nContent-Length: 2", 400),
         ("GET /other", 404),
         (f"GET {CHAT}", 405),
-        ("PUT /v1/models", 501),
-        ("OPTIONS /v1/models", 501),
+        ("PUT /v1/models", 405),
+        ("OPTIONS /v1/models", 405),
         ("GET /v1/models\nHost: evil.example", 403),
         ("GET /v1/models\nHost: 127.0.0.1.evil.example:80", 403),
     ],
@@ -386,11 +397,33 @@ def test_several_requests_take_one_connection(served):
 
 
 def test_further_searchers_take_the_next_ports_and_a_taken_one_ends_no_run(parts):
+    no_task: Any = None
+
+    def opened(port: int, index: int) -> Endpoint | None:
+        config = Config.model_validate({"model": {"path": str(EXAMPLE_MODEL)}, "search": {"serve": str(port)}})
+        return open_endpoint(
+            config, LoadedTask(no_task, parts[1]._renderer, parts[1]._stopping), index, lambda: "run 1"
+        )
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert open_endpoint(("127.0.0.1", port), 0, token="", completions=parts[1]) is None
-        assert open_endpoint(("127.0.0.1", 65_535), 1, token="", completions=parts[1]) is None
-    endpoint = open_endpoint(("127.0.0.1", port - 1), 1, token="", completions=parts[1])
+        assert opened(port, 0) is None
+        assert opened(65_535, 1) is None
+    endpoint = opened(port - 1, 1)
     assert endpoint is not None
     endpoint.close()
     assert endpoint.url == f"http://127.0.0.1:{port}/v1"
+
+
+def test_a_streamed_answer_is_one_event_that_openais_client_reads(served):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+    asked = ASK | {"model": "policy", "temperature": 0, "logprobs": True, "extra_body": {"return_token_ids": True}}
+    whole = client.chat.completions.create(**asked)
+    (chunk,) = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    (choice,), (same,) = chunk.choices, whole.choices
+    assert (choice.delta.role, choice.delta.content) == ("assistant", "64")
+    assert (choice.token_ids, len(choice.logprobs.content)) == (same.token_ids, len(same.logprobs.content))
+    assert (chunk.object, chunk.run, chunk.usage) == ("chat.completion.chunk", "run 1", whole.usage)
+    refused = ask(served, GENERATE, {"token_ids": [5], "sampling_params": {}, "stream": True})
+    assert (refused.status, refused.body["error"]["param"]) == (400, "stream")

@@ -1,101 +1,84 @@
-"""Play episodes: hold their environments, call them, and repeat an episode whose environment is lost.
+"""Answer what a reward worker is asked: score responses, and play episodes, whose environments it holds.
 
-A player answers calls of any number of episodes, one call of each at a time. Each answer is checked, so that what
-leaves a reward worker is a `Turn` within the limits, whatever the environment returned.
+Many answers may be under way at a time, one of each episode. What leaves a reward worker is within the limits, whatever
+the task returned.
 """
 
 import asyncio
 import contextlib
-import hashlib
 import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-import msgpack
+from functools import partial
+from typing import Any
 
 from tba.common.data_files import require_unicode
-from tba.common.rendering import Message, message_of
+from tba.common.rendering import message_of
 from tba.common.wire.fields import MAX_REWARD_PARTS, ErrorKind
-from tba.searcher.scoring.scoring import checked_numbers, described, failed, timed_out
-from tba.searcher.tasks.task import Environment, Prompt, Task, Turn, is_random, name_of
+from tba.searcher.scoring.scoring import (
+    Answer,
+    checked_numbers,
+    checked_score,
+    described,
+    failed,
+    origin_of,
+    timed_out,
+)
+from tba.searcher.tasks.task import Prompt, Task, Turn, is_random
 
 # Of the messages of one answer, in UTF-8.
 MAX_ANSWER_BYTES = 1 << 20
-_DIGEST_BYTES = 8
-
-
-class Answer(NamedTuple):
-    """The fields of a checked Turn."""
-
-    messages: Sequence[Message]
-    reward: float
-    done: bool
-    parts: dict[str, float]
-
-
-class Outcome(NamedTuple):
-    """What a call led to: an answer and its digest, or an error and its kind (`ErrorKind`).
-
-    `out_of_memory` if the process should take no more calls.
-    """
-
-    answer: Answer | None
-    digest: bytes = b""
-    error: str | None = None
-    kind: ErrorKind | None = None
-    out_of_memory: bool = False
+_RANDOM = "its worker was replaced, and a random environment cannot be repeated"
+_DIFFERENT = (
+    "another answer than before when the episode was repeated in another worker: the environment is not a function of "
+    "prompt key and replies; seed it with the key, or set random = True"
+)
 
 
 class _Failed(Exception):
-    """A call of `method` failed, for a reason that is found here or because of the error that is the cause."""
+    """A method of the task failed, for this reason."""
 
-    def __init__(self, method: str, reason: str = "", kind: ErrorKind = "environment") -> None:
+    def __init__(self, origin: str, reason: str, kind: ErrorKind) -> None:
         super().__init__(reason)
-        self.method = method
-        self.kind = kind
+        self.answer = Answer.of(*failed(reason, origin), kind)
 
 
 class Player:
     """Holds the environments of episodes by ticket.
 
-    `begin(ticket, method, awaits)` is told before each call of an environment, and again if it has to be awaited. A
-    coroutine ends after `seconds`, if they are given; to limit other methods is the owner's business.
+    `begin(ticket, origin, awaits)` is told before each call of a method, and again if it has to be awaited. A coroutine
+    ends after `seconds`; to limit other methods is the owner's business. Once an environment was `out_of_memory`, the
+    process should answer nothing more.
     """
 
     def __init__(
         self,
         task: Task,
-        seconds: float | None = None,
+        seconds: float = math.inf,
         memory_mib: int | None = None,
         begin: Callable[[int, str, bool], None] = lambda *_: None,
     ) -> None:
-        self._task = task
+        self.out_of_memory = False
+        self._task: Any = task
         self._seconds = seconds
         self._memory_mib = memory_mib
         self._begin = begin
-        self._held: dict[int, tuple[Prompt, Environment]] = {}
+        self._held: dict[int, tuple[Prompt, Any]] = {}
 
-    async def play(self, ticket: int, fields: Sequence[Any] | None, *call: Any) -> Outcome:
-        """Answer a call as `Item.message` has it: without the fields of a prompt, that of an episode held here."""
+    async def answer(self, ticket: int, fields: Sequence[Any] | None, *asked: Any) -> Answer:
+        """Answer an `Item.message`: a response, or a call of an environment, without a prompt if it is held here."""
         prompt = self._held[ticket][0] if fields is None else Prompt(*fields)
         try:
-            answer = await self._play(ticket, prompt, *call)
-            return Outcome(answer, _digest(answer))
+            if isinstance(asked[0], str):
+                scored: Answer = await self._call(ticket, prompt, "", self._task.score, *asked)
+                return scored
+            return await self._play(ticket, prompt, *asked)
         except _Failed as failure:
-            name, cause = name_of(self._task, prompt), failure.__cause__
-            out_of_memory = isinstance(cause, MemoryError)
-            reason = str(failure)
-            if cause is not None:
-                reason = described(cause, f"environment {failure.method}", name, prompt.key, self._memory_mib)
-            if out_of_memory:
-                self._held.pop(ticket, None)
             # The first error is the one to report.
             with contextlib.suppress(_Failed):
                 await self._close(ticket)
-            error = failed(f"{failure.method}: {reason}", name, what="environment")[1]
-            return Outcome(None, b"", error, failure.kind, out_of_memory)
+            return failure.answer
 
     async def _play(
         self,
@@ -106,71 +89,55 @@ class Player:
         close: bool,
         told: Sequence[bytes],
     ) -> Answer:
+        call = partial(self._call, ticket, prompt)
+        answer = _checked(Turn())
         if close:
-            await self._close(ticket)
-            return _checked(Turn())
-        if ticket not in self._held:
-            answer = await self._begin_episode(ticket, prompt, replies, told)
-        else:
-            answer = await self._step(ticket, *replies[-1])
-        if last or answer.done:
-            await self._close(ticket)
-        return answer
-
-    async def _begin_episode(
-        self, ticket: int, prompt: Prompt, replies: Sequence[tuple[str, bool]], told: Sequence[bytes]
-    ) -> Answer:
-        """Make and reset an environment, give it all replies, and return its last answer."""
-        if replies and is_random(self._task, prompt):
-            raise _Failed("step()", "its worker was replaced, and a random environment cannot be repeated", "worker")
-        task: Any = self._task
-        environment = await self._call(ticket, "environment()", lambda: task.environment(prompt))
-        self._held[ticket] = prompt, environment
-        answer: Answer = await self._call(ticket, "reset()", lambda: environment.reset(prompt), _of_reset)
+            replies = ()
+        elif ticket not in self._held:
+            if replies and is_random(self._task, prompt):
+                raise _Failed(origin_of(self._task, prompt, "step()"), _RANDOM, "worker")
+            self._held[ticket] = prompt, await call("environment()", self._task.environment, prompt)
+            answer = await call("reset()", self._held[ticket][1].reset, prompt)
         for number, reply in enumerate(replies):
-            if _digest(answer) != told[number]:
-                raise _Failed(
-                    "step()" if number else "reset()",
-                    "another answer than before when the episode was repeated in another worker: the environment is "
-                    "not a function of prompt key and replies; seed it with the key, or set random = True",
-                )
-            answer = await self._step(ticket, *reply)
-        return answer
-
-    async def _step(self, ticket: int, reply: str, finished: bool) -> Answer:
-        environment = self._held[ticket][1]
-        answer: Answer = await self._call(ticket, "step()", lambda: environment.step(reply, finished), _checked)
+            if told and answer.digest != told[number]:
+                method = "step()" if number else "reset()"
+                raise _Failed(origin_of(self._task, prompt, method), _DIFFERENT, "environment")
+            answer = await call("step()", self._held[ticket][1].step, *reply)
+        if close or last or answer.done:
+            await self._close(ticket)
         return answer
 
     async def _close(self, ticket: int) -> None:
         if ticket in self._held:
-            await self._call(ticket, "close()", self._held.pop(ticket)[1].close)
+            prompt, environment = self._held.pop(ticket)
+            await self._call(ticket, prompt, "close()", environment.close)
 
-    async def _call(
-        self, ticket: int, method: str, call: Callable[[], Any], check: Callable[[Any], Any] = lambda answer: answer
-    ) -> Any:
-        """Call a method and check what it returns. Raises _Failed."""
-        self._begin(ticket, method, False)
-        end = time.monotonic() + (math.inf if self._seconds is None else self._seconds)
+    async def _call(self, ticket: int, prompt: Prompt, method: str, function: Callable[..., Any], *given: Any) -> Any:
+        """Call a method of an environment, or without a name `score`, and check what it returns. Raises _Failed."""
+        origin = origin_of(self._task, prompt, method)
+        self._begin(ticket, origin, False)
+        end = time.monotonic() + self._seconds
         try:
-            async with asyncio.timeout(self._seconds):
-                answer = call()
-                if inspect.isawaitable(answer):
-                    self._begin(ticket, method, True)
-                    answer = await answer
+            found = function(*given) if method else function(prompt, *given)
+            if inspect.isawaitable(found):
+                self._begin(ticket, origin, True)
+                async with asyncio.timeout(self._seconds):
+                    found = await found
             # A coroutine may ignore that it is cancelled, and other methods are not.
             if time.monotonic() > end:
                 raise TimeoutError
-            return check(answer)
-        # An environment may call sys.exit or raise KeyboardInterrupt.
+            return _CHECKS[method](found) if method in _CHECKS else found
+        # A task may call sys.exit or raise KeyboardInterrupt.
         except BaseException as error:
-            if self._seconds is not None and time.monotonic() > end:
-                raise _Failed(method, timed_out(self._seconds), "turn_timeout") from None
-            raise _Failed(method) from error
-
-
-def _of_reset(messages: Any) -> Answer:
-    return _checked(Turn(messages))
+            is_late = time.monotonic() > end
+            self.out_of_memory |= bool(method) and isinstance(error, MemoryError)
+            reason = (
+                timed_out(self._seconds) if is_late else described(error, self._task, prompt, method, self._memory_mib)
+            )
+            kinds: tuple[ErrorKind, ErrorKind] = (
+                ("environment", "turn_timeout") if method else ("reward", "reward_timeout")
+            )
+            raise _Failed(origin, reason, kinds[is_late]) from error
 
 
 def _checked(turn: Any) -> Answer:
@@ -186,9 +153,12 @@ def _checked(turn: Any) -> Answer:
     size = sum(len(text.encode()) for message in messages for text in (message[2:] or message))
     if size > MAX_ANSWER_BYTES:
         raise ValueError(f"an answer of {size:,} bytes, and at most {MAX_ANSWER_BYTES:,} are possible")
-    numbers = checked_numbers(turn.reward, turn.parts, MAX_REWARD_PARTS)
-    return Answer(messages, numbers.total, bool(turn.done), numbers.parts)
+    reward = checked_numbers(turn.reward, turn.parts, MAX_REWARD_PARTS)
+    return Answer(messages, reward.total, bool(turn.done), reward.parts)
 
 
-def _digest(answer: Answer) -> bytes:
-    return hashlib.sha256(msgpack.packb(answer)).digest()[:_DIGEST_BYTES]
+_CHECKS: dict[str, Callable[[Any], Answer]] = {
+    "": lambda reward: Answer.of(checked_score(reward)),
+    "reset()": lambda messages: _checked(Turn(messages)),
+    "step()": _checked,
+}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tba.common.config import TaskSection
 from tba.common.wire.fields import LARGEST_REWARD
 from tba.searcher.scoring.model_scorer import ModelScorer
-from tba.searcher.scoring.scoring import Item, Scored, failed
+from tba.searcher.scoring.scoring import Call, Item, Scored, failed
 from tba.searcher.scoring.task_scorer import TaskScorer
 from tba.searcher.scoring.worker_pool import Result
 from tba.searcher.tasks.task import Prompt, Reward, Task
@@ -54,8 +54,7 @@ class Rewards:
     def submit(self, ticket: int, prompt: Prompt, text: str, finished: bool) -> None:
         """Queue a response; `text` has no lone surrogates."""
         item = Item(ticket, prompt, text, finished, time.monotonic())
-        self._submitted_at[ticket] = item.submitted_at
-        self._task.submit(item)
+        self._submit(item)
         if self._model is not None:
             self._model.submit(item)
 
@@ -78,9 +77,14 @@ class Rewards:
         It goes to the worker that holds the episode. If that was replaced, another one repeats the replies, unless the
         task is `random`; an environment that answers differently then fails.
         """
-        now = time.monotonic()
-        self._submitted_at[ticket] = now
-        self._task.play(ticket, prompt, replies, last=last, close=close, submitted_at=now)
+        told = self._task.told[ticket]
+        if len(replies) != len(told) and not close:
+            raise ValueError(f"episode {ticket} has had {len(told)} answers, not {len(replies)}: one call at a time")
+        self._submit(Item(ticket, prompt, "", True, time.monotonic(), Call(replies, last, close, told)))
+
+    def _submit(self, item: Item) -> None:
+        self._submitted_at[item.ticket] = item.submitted_at
+        self._task.submit(item)
 
     def wait(self, seconds: float) -> list[Scored]:
         """The responses scored since the last call. Waits at most `seconds` for a worker to send something.

@@ -11,6 +11,7 @@ import asyncio
 import os
 import resource
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,8 @@ from tba.common.config import TaskSection
 from tba.common.errors import TaskError, TbaError, WorkerLost
 from tba.common.log import configure, get_logger
 from tba.common.system.process import SAFE_PATH
-from tba.common.wire.fields import ErrorKind
-from tba.searcher.scoring.player import Answer, Outcome, Player
-from tba.searcher.scoring.scoring import Call, Item, Scored, event_loop, failed, score, score_later, storable
+from tba.searcher.scoring.player import Player
+from tba.searcher.scoring.scoring import Answer, Item, Scored, event_loop, failed, score, storable
 from tba.searcher.scoring.worker_pool import LOAD_SECONDS, Connection, PoolSettings, Result, WorkerPool
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import (
@@ -42,8 +42,6 @@ _BATCH = 32
 _MAX_STARTS = 5
 # A worker ends a coroutine itself after task.reward_seconds, and is replaced if it has not done so this much later.
 _GRACE_SECONDS = 5.0
-# Of `Item.message`.
-_RESPONSE_FIELDS = 4
 
 
 class TaskScorer(WorkerPool):
@@ -56,49 +54,32 @@ class TaskScorer(WorkerPool):
         self._least = least_reward(task)
         self._logged_least = False
         # The digests of the answers to each episode.
-        self._told: dict[int, list[bytes]] = {}
+        self.told: dict[int, list[bytes]] = defaultdict(list)
         self._player = Player(task)
-        concurrent = scores_concurrently(task)
+        together = scores_concurrently(task) or has_environment(task)
         super().__init__(
             PoolSettings(
                 name="reward worker",
                 module="tba.searcher.scoring.task_scorer",
                 settings=config.model_dump(mode="json"),
                 workers=config.reward_workers,
-                batch=max(_BATCH, config.reward_concurrency) if concurrent or has_environment(task) else _BATCH,
+                batch=max(_BATCH, config.reward_concurrency) if together else _BATCH,
                 load_seconds=LOAD_SECONDS,
-                work_seconds=config.reward_seconds + (_GRACE_SECONDS if concurrent else 0.0),
+                work_seconds=config.reward_seconds,
             )
         )
 
     def submit(self, item: Item) -> None:
-        """Queue a response."""
+        """Queue a response, or a call of an environment."""
         if self._config.reward_workers:
             super().submit(item)
-        else:
+            return
+        if item.call is None:
             reward, error = score(self._task, item.prompt, item.text, item.finished)
-            self._scored.append(Scored(item.ticket, item.text, reward, error, error_kind="reward" if error else None))
-
-    def play(
-        self,
-        ticket: int,
-        prompt: Prompt,
-        replies: Sequence[tuple[str, bool]],
-        *,
-        last: bool,
-        close: bool,
-        submitted_at: float,
-    ) -> None:
-        """Queue a call of an episode's environment, as `Rewards.play`."""
-        told = self._told.setdefault(ticket, [])
-        if len(replies) != len(told) and not close:
-            raise ValueError(f"episode {ticket} has had {len(told)} answers, not {len(replies)}: one call at a time")
-        item = Item(ticket, prompt, "", True, submitted_at, Call(replies, last, close, told))
-        if self._config.reward_workers:
-            super().submit(item)
+            answer = Answer.of(reward, error, "reward" if error else None)
         else:
-            outcome = event_loop().run(self._player.play(*item.message(held=bool(told))))
-            self._scored.append(self._answered(item, outcome))
+            answer = event_loop().run(self._player.answer(*item.message(held=bool(self.told[item.ticket]))))
+        self._scored.append(self._scored_by(item, answer))
 
     def done(self) -> list[Scored]:
         """The responses scored since the last call. Never blocks.
@@ -106,7 +87,7 @@ class TaskScorer(WorkerPool):
         Raises TaskError if the task does not load in a worker, WorkerLost if no worker lives until it has loaded it.
         """
         scored, self._scored = self._scored, []
-        scored += [self._scored_by(result) for result in self.poll()]
+        scored += [self._scored_by(result.item, self._answer_of(result)) for result in self.poll()]
         self._check_least(scored)
         if self.refusal:
             raise TaskError(self.refusal)
@@ -117,48 +98,33 @@ class TaskScorer(WorkerPool):
             )
         return scored
 
-    def _scored_by(self, result: Result) -> Scored:
+    def _answer_of(self, result: Result) -> Answer:
+        """Return what the worker answered, or what becomes of an item that its worker did not survive."""
         item = result.item
-        if result.error is not None:
-            return self._interrupted(result)
-        if item.call is not None:
-            answer, *others = result.value
-            outcome = Outcome(answer and Answer(*answer), *others)
-            self.timeouts += outcome.kind == "turn_timeout"
-            return self._answered(item, outcome)
-        total, parts, error, timed_out = result.value
-        self.timeouts += timed_out
-        kind: ErrorKind | None = None if error is None else "reward_timeout" if timed_out else "reward"
-        return Scored(item.ticket, item.text, Reward(total, parts), error, interrupted=timed_out, error_kind=kind)
-
-    def _interrupted(self, result: Result) -> Scored:
-        """Return what becomes of an item that its worker did not survive."""
-        item, name = result.item, name_of(self._task, result.item.prompt)
+        if result.error is None:
+            answer = Answer(*result.value)
+            self.timeouts += answer.kind in ("reward_timeout", "turn_timeout")
+            return answer
+        name = name_of(self._task, item.prompt)
         log.warning("response not scored", task=name, prompt=item.prompt.key, reason=result.error)
-        if item.call is None:
-            kind: ErrorKind = "reward_timeout" if result.late else "worker"
-            reward, error = failed(str(result.error), name)
-            return Scored(item.ticket, item.text, reward, error, interrupted=True, error_kind=kind)
-        reason = f"{result.doing}: {result.error}" if result.doing else str(result.error)
-        error = failed(reason, name, what="environment")[1]
-        return self._answered(item, Outcome(None, b"", error, "turn_timeout" if result.late else "worker"))
+        what, late_kind = ("reward", "reward_timeout") if item.call is None else ("environment", "turn_timeout")
+        kind: Any = late_kind if result.late else "worker"
+        return Answer.of(*failed(result.error, result.doing or f"{what} of {name}"), kind)
 
-    def _answered(self, item: Item, outcome: Outcome) -> Scored:
-        """Return the result of a call, and forget the episode if it is over."""
-        call, answer = item.call, outcome.answer
-        assert call is not None
-        if answer is None or answer.done or call.last or call.close:
-            del self._told[item.ticket]
+    def _scored_by(self, item: Item, answer: Answer) -> Scored:
+        """Return the result of an item, and forget its episode if that is over."""
+        reward, call = Reward(answer.reward, answer.parts), item.call
+        if call is None:
+            return Scored(item.ticket, item.text, reward, answer.error, answer.kind)
+        if answer.done or call.last or call.close:
+            del self.told[item.ticket]
             self.release(item.ticket)
         else:
-            self._told[item.ticket].append(outcome.digest)
-        if answer is None:
-            interrupted = outcome.kind != "environment"
-            return Scored(item.ticket, None, Reward(0.0, {}), outcome.error, interrupted, outcome.kind)
+            self.told[item.ticket].append(answer.digest)
         # Lists, if they come from a worker.
         messages: Any = tuple(map(tuple, answer.messages))
-        turn = Turn(messages, answer.reward, answer.done, answer.parts)
-        return Scored(item.ticket, None, Reward(answer.reward, answer.parts), None, turn=turn)
+        turn = None if answer.error else Turn(messages, *answer[1:4])
+        return Scored(item.ticket, None, reward, answer.error, answer.kind, turn)
 
     def _check_least(self, scored: list[Scored]) -> None:
         """Log once that a reward is lower than the task says."""
@@ -209,56 +175,42 @@ class _Worker:
         self._task = task
         self._config = config
         self._own_pid = os.getpid()
-        self._concurrent = scores_concurrently(task)
         self._player = Player(task, config.reward_seconds, config.reward_memory_mib, self._begin)
-        # By ticket: the method that is called, and whether it is awaited.
+        # By ticket: the origin of what is called, and whether it is awaited.
         self._running: dict[int, tuple[str, bool]] = {}
 
     def score_in_order(self, batch: Sequence[Any]) -> None:
-        """Score one response after the other."""
+        """Score one response after the other, without an event loop, so that a scorer may run its own."""
         for ticket, fields, response, finished in batch:
             memory_mib = self._config.reward_memory_mib
-            self._send_score(ticket, *score(self._task, Prompt(*fields), response, finished, memory_mib))
+            reward, error = score(self._task, Prompt(*fields), response, finished, memory_mib)
+            self._send(["results", [[ticket, Answer.of(reward, error, "reward" if error else None), None]]])
 
     async def answer_together(self, batch: Sequence[Any]) -> None:
-        """Score or play up to `task.reward_concurrency` items at a time, unless a method does not wait."""
+        """Answer up to `task.reward_concurrency` items at a time, unless a method does not wait."""
         free = asyncio.Semaphore(self._config.reward_concurrency)
 
-        async def answer(item: Sequence[Any]) -> None:
+        async def answer(ticket: int, *asked: Any) -> None:
             async with free:
-                # A call of an environment has more fields than a response.
-                await (self._score(*item) if len(item) == _RESPONSE_FIELDS else self._play(*item))
+                answer = await self._player.answer(ticket, *asked)
+                self._running.pop(ticket, None)
+                self._send(["results", [[ticket, answer, None]]])
+                if self._player.out_of_memory:
+                    self._send(["retire"])
+                    os._exit(0)
                 if self._running:
                     self._send_running()
 
-        await asyncio.gather(*map(answer, batch))
+        await asyncio.gather(*(answer(*item) for item in batch))
 
-    async def _score(self, ticket: int, fields: Sequence[Any], response: str, finished: bool) -> None:
-        self._begin(ticket, "", self._concurrent)
-        limits = self._config.reward_seconds, self._config.reward_memory_mib
-        outcome = await score_later(self._task, Prompt(*fields), response, finished, *limits)
-        del self._running[ticket]
-        self._send_score(ticket, *outcome)
-
-    async def _play(self, ticket: int, *call: Any) -> None:
-        outcome = await self._player.play(ticket, *call)
-        self._running.pop(ticket, None)
-        self._send(["results", [[ticket, outcome, None]]])
-        if outcome.out_of_memory:
-            self._send(["retire"])
-            os._exit(0)
-
-    def _begin(self, ticket: int, method: str, awaits: bool) -> None:
-        self._running[ticket] = method, awaits
+    def _begin(self, ticket: int, origin: str, awaits: bool) -> None:
+        self._running[ticket] = origin, awaits
         self._send_running()
 
     def _send_running(self) -> None:
-        methods = [method for method, _ in self._running.values()]
-        grace = _GRACE_SECONDS if any(awaits for _, awaits in self._running.values()) else 0.0
-        self._send(["begin", [*self._running], methods, self._config.reward_seconds + grace])
-
-    def _send_score(self, ticket: int, reward: Reward, error: str | None, timed_out: bool = False) -> None:
-        self._send(["results", [[ticket, [reward.total, reward.parts, error, timed_out], None]]])
+        origins, awaits = zip(*self._running.values(), strict=True)
+        grace = _GRACE_SECONDS if any(awaits) else 0.0
+        self._send(["begin", [*self._running], origins, self._config.reward_seconds + grace])
 
     def _send(self, message: Sequence[Any]) -> None:
         # If the task forked, this may be the child, which must not reply as well.

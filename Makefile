@@ -44,8 +44,8 @@ demo-game: $(VENV)/installed-$(ENGINE)
 	@$(BIN)/python examples/game/prepare.py --out $(GAME)-start --seed $(SEED)
 	@$(BIN)/tba run examples/game/demo.toml --set run.dir=$(GAME) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 	@echo 'the last policy without hints:'
-	@$(BIN)/tba eval --config examples/game/demo.toml --set run.dir=$(GAME) --set task.options.hints=false \
-		--set search.engine=$(ENGINE)
+	@$(BIN)/tba eval --snapshot "$$(ls -d $(GAME)/snapshots/v* | tail -n 1)" --config examples/game/demo.toml \
+		--set run.dir=$(GAME)-start --set task.options.hints=false --set search.engine=$(ENGINE)
 	@$(BIN)/tba generate --play --config $(GAME)
 
 # A minute or a few: unit tests without the slow ones, and the rules on the source.

@@ -181,7 +181,7 @@ def generate(
     options = ConfigOptions.next_to(prompt, config, sets)
     not_both(chat, samples > 1, "--chat", "--samples")
     not_both(chat, prompt is not None, "--chat", "PROMPT")
-    not_both(play, chat or samples > 1, "--play", "--chat or --samples")
+    not_both(play, chat or samples > 1 or as_json, "--play", "--chat, --samples or --json")
     if not chat and not play and prompt is None and sys.stdin.isatty():
         raise UsageError("there is no prompt: write it as an argument or to standard input, or use --chat")
     settings, device = _what_generates(options, model, cpu=cpu)

@@ -12,6 +12,7 @@ An environment runs in a reward worker, with its limits (`tba.searcher.scoring`)
 order, is the table of stop reasons in docs/episodes.md.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from tba.common.config import Config
-from tba.common.errors import EngineError, TaskError
+from tba.common.errors import EngineError
 from tba.common.rendering import Message, PromptRenderer
 from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns
 from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, MAX_TURN_MESSAGES, ErrorKind
@@ -49,8 +50,8 @@ _SEED_BITS = 63
 # What cuts an episode off: `task.truncated` applies.
 CUT_OFF = ("max_tokens", "context_overflow")
 
-# Generate after a context, and call back with what was generated. Raises EngineError.
-Ask = Callable[[Int32, SamplingSettings, Callable[[Generation], None]], None]
+# Generate after a context, and call back with what was generated; True: before what is queued. Raises EngineError.
+Ask = Callable[[Int32, SamplingSettings, Callable[[Generation], None], bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ class Episode:
     prompt: Prompt
     sampling: SamplingSettings
     started: float
+    # The policy that served when it began: that of its row if it has no turn.
+    version: int
     conversation: Sequence[Message] = ()
     said: list[tuple[str, str]] = field(default_factory=list)
     context: list[int] = field(default_factory=list)
@@ -111,7 +114,7 @@ class Episode:
         if self.turns:
             return join_turns(self.turns)
         nothing = np.zeros(0, np.int32)
-        runs = np.zeros((1, 2), np.int32)
+        runs = np.array([[self.version, 0]], np.int32)
         prompt = np.asarray(self.context, np.int32)
         return EpisodeTokens(prompt, nothing, np.zeros(0, np.uint8), np.zeros(0, np.float32), runs, nothing, [])
 
@@ -126,12 +129,16 @@ class Episodes:
         renderer: PromptRenderer,
         stopping: Stopping,
         limits: Limits,
+        version: Callable[[], int],
     ) -> None:
         self._ask = ask
         self._rewards = rewards
         self._renderer = renderer
         self._stopping = stopping
         self._limits = limits
+        self._version = version
+        # Seconds in which nothing could be generated.
+        self.paused_seconds = 0.0
         self._playing: dict[int, Episode] = {}
         self._ended: list[Episode] = []
 
@@ -144,9 +151,13 @@ class Episodes:
 
     def begin(self, ticket: int, prompt: Prompt, sampling: SamplingSettings) -> Episode:
         """Start an episode and return it. `ticket` identifies it in the reward workers."""
-        episode = self._playing[ticket] = Episode(ticket, prompt, sampling, time.monotonic())
+        episode = self._playing[ticket] = Episode(ticket, prompt, sampling, self._now(), self._version())
         self._rewards.play(ticket, prompt, [])
         return episode
+
+    def _now(self) -> float:
+        """Monotonic time without pauses."""
+        return time.monotonic() - self.paused_seconds
 
     def told(self, scored: Scored) -> None:
         """Continue the episode that an answer of a worker belongs to, or end it."""
@@ -187,7 +198,7 @@ class Episodes:
         left = self._limits.tokens - episode.length
         sampling = replace(episode.sampling, seed=seed, max_tokens=min(left, self._limits.turn_tokens))
         try:
-            self._ask(np.asarray(episode.context, np.int32), sampling, partial(self._replied, episode))
+            self._ask(np.asarray(episode.context, np.int32), sampling, partial(self._replied, episode), number > 0)
         except ContextOverflow as error:
             if number:
                 self._close(episode, "context_overflow")
@@ -222,7 +233,8 @@ class Episodes:
         was_last = turn.done or bool(self._reached_limit(episode))
         # Of one turn they are within the limits already.
         names, total = episode.parts.keys() | turn.parts.keys(), episode.reward + turn.reward
-        if len(names) > MAX_REWARD_PARTS or abs(total) > LARGEST_REWARD:
+        sums = [episode.parts.get(name, 0.0) + value for name, value in turn.parts.items()]
+        if len(names) > MAX_REWARD_PARTS or abs(total) > LARGEST_REWARD or not all(map(math.isfinite, sums)):
             reason = f"its turns together have {len(names)} parts and a reward of {total:g}: beyond what a row holds"
             self._fail(episode, "environment", reason, is_open=not was_last)
             return
@@ -231,9 +243,8 @@ class Episodes:
         seconds = round(now - episode.turn_started, 6)
         details = {"reward": turn.reward, "parts": dict(turn.parts), "messages": messages}
         episode.turns[-1].details.update(details, environment_seconds=seconds)
-        for name, value in turn.parts.items():
-            episode.parts[name] = episode.parts.get(name, 0.0) + value
-        if now - episode.started > self._limits.seconds:
+        episode.parts |= zip(turn.parts, sums, strict=True)
+        if self._now() - episode.started > self._limits.seconds:
             reason = f"the episode took longer than task.episode_seconds = {self._limits.seconds:g}"
             self._fail(episode, "episode_timeout", reason, is_open=not was_last)
         elif turn.done:
@@ -283,9 +294,3 @@ class Episodes:
     def _end(self, episode: Episode, stop_reason: str) -> None:
         episode.stop_reason = stop_reason
         self._ended.append(self._playing.pop(episode.ticket))
-
-
-def require_playable(prompts: Sequence[Prompt]) -> None:
-    """Raise TaskError for a prompt of an environment that has token ids, which no message can follow."""
-    if with_ids := [prompt.key for prompt in prompts if prompt.ids]:
-        raise TaskError(f"the prompt {with_ids[0]!r} has token ids, and an environment needs a text or messages")

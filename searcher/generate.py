@@ -83,12 +83,12 @@ class Generator:
         """Yield the turns of an episode as they happen: see `play_one`."""
         asked: dict[int, Callable[[Generation], None]] = {}
 
-        def ask(ids: Int32, settings: SamplingSettings, on_done: Callable[[Generation], None]) -> None:
+        def ask(ids: Int32, settings: SamplingSettings, on_done: Callable[[Generation], None], _first: bool) -> None:
             self._engine.submit(GenerationRequest(self._next_id, ids, settings))
             asked[self._next_id] = on_done
             self._next_id += 1
 
-        episodes = Episodes(ask, rewards, self._renderer, self._stopping, limits)
+        episodes = Episodes(ask, rewards, self._renderer, self._stopping, limits, lambda: self._engine.weights_version)
         episode, shown = episodes.begin(0, prompt, sampling), 0
         while not episodes.ended():
             for scored in rewards.wait(_WAIT_SECONDS) if rewards.waiting else ():
@@ -133,7 +133,8 @@ def play_one(
         closing(Rewards(task, config.task)) as rewards,
         closing(Generator(config, directory, device=device, chat=False)) as generator,
     ):
-        yield from generator.play(rewards, prompt, replace(sampling, seed=None), Limits.of(config))
+        limits = replace(Limits.of(config), tokens=sampling.max_tokens)
+        yield from generator.play(rewards, prompt, sampling, limits)
 
 
 def answer_one(

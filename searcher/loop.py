@@ -95,7 +95,14 @@ class Searcher:
         generation = GenerationStage(
             engine, loaded.task, loaded.renderer, exploration, config.search.samples_per_prompt
         )
-        episodes = Episodes(generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config))
+        episodes = Episodes(
+            generation.ask,
+            rewards,
+            loaded.renderer,
+            loaded.stopping,
+            Limits.of(config),
+            lambda: engine.weights_version,
+        )
         self._scoring = ScoringStage(rewards, loaded.stopping, config.task.truncated, episodes)
         self._pipeline = Pipeline(generation, self._scoring, references, self._delivery)
         self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")

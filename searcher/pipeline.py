@@ -158,13 +158,15 @@ class GenerationStage:
         self._next_id += 1
         return self._next_id - 1
 
-    def ask(self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None]) -> None:
-        """Generate after a context, before the visits that are queued; `done` calls `on_done` with what was generated.
+    def ask(
+        self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None], first: bool = True
+    ) -> None:
+        """Generate after a context; `done` calls `on_done` with what was generated. `first`: before what is queued.
 
         Raises EngineError like `Engine.submit`.
         """
         id_ = self.new_id()
-        self._engine.submit(GenerationRequest(id_, ids, sampling, first=True))
+        self._engine.submit(GenerationRequest(id_, ids, sampling, first=first))
         self._asked[id_] = on_done
 
     def done(self) -> list[Response]:
@@ -185,7 +187,7 @@ class ScoringStage:
         self._rewards = rewards
         self._stopping = stopping
         self._truncated = truncated
-        self._episodes = episodes
+        self.episodes = episodes
         # By ticket: the group of each episode in play.
         self._played: dict[int, tuple[Group, SamplingSettings]] = {}
         self._unscored: dict[int, Response] = {}
@@ -199,15 +201,12 @@ class ScoringStage:
     def submit(self, response: Response) -> None:
         """Have a response scored; one without text gets its row immediately."""
         generation, prompt = response.generation, response.group.prompt
+        self._count_failure(response.error)
         if response.error:
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
-                raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {response.error}")
             log.warning("rollout failed", prompt=prompt.key, reason=response.error)
             error = response.error[:_ERROR_CHARACTERS]
             self._finish(response, Scored(generation.id, None, Reward(0.0, {}), error, error_kind="generation"))
             return
-        self._failures_in_a_row = 0
         try:
             text = storable(self._stopping.scored_text(generation.response_ids.tolist()))
         # The ids are of another vocabulary. The row carries the error, as it does when a scorer fails.
@@ -222,11 +221,11 @@ class ScoringStage:
     def done(self, wait_seconds: float) -> list[Group]:
         """The groups that are complete. Waits for the first score at most `wait_seconds`, if one is due."""
         for scored in self._rewards.wait(wait_seconds if self._rewards.waiting else 0.0):
-            if scored.ticket in self._episodes:
-                self._episodes.told(scored)
+            if scored.ticket in self.episodes:
+                self.episodes.told(scored)
             else:
                 self._finish(self._unscored.pop(scored.ticket), scored)
-        for episode in self._episodes.ended():
+        for episode in self.episodes.ended():
             self._finish_episode(episode)
         groups, self._complete = self._complete, []
         return groups
@@ -234,7 +233,13 @@ class ScoringStage:
     def play(self, ticket: int, group: Group, sampling: SamplingSettings) -> None:
         """Begin an episode, which becomes a row of the group."""
         self._played[ticket] = group, sampling
-        self._episodes.begin(ticket, group.prompt, sampling)
+        self.episodes.begin(ticket, group.prompt, sampling)
+
+    def _count_failure(self, error: str) -> None:
+        """Count what could not be generated. Raises EngineError if nothing else comes."""
+        self._failures_in_a_row = self._failures_in_a_row + 1 if error else 0
+        if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+            raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {error}")
 
     def _finish(self, response: Response, scored: Scored) -> None:
         """Add the row of a response to its group."""
@@ -278,6 +283,7 @@ class ScoringStage:
             log.warning("episode failed", prompt=group.prompt.key, reason=episode.error, turns=len(episode.turns))
         elif episode.stop_reason in CUT_OFF:
             scored = self._cut(scored, episode.length)
+        self._count_failure(episode.error or "" if episode.error_kind == "generation" else "")
         tokens = episode.tokens()
         self.errors += scored.error is not None
         self.trajectories += 1
@@ -293,7 +299,9 @@ class ScoringStage:
                 sampling={"temperature": sampling.temperature, "top_p": sampling.top_p},
                 created_at=time.time(),
                 generation_seconds=episode.generation_seconds,
-                text=self._stopping.whole_text(tokens.response_ids.tolist()),
+                text=None
+                if episode.error_kind == "decoding"
+                else self._stopping.whole_text(tokens.response_ids.tolist()),
                 error=scored.error and scored.error[:_ERROR_CHARACTERS],
                 error_kind=scored.error_kind,
             )
@@ -333,6 +341,8 @@ class Pipeline:
     references: ReferenceScorer | None
     delivery: Delivery
     _leases: set[int] = field(default_factory=set)
+    # Monotonic time since which generation pauses.
+    _paused_at: float | None = None
 
     @property
     def generating(self) -> bool:
@@ -357,6 +367,10 @@ class Pipeline:
 
         Without `generate` the engine is not stepped, and the later stages continue.
         """
+        now = time.monotonic()
+        if self._paused_at is not None:
+            self.scoring.episodes.paused_seconds += now - self._paused_at
+        self._paused_at = None if generate or not self.generating else now
         for response in self.generation.done() if generate else ():
             self.scoring.submit(response)
         for group in self.scoring.done(wait_seconds):

@@ -18,7 +18,7 @@ import xxhash
 from tba.common.errors import Oversize, WireError
 from tba.common.wire.codec import Request
 from tba.common.wire.messages import Message, PutTrajectories, Rows, Sampling
-from tba.common.wire.trajectory import ARRAY_KINDS, RESPONSE_IDS, ROW_FIELDS, VERSION_RUNS, slices
+from tba.common.wire.trajectory import ARRAY_KINDS, PROMPT_IDS, RESPONSE_IDS, ROW_FIELDS, VERSION_RUNS, slices
 
 _COUNTS = [(f"{kind.name}_count", kind.unit_bytes) for kind in ARRAY_KINDS]
 # The number after the last sequence number must fit an SQLite integer, too.
@@ -74,7 +74,7 @@ def to_columns(request: Request) -> Message | PutColumns:
     columns["metadata"], is_foreign = _metadata(rows.metadata)
     columns["turns"], columns["error_kind"] = _turns(rows), rows.error_kind or [None] * len(rows.prompt_key)
     columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
-    columns["dedup_hash"] = list(map(_hash, payload[RESPONSE_IDS]))
+    columns["dedup_hash"] = list(map(_hash, payload[PROMPT_IDS], payload[RESPONSE_IDS]))
     columns["payload_bytes"] = list(map(sum, zip(*sizes, strict=True)))
     return PutColumns(
         first_sequence=message.first_sequence,
@@ -102,9 +102,13 @@ def _versions(counts: Sequence[int], frame: memoryview) -> list[tuple[int, ...]]
     return [tuple(versions[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def _hash(response: memoryview) -> int:
-    """Return a 64-bit hash of the response tokens, as the signed integer that SQLite stores."""
-    return int.from_bytes(xxhash.xxh3_64_digest(response), "little", signed=True)
+def _hash(prompt: memoryview, response: memoryview) -> int:
+    """Return a 64-bit hash of prompt and response tokens, as the signed integer that SQLite stores.
+
+    The first contexts of a prompt's episodes may differ.
+    """
+    digest = xxhash.xxh3_64_digest(response, seed=xxhash.xxh3_64_intdigest(prompt))
+    return int.from_bytes(digest, "little", signed=True)
 
 
 @functools.lru_cache

@@ -397,6 +397,8 @@ def keep_top_p(logits_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
     sorted_BV, order_BV = logits_BV.sort(-1, descending=True)
     probabilities_BV = sorted_BV.softmax(-1)
     outside_BV = probabilities_BV.cumsum(-1) - probabilities_BV >= top_p_B[:, None]
+    # A top_p that is 0 in float32 still keeps the most probable token.
+    outside_BV[:, 0] = False
     return logits_BV.masked_fill(outside_BV.scatter(1, order_BV, outside_BV), float("-inf"))
 
 

@@ -130,12 +130,13 @@ class _Answering:
     def step(self) -> None:
         """Step the engine, and collect the scores that are there."""
         # One load in the engine and one behind it, as in a searcher.
-        while self._waiting and max(self._engine.in_flight, self._playing) < 2 * self._engine.max_in_flight:
+        while self._waiting and self._has_room:
             self._start(self._waiting.popleft())
         for generation in self._engine.step() if self._engine.in_flight else ():
             self._asked.pop(generation.id, self._score)(generation)
         if self._rewards.waiting:
-            for scored in self._rewards.wait(0.0 if self._engine.in_flight or self._waiting else _WAIT_SECONDS):
+            is_busy = self._engine.in_flight or (self._waiting and self._has_room)
+            for scored in self._rewards.wait(0.0 if is_busy else _WAIT_SECONDS):
                 if self._episodes is not None and scored.ticket in self._episodes:
                     self._episodes.told(scored)
                 else:
@@ -144,8 +145,9 @@ class _Answering:
             self._finish_episode(episode)
 
     @property
-    def _playing(self) -> int:
-        return len(self._episodes) if self._episodes is not None else 0
+    def _has_room(self) -> bool:
+        playing = len(self._episodes) if self._episodes is not None else 0
+        return max(self._engine.in_flight, playing) < 2 * self._engine.max_in_flight
 
     def _start(self, number: int) -> None:
         question = self._answers[number].question
@@ -157,8 +159,8 @@ class _Answering:
         except EngineError as error:
             self._finish(number, *failed(f"not generated: {error}"))
 
-    def _ask(self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None]) -> None:
-        self._engine.submit(GenerationRequest(self._next_id, ids, sampling, first=True))
+    def _ask(self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None], first: bool) -> None:
+        self._engine.submit(GenerationRequest(self._next_id, ids, sampling, first=first))
         self._asked[self._next_id] = on_done
         self._next_id += 1
 

@@ -246,7 +246,8 @@ class Evaluator:
         return row | {"responses": for_storage(self.texts, self.subject.prompts, answers)}
 
     def _play(self, ask: Ask) -> Episodes:
-        return Episodes(ask, self.rewards, self.subject.renderer, self.subject.stopping, Limits.of(self.config))
+        subject, engine, limits = self.subject, self.engine, Limits.of(self.config)
+        return Episodes(ask, self.rewards, subject.renderer, subject.stopping, limits, lambda: engine.weights_version)
 
     def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples

@@ -151,7 +151,7 @@ def measure_divergence(
         logprobs.append(-sum(r for _, r in pairs))
         tokens.append(sum(len(a.response_ids) for a, _ in pairs))
         counts.append(len(pairs))
-        prompts.append(sum(len(a.question.ids) for a, _ in pairs))
+        prompts.append(sum(len(a.episode.tokens().prompt_ids if a.episode else a.question.ids) for a, _ in pairs))
     measured.add("kl", ratios, counts)
     measured.add("kl_per_token", ratios, tokens)
     measured.add("reference_nll", logprobs, tokens)
@@ -205,7 +205,7 @@ def _measure_rewards(
         return False
     measured.add(f"{prefix}reward", [sum(a.reward.total for a in group) for group in groups], size)
     for part in sorted({part for group in groups for answer in group for part in answer.reward.parts}):
-        have = [[a.reward.parts[part] for a in group if part in a.reward.parts] for group in groups]
+        have = [[value for a in group if (value := _part(a, part)) is not None] for group in groups]
         measured.add(f"{prefix}reward_part_{part}", [sum(h) for h in have], [len(h) for h in have])
     return True
 
@@ -258,6 +258,12 @@ def _win(answer: Answer, reference: str, mine: float | None, theirs: float | Non
     if answer.text == reference or mine == theirs:
         return 0.5
     return float(mine > theirs)
+
+
+def _part(answer: Answer, name: str) -> float | None:
+    """Return a part of the reward. Those of an episode are sums over its turns, in which one that is not given is 0."""
+    is_sum = answer.episode is not None and answer.error is None
+    return answer.reward.parts.get(name, 0.0 if is_sum else None)
 
 
 def _correct(answer: Answer) -> float:

@@ -15,7 +15,7 @@ from tba.common.rendering import Message
 from tba.searcher.tasks.task import CORRECT, Prompt, Turn
 
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
-_CALL = re.compile(r"calc\(([^()]{1,100})\)", re.ASCII)
+_CALL = re.compile(r"calc\((.{1,100})\)", re.ASCII)
 _MAX_DIGITS = 12
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -126,8 +126,10 @@ class Calculator:
         return ()
 
     def step(self, reply: str, finished: bool) -> Turn:
-        if call := _CALL.search(reply):
-            return Turn((("user", f" = {calculate(call[1])}\n"),), parts={CORRECT: 0.0, "calls": 1.0})
+        if (call := _CALL.search(reply)) or "calc(" in reply:
+            return Turn(
+                (("user", f" = {calculate(call[1]) if call else 'error'}\n"),), parts={CORRECT: 0.0, "calls": 1.0}
+            )
         numbers = _NUMBER.findall(reply)
         right = float(bool(numbers) and numbers[-1] == self._answer)
         return Turn(reward=right, done=True, parts={CORRECT: right, "parse_error": float(not numbers)})

@@ -6,7 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tba.common.data_files import require_unicode
@@ -157,7 +157,8 @@ class LimitedTask:
     def _first(self, what: str, limit: int | None) -> Sequence[Prompt]:
         try:
             prompts: Sequence[Prompt] = getattr(self._task, what)()
-            return prompts if limit is None else prompts[:limit]
+            prompts = prompts if limit is None else prompts[:limit]
+            return [self._opening(prompt) for prompt in prompts] if has_environment(self._task) else prompts
         except (MemoryError, TbaError):
             raise
         # User code may raise anything.
@@ -167,6 +168,19 @@ class LimitedTask:
             last = next((frame for frame in reversed(frames) if frame.filename == own), None)
             place = f" at {last.filename}:{last.lineno}" if last else ""
             raise TaskError(f"task {self.name}: {what}() failed{place}: {type(error).__name__}: {error}") from error
+
+    def _opening(self, prompt: Prompt) -> Prompt:
+        """Return a prompt as an episode begins with it: the messages of a text, which a chat template renders.
+
+        Raises TaskError for token ids, which no message can follow.
+        """
+        if not has_environment(self._task, prompt):
+            return prompt
+        if prompt.ids:
+            raise TaskError(
+                f"task {self.name}: the prompt {prompt.key!r} has token ids, and an environment: use a text"
+            )
+        return replace(prompt, messages=[("user", prompt.text)]) if prompt.text and not prompt.messages else prompt
 
 
 def least_reward(task: Task) -> float:

@@ -106,8 +106,10 @@ def test_the_demo_of_the_game_gains_by_what_it_is_told(start, tba, tba_here, tmp
     (told,) = tba_here("eval", "--config", ROOT / CONFIG, *arguments, "--json").json
     assert {"turns", "accuracy"} <= told.keys()
     assert sum(share for name, share in told.items() if name.startswith("stopped_")) == pytest.approx(1)
-    hidden = ("--set", f"task.options={{hints=false, held_out={size(16, 300)}}}", "--set", f"run.dir={directory}")
-    (blind,) = tba_here("eval", "--config", ROOT / CONFIG, *arguments, *hidden, "--json").json
+    newest = max((directory / "snapshots").glob("v*"))
+    hidden = (f"task.options={{hints=false, held_out={size(16, 300)}}}", f"run.dir={tmp_path / 'hidden'}")
+    changes = [part for value in (f"model.path={start}", *hidden) for part in ("--set", value)]
+    (blind,) = tba_here("eval", "--snapshot", newest, "--config", ROOT / CONFIG, *changes, "--json").json
     if size(False, True):
         check_gain(result, directory, points=30)
         assert blind["accuracy"] < told["accuracy"] - 0.3

@@ -57,13 +57,13 @@ def trajectory_balance_learned_z(responses: Responses, beta: float) -> Terms:
 
         loss = beta/2 * 1/(BK) sum_ij ( log Z(x_i) + log pi_ij - log ref_ij - r_ij / beta )^2
 
-    `responses.log_z_b` has a gradient too: the head learns the mean that VarGrad computes from the group, so a single
+    `responses.log_z_bK` has a gradient too: the head learns the mean that VarGrad computes from the group, so a single
     response per prompt is enough. Raises ValueError if it is None.
     """
-    if responses.log_z_b is None:
+    if responses.log_z_bK is None:
         raise ValueError("tb_learned_z needs a learned log Z")
     target_bK = responses.reference_bK + responses.reward_bK / beta
-    residual_bK = responses.log_z_b[:, None] + responses.policy_bK - target_bK
+    residual_bK = responses.log_z_bK + responses.policy_bK - target_bK
     loss = beta / 2 * residual_bK.square().sum() / responses.totals.rows
     return Terms(loss, -beta * residual_bK.detach(), torch.ones_like(target_bK))
 

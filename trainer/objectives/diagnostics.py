@@ -5,6 +5,7 @@ Shape suffixes: B prompts of the batch, K responses to each.
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -138,8 +139,14 @@ def mismatch_metrics(differences: Sequence[Tensor]) -> dict[str, float]:
     }
 
 
-def reward_part_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each reward part, over the responses that have it."""
+def reward_part_metrics(
+    parts: Sequence[dict[str, float]], turn_rewards: Sequence[Sequence[float]] = ()
+) -> dict[str, float]:
+    """Return the mean of each reward part, over the responses that have it.
+
+    The parts of an episode, a row with `turn_rewards`, are sums over its turns, in which one that is not given is 0.
+    """
     names = sorted({name for part in parts for name in part})
-    found = {name: [part[name] for part in parts if name in part] for name in names}
+    sums = [dict.fromkeys(names, 0.0) | part if turns else part for part, turns in zip_longest(parts, turn_rewards)]
+    found = {name: [part[name] for part in sums if name in part] for name in names}
     return {f"reward_part_{name}": sum(values) / len(values) for name, values in found.items()}

@@ -53,7 +53,7 @@ class Responses:
     `known_bK`, None for all: not in demonstrations, for example. Tokens with `mask_R`
     False, for example tool output, were not chosen by the policy and do not count. `lengths` are the response tokens
     of each row. `reference_bK` are sums over the counted tokens under the reference policy, NaN if the objective needs
-    none. `staleness_bK` is in optimiser steps. `log_z_b` is a learned log Z, for the objective that learns it,
+    none. `staleness_bK` is in optimiser steps. `log_z_bK` is a learned log Z, for the objective that learns it,
     `turns` are for the one with a log Z of each turn.
     """
 
@@ -65,7 +65,7 @@ class Responses:
     reference_bK: Tensor
     staleness_bK: Tensor
     totals: Totals
-    log_z_b: Tensor | None = None
+    log_z_bK: Tensor | None = None
     tempered_R: Tensor | None = None
     known_bK: Tensor | None = None
     turns: Turns | None = None

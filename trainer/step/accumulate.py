@@ -162,10 +162,10 @@ class Accumulator:
 
     def _responses(self, micro_batch: MicroBatch, rows: list[Row], scores: Scores) -> Responses:
         """Return the groups of a micro-batch as the objective takes them."""
-        batch, groups, log_z_b = self.batch, micro_batch.groups, None
+        batch, groups, log_z_bK = self.batch, micro_batch.groups, None
         if self.log_z is not None and scores.prompt_NH is not None:
-            # The rows of a group have the same prompt, and no prompt token attends to the response after it.
-            log_z_b = self.log_z(scores.prompt_NH[:: batch.samples])
+            # Of each row: a first context may differ from others of its group.
+            log_z_bK = self.log_z(scores.prompt_NH).view(-1, batch.samples)
         return Responses(
             logprob_R=scores.logprob_R.cpu(),
             tempered_R=scores.tempered_R.cpu(),
@@ -177,7 +177,7 @@ class Accumulator:
             reference_bK=self.reference_BK[groups],
             staleness_bK=batch.staleness_BK[groups],
             totals=Totals(batch.prompts, len(batch.rows), int(counted(batch.rows).sum())),
-            log_z_b=log_z_b,
+            log_z_bK=log_z_bK,
             turns=self._turns(micro_batch.rows, rows, scores) if self.objective.log_z_of_turns else None,
         )
 

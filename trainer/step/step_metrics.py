@@ -43,7 +43,7 @@ def batch_metrics(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[st
     return {
         "reward_mean": float(batch.reward_BK.mean()),
         "reward_std": float(batch.reward_BK.std(correction=0)),
-        **reward_part_metrics(batch.reward_parts),
+        **reward_part_metrics(batch.reward_parts, batch.turn_rewards),
         **staleness_metrics(batch.staleness_BK),
         "recency_window": float(batch.recency_window),
         "recency_missed": batch.recency_missed,

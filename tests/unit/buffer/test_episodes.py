@@ -1,5 +1,6 @@
 """Episodes in the database: their turns as rows of a view, and batches with their rewards and segments."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -99,3 +100,13 @@ def test_a_batch_with_malformed_turns_is_refused(buffer, turns):
     buffer.store.database.execute("UPDATE trajectory_rows SET turns = ?", (turns,))
     with pytest.raises(StorageError, match="turns that the database holds are malformed"):
         buffer.sample(0, prompts=2, samples=2)
+
+
+def test_equal_responses_to_different_contexts_are_no_duplicates(harness, trajectory):
+    buffer = harness()
+    buffer.fill(1, 0)
+    contexts = ([1, 2], [1, 2, 3], [1, 2])
+    rows = [replace(trajectory(tokens=[5, 6]), prompt_ids=np.array(ids, np.int32)) for ids in contexts]
+    buffer.put(rows, 0)
+    hashes = [one for (one,) in buffer.store.database.all("SELECT dedup_hash FROM trajectory_rows ORDER BY id")]
+    assert hashes[0] == hashes[2] != hashes[1]

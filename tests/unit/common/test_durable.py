@@ -30,7 +30,7 @@ OPENED = {
     "lock": lambda folder: lock(folder / "lock"),
     ".eval.jsonl.lock": lambda folder: record_evaluations(folder, []),
     "eval.jsonl": lambda folder: record_evaluations(folder, []),
-    f".text.{os.getpid()}.tmp": lambda folder: write_text(folder / "text", "content"),
+    ".text.PID.tmp": lambda folder: write_text(folder / "text", "content"),
     "launcher.lock": last_launch,
     "trainer.log": lambda folder: Child("trainer", "trainer", [], folder / "trainer.log").open_log(),
     "metrics.jsonl": lambda folder: MetricsLog(folder, first_step=0).close(),
@@ -53,6 +53,7 @@ def test_a_fifo_in_the_place_of_a_file_is_refused_or_left_alone(tmp_path, name, 
         with contextlib.suppress(OSError, TbaError):
             use(tmp_path)
 
+    name = name.replace("PID", str(os.getpid()))
     os.mkfifo(tmp_path / name)
     thread = threading.Thread(target=open_it, daemon=True)
     thread.start()

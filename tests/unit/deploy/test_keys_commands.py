@@ -79,7 +79,8 @@ def test_the_last_keys_hold_while_the_directory_cannot_be_read(keys, tmp_path, c
     admitted = AuthorizedKeys(directory)
     assert admitted.find(public) is not None
     directory.rename(tmp_path / "moved")
-    directory.touch()
+    # A loop, which no process can read.
+    directory.symlink_to(directory)
     wait_until(lambda: admitted.find(public) is None or caplog.messages, 60, "a warning")
     assert admitted.find(public) is not None
     directory.unlink()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tba.common.config import Config
-from tba.common.errors import EngineError
+from tba.common.errors import EngineError, TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.messages import Visit
@@ -19,7 +19,7 @@ from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.games import CalculatorTask, GuessTask, calculate
-from tba.searcher.tasks.task import Turn
+from tba.searcher.tasks.task import LimitedTask, Prompt, Turn
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_trajectory, put_message
 
@@ -67,7 +67,8 @@ class Script:
     def __init__(self, tokenizer, replies):
         self.tokenizer, self.replies, self.contexts = tokenizer, list(replies), []
 
-    def __call__(self, context, sampling, on_done):
+    def __call__(self, context, sampling, on_done, first):
+        assert first == bool(self.contexts)
         reply = self.replies.pop(0)
         if isinstance(reply, EngineError):
             raise reply
@@ -82,7 +83,9 @@ def play(tokenizer, replies, task, limits=LIMITS):
     """Return the episode of the first prompt, played with these replies, and the contexts of its turns."""
     config = Config.model_validate({"task": {"reward_workers": 0}})
     rewards, script = Rewards(task, config.task), Script(tokenizer, replies)
-    episodes = Episodes(script, rewards, PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ()), limits)
+    episodes = Episodes(
+        script, rewards, PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ()), limits, lambda: 7
+    )
     episodes.begin(0, task.prompts()[0], SAMPLING)
     while not (ended := episodes.ended()):
         for scored in rewards.wait(1.0):
@@ -211,7 +214,7 @@ class Delivered:
         self.groups.append(rows)
 
 
-def groups_of(game, task, samples, workers):
+def groups_of(game, task, samples, workers, kind=Stopping):
     """Return the groups that a real engine and real workers make of three visits."""
     tokenizer, directory = game
     config = Config.model_validate(
@@ -220,18 +223,82 @@ def groups_of(game, task, samples, workers):
             "search": {"engine": "transformers", "max_turns": 4, "turn_tokens": 2},
         }
     )
-    stopping, renderer = Stopping(tokenizer, (), [tokenizer.eos_token_id]), PromptRenderer(tokenizer, config.task)
+    stopping, renderer = kind(tokenizer, (), [tokenizer.eos_token_id]), PromptRenderer(tokenizer, config.task)
     engine = cpu_engine(directory, stopping=stopping, max_in_flight=8)
     rewards, delivery = Rewards(task, config.task), Delivered()
     exploration = Exploration(config.search, run_seed=0, searcher="s")
     generation = GenerationStage(engine, task, renderer, exploration, samples)
-    episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config))
+    episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 5)
     pipeline = Pipeline(generation, ScoringStage(rewards, stopping, "score", episodes), None, cast(Any, delivery))
     pipeline.submit(Visit(lease=n + 1, epoch=0, prompt_key=prompt.key) for n, prompt in enumerate(task.prompts()[:3]))
     while len(delivery.groups) < 3:
         pipeline.step(generate=pipeline.generating, wait_seconds=0.1)
     rewards.close()
     return delivery.groups
+
+
+class Undecodable(Stopping):
+    def scored_text(self, tokens):
+        raise IndexError("no such token")
+
+    whole_text = scored_text
+
+
+class Closed(GuessTask):
+    def environment(self, prompt):
+        raise OSError("no board left")
+
+
+class Endless(GuessTask):
+    """A prompt that leaves no room for a reply."""
+
+    def _prompt(self, key):
+        return replace(super()._prompt(key), text="guess" + " 1" * 100)
+
+
+@pytest.mark.parametrize(
+    ("task", "stopping", "kind", "version"),
+    [(GuessTask(), Undecodable, "decoding", 0), (Closed(), Stopping, "environment", 5)],
+)
+def test_an_episode_without_a_text_or_a_turn_is_a_row_of_the_weights_that_served(game, task, stopping, kind, version):
+    for rows in groups_of(game, task, 2, 0, stopping):
+        assert [(row.error_kind, row.version_runs[0, 0]) for row in rows] == [(kind, version)] * 2
+        assert all(row.text in (None, "") for row in rows)
+
+
+def test_episodes_that_never_begin_end_the_searcher(game, monkeypatch):
+    monkeypatch.setattr("tba.searcher.pipeline._MAX_FAILURES_IN_A_ROW", 3)
+    with pytest.raises(
+        EngineError, match=r"^3 rollouts in a row failed, the last one: not generated: the prompt leaves"
+    ):
+        groups_of(game, Endless(), 2, 0)
+
+
+def test_time_in_which_nothing_can_be_generated_is_not_that_of_an_episode(game):
+    tokenizer, _ = game
+    task, config = LimitedTask(GuessTask(), 0, 0), Config.model_validate({"task": {"reward_workers": 0}})
+    rewards, script = Rewards(task, config.task), Script(tokenizer, [right(task)])
+    limits = Limits(tokens=40, turn_tokens=40, turns=4, seconds=0.0)
+    episodes = Episodes(
+        script, rewards, PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ()), limits, lambda: 7
+    )
+    episodes.begin(0, task.prompts()[0], SAMPLING)
+    episodes.paused_seconds = 60.0
+    while not (ended := episodes.ended()):
+        for scored in rewards.wait(1.0):
+            episodes.told(scored)
+    assert ended[0].stop_reason == "completed"
+
+
+def test_the_text_of_a_prompt_with_an_environment_is_a_message_and_token_ids_are_refused():
+    class Ids(GuessTask):
+        def _prompt(self, key):
+            return Prompt(key, ids=[1, 2], answer="1")
+
+    (prompt, *_) = LimitedTask(GuessTask(), 0, 0).prompts()
+    assert prompt.messages == (("user", prompt.text),)
+    with pytest.raises(TaskError, match="the prompt '0' has token ids, and an environment: use a text"):
+        LimitedTask(Ids(), 0, 0).prompts()
 
 
 def test_each_recorded_log_probability_is_that_of_a_forward_pass_over_the_row(game):

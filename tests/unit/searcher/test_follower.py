@@ -227,7 +227,7 @@ def test_an_unexpected_error_is_reported_and_retried(lab, follower):
     newest = lab.publish(0)
     mute = replace(newest, path="/nowhere/v00000000", address="tcp://no such machine:9")
     assert not follower.settle(mute)
-    assert "ConfigError" in follower.weights.reason
+    assert "cannot be dialled" in follower.weights.reason
     follower.clock.advance(60)
     assert not follower.settle(mute)
     assert follower.weights.refusals == 2

@@ -82,7 +82,7 @@ def make():
         exploration = Exploration(config.search, run_seed=0, searcher="s")
         renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ())
         generation = GenerationStage(engine, task, renderer, exploration, SAMPLES)
-        episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config))
+        episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
         scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes)
         return Pipeline(generation, scoring, None, delivery), scoring, delivery
 

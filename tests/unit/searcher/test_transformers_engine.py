@@ -159,13 +159,14 @@ def by_float64(logits: Any, temperature: float, top_p: float, uniform: float) ->
     weights /= weights.sum()
     order = np.argsort(-weights)
     outside = np.cumsum(weights[order]) - weights[order] >= top_p
+    outside[0] = False
     weights[order[outside]] = 0
     cdf = np.cumsum(weights)
     return int(np.searchsorted(cdf, uniform * cdf[-1], side="right"))
 
 
 @pytest.mark.parametrize("vocabulary", [3, 64, *slow(1000)])
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
+@pytest.mark.parametrize("top_p", [1.0, 0.7, 1e-50])
 def test_tokens_are_the_inverse_cdf_at_evenly_spaced_numbers(vocabulary, top_p):
     logits = np.random.default_rng(0).normal(0, 3, vocabulary).astype(np.float32)
     uniform = (np.arange(4000) + 0.5) / 4000

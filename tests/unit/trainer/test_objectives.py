@@ -160,7 +160,7 @@ def test_gradients_equal_finite_differences(name):
 
 @pytest.mark.parametrize("name", [*NAMES, "tb_learned_z"])
 def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(name):
-    whole = replace(case(), log_z_b=torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64))
+    whole = replace(case(), log_z_bK=torch.tensor([[0.5], [-1.0], [2.0]], dtype=torch.float64))
     loss, gradient = loss_and_gradient(name, whole)
     parts = [loss_and_gradient(name, part) for part in (groups_of(whole, [2, 0]), groups_of(whole, [1]))]
     assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-12)
@@ -190,7 +190,7 @@ def groups_of(responses: Responses, order: list[int]) -> Responses:
         reward_bK=responses.reward_bK[order],
         reference_bK=responses.reference_bK[order],
         staleness_bK=responses.staleness_bK[order],
-        log_z_b=None if responses.log_z_b is None else responses.log_z_b[order],
+        log_z_bK=None if responses.log_z_bK is None else responses.log_z_bK[order],
     )
 
 
@@ -330,7 +330,7 @@ def test_trajectory_balance_is_zero_at_its_optimum():
 
 def test_a_learned_log_z_moves_towards_the_vargrad_estimate():
     log_z = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
-    responses = by_hand([1, 1], [-1.0, -3.0], [0.0, 0.0], [0.6, 0.0], log_z_b=log_z)
+    responses = by_hand([1, 1], [-1.0, -3.0], [0.0, 0.0], [0.6, 0.0], log_z_bK=log_z[:, None])
     # Residuals: 1 - 1 - 2 = -2 and 1 - 3 - 0 = -2.
     loss = trajectory_balance_learned_z(responses, beta=BETA).loss
     assert loss.item() == pytest.approx(BETA / 2 * (4 + 4) / 2, rel=1e-12)
@@ -454,6 +454,11 @@ def test_mismatch_metrics_of_a_hand_computed_case():
 def test_a_reward_part_is_averaged_over_the_responses_that_have_it():
     parts = [{"right": 1.0, "short": 0.5}, {"right": 0.0}]
     assert reward_part_metrics(parts) == {"reward_part_right": 0.5, "reward_part_short": 0.5}
+
+
+def test_a_part_that_an_episode_was_not_given_is_0():
+    parts = [{"right": 1.0}, {}, {"right": 0.5}, {}]
+    assert reward_part_metrics(parts, [[0.0, 1.0], [0.0], [], []]) == {"reward_part_right": 0.5}
 
 
 def test_off_policy_metrics_of_a_hand_computed_case():

@@ -32,8 +32,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def stale_case(seed: int) -> Responses:
     """Return far from fresh responses; the sampler of two is unknown, and no token of another one counts."""
     known_bK = torch.tensor([True] * 5 + [False] * 2 + [True] * 5).view(3, 4)
-    log_z_b = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    responses = replace(case(seed, drift=0.6), known_bK=known_bK, log_z_b=log_z_b)
+    log_z_bK = torch.tensor([[0.5], [-1.0], [2.0]], dtype=torch.float64)
+    responses = replace(case(seed, drift=0.6), known_bK=known_bK, log_z_bK=log_z_bK)
     mask_R = responses.mask_R.clone()
     mask_R[: responses.lengths[0]] = False
     return replace(responses, mask_R=mask_R)

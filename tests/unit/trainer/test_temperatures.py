@@ -32,8 +32,8 @@ def at_temperature(seed: int) -> Responses:
         responses.logprob_R.shape, generator=generator, dtype=torch.float64
     )
     sampled_R = tempered_R + 0.6 * torch.randn(tempered_R.shape, generator=generator, dtype=torch.float64)
-    log_z_b = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    return replace(responses, tempered_R=tempered_R.requires_grad_(), sampled_logprob_R=sampled_R, log_z_b=log_z_b)
+    log_z_bK = torch.tensor([[0.5], [-1.0], [2.0]], dtype=torch.float64)
+    return replace(responses, tempered_R=tempered_R.requires_grad_(), sampled_logprob_R=sampled_R, log_z_bK=log_z_bK)
 
 
 def gradients(responses: Responses, name: str, **keys: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.rendering import Message, as_map
 from tba.searcher.tasks.rows import RowsTask, key_of, question_in
-from tba.searcher.tasks.task import CORRECT, PARSE_ERROR, Environment, Prompt, Turn
+from tba.searcher.tasks.task import CORRECT, PARSE_ERROR, Environment, ListedTask, Prompt, Turn
 
 _QUESTION = "{prompt}"
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
@@ -86,7 +86,7 @@ class _Adapter:
         if self._is_trl:
             text = await _awaited(self._environment.reset(**self._row))
             return [] if text is None else [("user", text)]
-        given = [as_map(message) for message in prompt.messages or [("user", prompt.text)]]
+        given = [as_map(message) for message in prompt.messages]
         conversation, _ = await _awaited(self._environment.init([dict(message) for message in given]))
         if conversation[: len(given)] != given:
             raise ValueError("init() changes the messages of the prompt: write the rows so that it only adds some")
@@ -148,7 +148,7 @@ _COLOUR = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 _WORD = re.compile(r"[a-z_]+|\d+")
 
 
-class GymnasiumTask:
+class GymnasiumTask(ListedTask):
     """A Gymnasium environment with discrete actions that renders as text, such as FrozenLake-v1.
 
     The keys of prompts are numbers, and the seed of an episode is a hash of its key. A prompt has the `instruction`,
@@ -195,12 +195,6 @@ class GymnasiumTask:
         self._prompts = [self._prompt(str(key)) for key in range(prompts)]
         self._held_out = [self._prompt(str(key)) for key in range(prompts, prompts + held_out)]
 
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
-
     def environment(self, prompt: Prompt) -> Environment:
         """Return an environment that was reset with the seed of the prompt."""
         return _Gymnasium(self._reset(prompt.key), self._actions, self._released)
@@ -234,14 +228,11 @@ class GymnasiumTask:
             raise TaskError(f"task gymnasium: {self._id} is not made: {error}") from error
 
 
-class _Gymnasium:
+class _Gymnasium(Environment):
     def __init__(self, made: Any, actions: Sequence[str], released: Callable[[Any], None]) -> None:
         self._made = made
         self._actions = actions
         self._released = released
-
-    def reset(self, prompt: Prompt) -> Sequence[Message]:
-        return ()
 
     def step(self, reply: str, finished: bool) -> Turn:
         action = action_in(reply, self._actions)

@@ -84,12 +84,14 @@ class Environment(Protocol):
 
     def reset(self, prompt: Prompt) -> Sequence[Message] | Awaitable[Sequence[Message]]:
         """Begin the episode. Return the messages that follow those of the prompt, often none. Called once."""
+        return ()
 
     def step(self, reply: str, finished: bool) -> Turn | Awaitable[Turn]:
         """Answer a reply, decoded without special tokens. `finished` is False if it was cut off by its length."""
 
     def close(self) -> Awaitable[None] | None:
         """Release what the environment holds. Called once, after the last turn, and after an error if possible."""
+        return None
 
 
 class Task(Protocol):
@@ -125,6 +127,19 @@ class Task(Protocol):
 
         With `async def`, a worker scores several responses at a time.
         """
+
+
+class ListedTask:
+    """A task whose prompts are two lists, which a subclass makes."""
+
+    _prompts: Sequence[Prompt]
+    _held_out: Sequence[Prompt]
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._held_out
 
 
 class LimitedTask:
@@ -200,8 +215,8 @@ def least_reward_for(task: Task, prompt: Prompt) -> float:
 
 def name_of(task: Task, prompt: Prompt) -> str:
     """Return the name of the task that a prompt belongs to: of a mixture, the label of one of its tasks."""
-    label_of = getattr(task, "label_of", None)
-    return str(label_of(prompt)) if label_of else task.name
+    mixture: Any = task
+    return str(mixture.label_of(prompt)) if hasattr(task, "label_of") else task.name
 
 
 def has_environment(task: Task, prompt: Prompt | None = None) -> bool:

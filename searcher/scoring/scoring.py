@@ -76,9 +76,9 @@ class Answer(NamedTuple):
     kind: ErrorKind | None = None
 
     @classmethod
-    def of(cls, reward: Reward, error: str | None = None, kind: ErrorKind | None = None) -> "Answer":
-        """Return a score, or a failure, as an answer, after which the episode is over."""
-        return cls((), reward.total, True, reward.parts, error, kind)
+    def of(cls, reward: Reward, error: str | None = None, kind: ErrorKind = "reward") -> "Answer":
+        """Return a score, or an error, as an answer that ends the episode."""
+        return cls((), reward.total, True, reward.parts, error, kind if error else None)
 
     @property
     def digest(self) -> bytes:

@@ -75,8 +75,7 @@ class TaskScorer(WorkerPool):
             super().submit(item)
             return
         if item.call is None:
-            reward, error = score(self._task, item.prompt, item.text, item.finished)
-            answer = Answer.of(reward, error, "reward" if error else None)
+            answer = Answer.of(*score(self._task, item.prompt, item.text, item.finished))
         else:
             answer = event_loop().run(self._player.answer(*item.message(held=bool(self.told[item.ticket]))))
         self._scored.append(self._scored_by(item, answer))
@@ -182,9 +181,8 @@ class _Worker:
     def score_in_order(self, batch: Sequence[Any]) -> None:
         """Score one response after the other, without an event loop, so that a scorer may run its own."""
         for ticket, fields, response, finished in batch:
-            memory_mib = self._config.reward_memory_mib
-            reward, error = score(self._task, Prompt(*fields), response, finished, memory_mib)
-            self._send(["results", [[ticket, Answer.of(reward, error, "reward" if error else None), None]]])
+            scored = score(self._task, Prompt(*fields), response, finished, self._config.reward_memory_mib)
+            self._send(["results", [[ticket, Answer.of(*scored), None]]])
 
     async def answer_together(self, batch: Sequence[Any]) -> None:
         """Answer up to `task.reward_concurrency` items at a time, unless a method does not wait."""

@@ -51,11 +51,13 @@ class ClassTask(RowsTask):
     def environment(self, prompt: Prompt) -> Environment:
         """Return a new environment for the row of a prompt."""
         row, column = self._rows[prompt.key]
-        if not hasattr(self._kind, "init"):
-            return _Adapter(self._kind(**self._options), row)
-        given = {"env_config": _Settings(self._options), "extras": {name: row[name] for name in row if name != column}}
-        accepted = inspect.signature(self._kind).parameters
-        return _Adapter(self._kind(**{name: value for name, value in given.items() if name in accepted}), row)
+        arguments = self._options
+        if hasattr(self._kind, "init"):
+            extras = {name: value for name, value in row.items() if name != column}
+            accepted = inspect.signature(self._kind).parameters
+            given = {"env_config": _Settings(self._options), "extras": extras}
+            arguments = {name: value for name, value in given.items() if name in accepted}
+        return _Adapter(self._kind(**arguments), row)
 
     def _prompt(self, row: Any, *columns: str) -> Prompt:
         # Rows may differ in what the environment alone sees.

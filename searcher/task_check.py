@@ -284,9 +284,7 @@ def _main() -> None:
             results = [_run(rewards, task, [script])[0] for script in reversed(repeatable)][::-1]
         else:
             results = _run(rewards, task, repeatable)
-        found[kind] = [
-            [(one.error, astuple(one.reward), one.turn and astuple(one.turn)) for one in some] for some in results
-        ]
+        found[kind] = [[(one.error, astuple(one.reward), one.turn) for one in some] for some in results]
     # Not printed: a task may print, too.
     Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import msgpack
 
 from tba.common.log import get_logger
-from tba.common.rendering import Message
 from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, ErrorKind
 from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import Int32, Trajectory
@@ -65,25 +64,8 @@ class Item:
         return [self.ticket, astuple(self.prompt), *self.call]
 
 
-class Answer(NamedTuple):
-    """What a worker is sent back: the fields of a Turn, those of a score too; or an error and its `ErrorKind`."""
-
-    messages: Sequence[Message]
-    reward: float
-    done: bool
-    parts: dict[str, float]
-    error: str | None = None
-    kind: ErrorKind | None = None
-
-    @classmethod
-    def of(cls, reward: Reward, error: str | None = None, kind: ErrorKind = "reward") -> "Answer":
-        """Return a score, or an error, as an answer that ends the episode."""
-        return cls((), reward.total, True, reward.parts, error, kind if error else None)
-
-    @property
-    def digest(self) -> bytes:
-        """What tells two answers apart, also after they were sent."""
-        return hashlib.sha256(msgpack.packb(self)).digest()[:_DIGEST_BYTES]
+# What becomes of an item: a turn within the limits, as a score is one too, or an error and its kind.
+Outcome = tuple[Turn | None, str | None, ErrorKind | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +98,11 @@ class Group:
     prompt_ids: Int32
     size: int
     done: list[Trajectory] = field(default_factory=list)
+
+
+def digest(turn: Turn) -> bytes:
+    """Return what tells a checked turn from another one, also after they were sent."""
+    return hashlib.sha256(msgpack.packb(turn)).digest()[:_DIGEST_BYTES]
 
 
 def score(

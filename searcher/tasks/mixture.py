@@ -160,8 +160,9 @@ def _with_label(label: str, result: Any) -> Any:
         raise TypeError(f"{type(result).__name__} returned, not a Reward or a Turn")
     parts = {f"{label}.{name}": value for name, value in result.parts.items()}
     common = {name: result.parts[name] for name in (CORRECT, PARSE_ERROR) if name in result.parts}
-    total = result.total if isinstance(result, Reward) else result.reward
-    return replace(result, parts={**common, f"{label}.{_REWARD}": total, **parts})
+    if isinstance(result, Turn):
+        return result._replace(parts={**common, f"{label}.{_REWARD}": result.reward, **parts})
+    return Reward(result.total, {**common, f"{label}.{_REWARD}": result.total, **parts})
 
 
 async def _later(label: str, result: Awaitable[Any]) -> Any:

@@ -7,7 +7,8 @@ import sys
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from tba.common.data_files import require_unicode
 from tba.common.errors import TaskError, TbaError
@@ -60,8 +61,7 @@ class Reward:
     parts: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """What a reply leads to: messages to the model, the reward of this turn, and whether the episode is over.
 
     The reward of an episode is the sum of its turns' rewards. `parts` are named numbers for reports; an episode whose
@@ -71,7 +71,7 @@ class Turn:
     messages: Sequence[Message] = ()
     reward: float = 0.0
     done: bool = False
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = MappingProxyType({})
 
 
 class Environment(Protocol):

@@ -3,8 +3,7 @@
 `python -m tba.searcher.scoring.task_scorer FD` is a worker. Its messages are those of `worker_pool.py`. Each result is
 sent as soon as it is known: in order, so that a worker that dies is known to have died of its first item without a
 result, or with `begin` if the task scores several at a time or has environments. It imports neither torch nor vllm
-unless the task does. After an environment has run out of memory a worker retires, so that its other episodes go on
-elsewhere.
+unless the task does.
 """
 
 import asyncio
@@ -104,7 +103,7 @@ class Player:
         prompt = self._held[ticket][0] if fields is None else Prompt(*fields)
         try:
             if isinstance(asked[0], str):
-                return await self._call(ticket, prompt, "", self._task.score, *asked), None, None
+                return await self._call(ticket, prompt, "", self._task.score, prompt, *asked), None, None
             return await self._play(ticket, prompt, *asked), None, None
         except _Failed as failure:
             # The first error is the one to report.
@@ -150,7 +149,7 @@ class Player:
         self._begin(ticket, origin, awaits=False)
         end = time.monotonic() + self._seconds
         try:
-            found = function(*given) if method else function(prompt, *given)
+            found = function(*given)
             if inspect.isawaitable(found):
                 self._begin(ticket, origin, awaits=True)
                 async with asyncio.timeout(self._seconds):
@@ -161,15 +160,13 @@ class Player:
             return _CHECKS[method](found) if method in _CHECKS else found
         # A task may call sys.exit or raise KeyboardInterrupt.
         except BaseException as error:
-            is_late = time.monotonic() > end
+            kind: ErrorKind = "turn_timeout" if method else "reward_timeout"
+            reason = timed_out(self._seconds)
+            if time.monotonic() <= end:
+                kind = "environment" if method else "reward"
+                reason = described(error, self._task, prompt, method, self._memory_mib)
             self._out_of_memory |= bool(method) and isinstance(error, MemoryError)
-            reason = (
-                timed_out(self._seconds) if is_late else described(error, self._task, prompt, method, self._memory_mib)
-            )
-            kinds: tuple[ErrorKind, ErrorKind] = (
-                ("environment", "turn_timeout") if method else ("reward", "reward_timeout")
-            )
-            raise _Failed(origin, reason, kinds[is_late]) from error
+            raise _Failed(origin, reason, kind) from error
 
 
 def _turn_of(reward: Reward) -> Turn:
@@ -353,7 +350,8 @@ class _Worker(Player):
             self._running.pop(ticket, None)
             self._send(["results", [[ticket, outcome, None]]])
             if self._out_of_memory:
-                self._send(["retire"])
+                # So the other episodes of this worker go on elsewhere.
+                self._send(["begin", []])
                 os._exit(0)
             if self._running:
                 self._send_running()

@@ -28,12 +28,12 @@ def is_environment_class(kind: object) -> bool:
 class ClassTask(RowsTask):
     """Episodes of a class of the shape of SkyRL-gym's BaseTextEnv or TRL's environments, one for each row of data.
 
-    `prompt` is the column of the prompts, empty for the first of prompt, question, problem and messages. `options` are
-    arguments of the class; SkyRL's gets them as `env_config`, and the row without its prompt as `extras`. Raises
-    TaskError if the class only has tools, or the data is missing or malformed.
+    The column of the prompts is the first of prompt, question, problem and messages. `options` are arguments of the
+    class; SkyRL's gets them as `env_config`, and the row without its prompt as `extras`. Raises TaskError if the class
+    only has tools, or the data is missing or malformed.
     """
 
-    def __init__(self, kind: type, train: str, test: str = "", prompt: str = "", **options: Any) -> None:
+    def __init__(self, kind: type, train: str, test: str = "", **options: Any) -> None:
         self.name = kind.__name__
         if not hasattr(kind, "step"):
             tools = [name for name, _ in inspect.getmembers(kind, callable) if name[0] != "_" and name != "reset"]
@@ -46,7 +46,7 @@ class ClassTask(RowsTask):
         self._kind = kind
         self._options = options
         self._rows: dict[str, tuple[dict[str, Any], str]] = {}
-        self._load(train, test, [(prompt,) if prompt else _PROMPT_COLUMNS])
+        self._load(train, test, [_PROMPT_COLUMNS])
 
     def environment(self, prompt: Prompt) -> Environment:
         """Return a new environment for the row of a prompt."""

@@ -33,7 +33,7 @@ class Rewards:
         self._task = TaskScorer(task, config)
         self._model = model
         self._weight = weight
-        # By ticket: monotonic time of submission, and the results that have arrived.
+        # By ticket: monotonic time of submission, and with a model the results that have arrived.
         self._submitted_at: dict[int, float] = {}
         self._by_task: dict[int, Scored] = {}
         self._by_model: dict[int, Result] = {}
@@ -100,15 +100,16 @@ class Rewards:
             if self._model is not None:
                 self._model.send()
             multiprocessing.connection.wait(channels, seconds)
-        self._by_task |= {scored.ticket: scored for scored in self._task.done()}
-        if self._model is None:
-            return [self._finish(scored) for scored in list(self._by_task.values())]
-        self._by_model |= {result.item.ticket: result for result in self._model.poll()}
-        both = self._by_task.keys() & self._by_model.keys()
-        return [
-            self._finish(_sum(self._by_task[ticket], self._by_model.pop(ticket), self._weight))
-            for ticket in sorted(both)
-        ]
+        scored = self._task.done()
+        if self._model is not None:
+            self._by_task |= {one.ticket: one for one in scored}
+            self._by_model |= {result.item.ticket: result for result in self._model.poll()}
+            both = sorted(self._by_task.keys() & self._by_model.keys())
+            scored = [_sum(self._by_task.pop(one), self._by_model.pop(one), self._weight) for one in both]
+        for one in scored:
+            self.latency_seconds = time.monotonic() - self._submitted_at.pop(one.ticket)
+            self.errors += one.error is not None
+        return scored
 
     def close(self) -> None:
         """End the workers and the programs they started."""
@@ -116,21 +117,14 @@ class Rewards:
         if self._model is not None:
             self._model.close()
 
-    def _finish(self, scored: Scored) -> Scored:
-        """Count a response whose whole reward is known."""
-        del self._by_task[scored.ticket]
-        self.latency_seconds = time.monotonic() - self._submitted_at.pop(scored.ticket)
-        self.errors += scored.error is not None
-        return scored
-
 
 def _sum(scored: Scored, by_model: Result, weight: float) -> Scored:
     if scored.error is not None:
         return scored
-    if by_model.error is not None:
-        return Scored(scored.ticket, scored.text, *failed(f"model: {by_model.error}"), error_kind="reward_model")
-    total, parts = scored.reward.total + weight * by_model.value, {**scored.reward.parts, MODEL_PART: by_model.value}
-    if not abs(total) <= LARGEST_REWARD:
-        reason = f"model: the reward would be {total}"
-        return Scored(scored.ticket, scored.text, *failed(reason), error_kind="reward_model")
-    return Scored(scored.ticket, scored.text, Reward(total, parts), None)
+    total, error = 0.0, by_model.error
+    if error is None:
+        total = scored.reward.total + weight * by_model.value
+        error = None if abs(total) <= LARGEST_REWARD else f"the reward would be {total}"
+    if error is not None:
+        return Scored(scored.ticket, scored.text, *failed(f"model: {error}"), error_kind="reward_model")
+    return Scored(scored.ticket, scored.text, Reward(total, {**scored.reward.parts, MODEL_PART: by_model.value}), None)

@@ -70,13 +70,10 @@ class MixtureTask:
         found = {label: task.held_out() for label, task in self.tasks.items()}
         return _interleaved([_labelled(label, prompts, len(prompts)) for label, prompts in found.items()])
 
-    def score(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Any:
         """Score with the task that the prompt's key names; with a coroutine, if that does."""
         label = self.label_of(prompt)
-        reward: Reward | Awaitable[Reward] = _with_label(
-            label, self.tasks[label].score(_own(prompt), response, finished)
-        )
-        return reward
+        return _with_label(label, self.tasks[label].score(_own(prompt), response, finished))
 
     def environment(self, prompt: Prompt) -> Environment:
         """Return an environment of the task that the prompt's key names, which has one."""

@@ -27,6 +27,7 @@ from tba.common.rendering import message_of
 from tba.common.system.process import SAFE_PATH
 from tba.common.wire.fields import MAX_REWARD_PARTS, ErrorKind
 from tba.searcher.scoring.scoring import (
+    Call,
     Item,
     Outcome,
     Scored,
@@ -104,37 +105,27 @@ class Player:
         try:
             if isinstance(asked[0], str):
                 return await self._call(ticket, prompt, "", self._task.score, prompt, *asked), None, None
-            return await self._play(ticket, prompt, *asked), None, None
+            return await self._play(ticket, prompt, Call(*asked)), None, None
         except _Failed as failure:
             # The first error is the one to report.
             with contextlib.suppress(_Failed):
                 await self._close(ticket)
             return failure.outcome
 
-    async def _play(
-        self,
-        ticket: int,
-        prompt: Prompt,
-        replies: Sequence[tuple[str, bool]],
-        last: bool,
-        close: bool,
-        told: Sequence[bytes],
-    ) -> Turn:
-        call = partial(self._call, ticket, prompt)
+    async def _play(self, ticket: int, prompt: Prompt, asked: Call) -> Turn:
+        call, replies = partial(self._call, ticket, prompt), () if asked.close else asked.replies
         answer = _checked(Turn())
-        if close:
-            replies = ()
-        elif ticket not in self._held:
+        if not asked.close and ticket not in self._held:
             if replies and is_random(self._task, prompt):
                 raise _Failed(origin_of(self._task, prompt, "step()"), _RANDOM, "worker")
             self._held[ticket] = prompt, await call("environment()", self._task.environment, prompt)
             answer = await call("reset()", self._held[ticket][1].reset, prompt)
         for number, reply in enumerate(replies):
-            if told and digest(answer) != told[number]:
+            if asked.told and digest(answer) != asked.told[number]:
                 method = "step()" if number else "reset()"
                 raise _Failed(origin_of(self._task, prompt, method), _DIFFERENT, "environment")
             answer = await call("step()", self._held[ticket][1].step, *reply)
-        if close or last or answer.done:
+        if asked.close or asked.last or answer.done:
             await self._close(ticket)
         return answer
 

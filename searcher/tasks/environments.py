@@ -136,10 +136,7 @@ _KNOWN = {
         "left down right up",
         "Walk from S to G on the ice F and into no hole H. You are where the brackets are.",
     ),
-    "CliffWalking": (
-        "up right down left",
-        "Walk from x to T along the cliff C, and not into it. o is free ground.",
-    ),
+    "CliffWalking": ("up right down left", "Walk from x to T along the cliff C, and not into it. o is free ground."),
     "Taxi": (
         "south north east west pickup dropoff",
         "Bring the passenger to the destination and drop them off. [ ] is the taxi, or [X] at a stop X; < > is the "

@@ -23,7 +23,7 @@ from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.build import context_of
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.scoring.rewards import Rewards
-from tba.searcher.scoring.scoring import Scored, score, storable
+from tba.searcher.scoring.scoring import Scored, storable
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import (
     CORRECT,
@@ -61,6 +61,8 @@ _WAIT_SECONDS = 1.0
 _ALONE = "2"
 # Responses that took longer together are not scored a second time.
 _AGAIN_SECONDS = 10.0
+# What is compared between processes: of responses, and of episodes.
+_REWARDS, _OBSERVATIONS = "rewards", "observations"
 
 
 def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
@@ -73,16 +75,11 @@ def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
     # What is not a prompt can neither be scored nor rendered.
     if prompts["result"] == "fail":
         return
-    scored, played = _sampled(task)
-    scores = _score_in_workers(config.task, task, scored) if scored else None
-    episodes, seconds = _play_in_workers(config.task, task, played)
-    results = [*(scores.scored if scores else []), *(one for episode in episodes for one in episode)]
-    kinds = [name for name, prompts in (("rewards", scored), ("observations", played)) if prompts]
-    yield _same_everywhere(config.task, kinds, all_returned=not any(one.interrupted for one in results))
-    if scores:
-        yield from _scores(config.task, task, scores)
-    if played:
-        yield from _episodes(_scripts(task, played), episodes, seconds)
+    trials = {kind: _in_workers(config.task, task, scripts) for kind, scripts in _scripts(task).items()}
+    all_returned = not any(trial.interrupted for trial in trials.values())
+    yield _same_everywhere(config.task, [*trials], all_returned=all_returned)
+    for kind, trial in trials.items():
+        yield from _results(config.task, task, trial, plays=kind == _OBSERVATIONS)
     yield _rendering(config, task, [*training[:_SAMPLED], *held_out[:_SAMPLED]])
 
 
@@ -140,7 +137,7 @@ def _same_everywhere(section: TaskSection, kinds: Sequence[str], *, all_returned
     different = [part for part in first if first[part] != second[part]]
     if different:
         advice = "use no hash(), no order of a set, no time and no random number without a seed"
-        if "observations" in different:
+        if _OBSERVATIONS in different:
             advice += "; seed an environment with its prompt's key, share no state, or declare random = True"
         return _found(name, "fail", f"{', '.join(different)} differ between two processes: {advice}")
     both = " and ".join(kinds)
@@ -150,109 +147,60 @@ def _same_everywhere(section: TaskSection, kinds: Sequence[str], *, all_returned
     return _found(name, "ok", f"two processes load the same prompts and give the same {both}")
 
 
-def _sampled(task: Task) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the first prompts, those to score and those to play."""
-    prompts = (task.prompts() or task.held_out())[:_SAMPLED]
-    played = [prompt for prompt in prompts if has_environment(task, prompt)]
-    return [prompt for prompt in prompts if prompt not in played], played
+# A prompt, and the responses to it in one episode, or the only one.
+_Script = tuple[Prompt, Sequence[str]]
 
 
-def _responses(prompts: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
-    return [(prompt, text) for prompt in prompts for text in (storable(prompt.answer), *_ODD)]
+def _scripts(task: Task) -> dict[str, list[_Script]]:
+    """Return what to score and what to play, for the first prompts: answers, odd responses, and the task's examples."""
+    found: dict[str, list[_Script]] = {}
+    for prompt in (task.prompts() or task.held_out())[:_SAMPLED]:
+        answer = storable(prompt.answer)
+        if has_environment(task, prompt):
+            episodes = ([answer] * _ANSWERED_TURNS, _ODD, getattr(task, "example_replies", ()))
+            found.setdefault(_OBSERVATIONS, []).extend((prompt, replies) for replies in episodes if any(replies))
+        else:
+            found.setdefault(_REWARDS, []).extend((prompt, [text]) for text in (answer, *_ODD))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Scores:
-    """The responses that were scored, and the mean time of a score after a first one, 0 if that ended its worker."""
+class _Trial:
+    """What was scored or played, the results of each, and the seconds that all took, 0 if the first was interrupted."""
 
-    asked: Sequence[tuple[Prompt, str]]
-    scored: Sequence[Scored]
+    scripts: Sequence[_Script]
+    results: Sequence[Sequence[Scored]]
     seconds: float
 
+    @property
+    def interrupted(self) -> bool:
+        return any(results[-1].interrupted for results in self.results)
 
-def _score_in_workers(section: TaskSection, task: Task, prompts: Sequence[Prompt]) -> _Scores:
-    """Score answers and odd responses in workers, with their limits; only one if that ends its worker."""
-    asked = _responses(prompts)
+
+def _in_workers(section: TaskSection, task: Task, scripts: Sequence[_Script]) -> _Trial:
+    """Score or play in workers, with their limits; only once if that ends its worker."""
     rewards = Rewards(task, section)
     try:
         # The time that a worker needs to load is not that of a score.
-        scored = _score_all(rewards, asked[:1])
-        if scored[0].interrupted:
-            return _Scores(asked[:1], scored, 0.0)
-        scored, seconds = _timed(rewards, asked)
-        # Once more, since the first score in each worker may import and compile.
-        if seconds < _AGAIN_SECONDS and not any(one.interrupted for one in scored):
-            _, seconds = _timed(rewards, asked)
-        return _Scores(asked, scored, seconds / len(asked))
+        trial = _Trial(scripts[:1], _run(rewards, task, scripts[:1]), 0.0)
+        # Twice, since the first score in each worker may import and compile.
+        for _ in range(2):
+            if not trial.interrupted and trial.seconds < _AGAIN_SECONDS:
+                begin = time.monotonic()
+                trial = _Trial(scripts, _run(rewards, task, scripts), time.monotonic() - begin)
+        return trial
     finally:
         rewards.close()
 
 
-def _timed(rewards: Rewards, asked: Sequence[tuple[Prompt, str]]) -> tuple[list[Scored], float]:
-    """Return the scores, and the seconds that they took together."""
-    begin = time.monotonic()
-    scored = _score_all(rewards, asked)
-    return scored, time.monotonic() - begin
-
-
-def _scores(section: TaskSection, task: Task, scores: _Scores) -> Iterator[Finding]:
-    """Yield what the scores show: errors, the range of the rewards, and their speed."""
-    asked, scored = scores.asked, scores.scored
-    errors = [(prompt.key, text, one.error) for (prompt, text), one in zip(asked, scored, strict=True) if one.error]
-    if errors:
-        key, text, error = errors[0]
-        detail = f"{len(errors)} of {len(asked)} responses: to prompt {key!r} the response {text!r:.60}: {error}"
-        yield _found("errors", "fail", detail)
-    else:
-        yield _found("errors", "ok", f"none in {len(asked)} responses, such as {', '.join(map(repr, _ODD[:5]))}")
-    good = [one.reward for one in scored if one.error is None]
-    totals = [reward.total for reward in good]
-    parts = sorted({name for reward in good for name in reward.parts})
-    if totals and min(totals) < least_reward(task):
-        yield _found("rewards", "fail", f"{min(totals):g} is below least_reward = {least_reward(task):g}: correct it")
-    elif totals:
-        own = scored[:: len(_ODD) + 1]
-        right = sum(one.reward.parts.get(CORRECT) == 1 for one in own)
-        detail = f"{min(totals):g} to {max(totals):g}, parts {', '.join(parts) or 'none'}"
-        warning = "" if CORRECT in parts else f"; without the part {CORRECT!r} there is no accuracy"
-        if fractions := {reward.parts.get(CORRECT, 0.0) for reward in good} - {0.0, 1.0}:
-            warning = f"; the part {CORRECT!r} is {min(fractions):g}, and accuracy needs 1 or 0"
-        yield _found(
-            "rewards", "warn" if warning else "ok", f"{detail}; {right} of {len(own)} answers are correct{warning}"
-        )
-    if scores.seconds:
-        workers = max(1, section.reward_workers)
-        yield _found("speed", "ok", f"{scores.seconds * 1000:.2f} ms per response, by {workers} workers")
-
-
-def _score_all(rewards: Rewards, asked: Sequence[tuple[Prompt, str]]) -> list[Scored]:
-    for ticket, (prompt, text) in enumerate(asked):
-        rewards.submit(ticket, prompt, text, True)
-    found: dict[int, Scored] = {}
-    while rewards.waiting:
-        found |= {one.ticket: one for one in rewards.wait(_WAIT_SECONDS)}
-    return [found[ticket] for ticket in range(len(asked))]
-
-
-_Script = tuple[Prompt, list[str]]
-
-
-def _scripts(task: Task, prompts: Sequence[Prompt]) -> list[_Script]:
-    """Return episodes to play: the answer again and again, the odd responses, and the task's own examples."""
-    examples = [*getattr(task, "example_replies", ())]
-    return [
-        (prompt, replies)
-        for prompt in prompts
-        for replies in ([storable(prompt.answer)] * _ANSWERED_TURNS, [*_ODD], examples)
-        if any(replies)
-    ]
-
-
-def _play_all(rewards: Rewards, scripts: Sequence[_Script]) -> list[list[Scored]]:
-    """Play episodes together, each to its end or that of its script. Returns the results of their calls."""
+def _run(rewards: Rewards, task: Task, scripts: Sequence[_Script]) -> list[list[Scored]]:
+    """Score responses, or play episodes together, each to its end or that of its script."""
     found: list[list[Scored]] = [[] for _ in scripts]
-    for ticket, (prompt, _) in enumerate(scripts):
-        rewards.play(ticket, prompt, [])
+    for ticket, (prompt, replies) in enumerate(scripts):
+        if has_environment(task, prompt):
+            rewards.play(ticket, prompt, [])
+        else:
+            rewards.submit(ticket, prompt, replies[0], True)
     while rewards.waiting:
         for one in rewards.wait(_WAIT_SECONDS):
             found[one.ticket].append(one)
@@ -263,39 +211,45 @@ def _play_all(rewards: Rewards, scripts: Sequence[_Script]) -> list[list[Scored]
     return found
 
 
-def _play_in_workers(section: TaskSection, task: Task, prompts: Sequence[Prompt]) -> tuple[list[list[Scored]], float]:
-    """Play in workers, with their limits. Returns the results, and the seconds after the workers had loaded."""
-    scripts = _scripts(task, prompts)
-    if not scripts:
-        return [], 0.0
-    rewards = Rewards(task, section)
-    try:
-        # The time that workers need to load, and to import for the first episodes, is not that of a turn.
-        _play_all(rewards, scripts)
-        begin = time.monotonic()
-        return _play_all(rewards, scripts), time.monotonic() - begin
-    finally:
-        rewards.close()
-
-
-def _episodes(scripts: Sequence[_Script], episodes: Sequence[Sequence[Scored]], seconds: float) -> Iterator[Finding]:
-    """Yield what played episodes show: errors by their call, their ends and rewards, and their speed."""
+def _results(section: TaskSection, task: Task, trial: _Trial, *, plays: bool) -> Iterator[Finding]:
+    """Yield what responses or episodes show: errors, the range of the rewards, and their speed."""
     errors = [
         f"prompt {prompt.key!r} after {len(results) - 1} answers: {results[-1].error}"
-        for (prompt, _), results in zip(scripts, episodes, strict=True)
+        if plays
+        else f"to prompt {prompt.key!r} the response {replies[0]!r:.60}: {results[-1].error}"
+        for (prompt, replies), results in zip(trial.scripts, trial.results, strict=True)
         if results[-1].error
     ]
-    detail = f"{len(errors)} of {len(episodes)} episodes"
-    yield _found("errors", "fail" if errors else "ok", "; ".join([detail, *errors[:3]]))
-    good = [[one.turn for one in results if one.turn] for results in episodes if not results[-1].error]
-    if good:
-        totals = [sum(turn.reward for turn in turns) for turns in good]
-        done = sum(turns[-1].done for turns in good)
-        parts = sorted({name for turns in good for turn in turns for name in turn.parts})
-        detail = f"{min(totals):g} to {max(totals):g}, parts {', '.join(parts) or 'none'}; the environment ended {done}"
-        yield _found("rewards", "ok" if CORRECT in parts else "warn", f"{detail} of {len(good)} episodes")
-    turns = sum(map(len, episodes))
-    yield _found("speed", "ok", f"{turns / seconds:.0f} turns per second, resets included")
+    detail = f"{len(errors)} of {len(trial.results)} {'episodes' if plays else 'responses'}"
+    yield _found("errors", "fail" if errors else "ok", ": ".join([detail, *filter(None, ["; ".join(errors[:3])])]))
+    if len(errors) < len(trial.results):
+        yield _rewards(task, trial, plays=plays)
+    if trial.seconds:
+        turns, workers = sum(map(len, trial.results)), max(1, section.reward_workers)
+        each = f"{trial.seconds / turns * 1000:.2f} ms per response, by {workers} workers"
+        yield _found("speed", "ok", f"{turns / trial.seconds:.0f} turns per second, resets included" if plays else each)
+
+
+def _rewards(task: Task, trial: _Trial, *, plays: bool) -> Finding:
+    """Return what the rewards without error show, those of the turns of an episode added up."""
+    good = [results for results in trial.results if not results[-1].error]
+    totals = [sum(one.reward.total for one in results) for results in good]
+    if not plays and min(totals) < least_reward(task):
+        return _found("rewards", "fail", f"{min(totals):g} is below least_reward = {least_reward(task):g}: correct it")
+    parts = sorted({name for results in good for one in results for name in one.reward.parts})
+    correct = {sum(one.reward.parts.get(CORRECT, 0.0) for one in results) for results in good}
+    if plays:
+        done = sum(results[-1].turn is not None and results[-1].turn.done for results in good)
+        more = f"the environment ended {done} of {len(good)} episodes"
+    else:
+        own = trial.results[:: len(_ODD) + 1]
+        right = sum(one.reward.parts.get(CORRECT) == 1 for (one,) in own)
+        more = f"{right} of {len(own)} answers are correct"
+    warning = "" if CORRECT in parts else f"; without the part {CORRECT!r} there is no accuracy"
+    if fractions := correct - {0.0, 1.0}:
+        warning = f"; the part {CORRECT!r} is {min(fractions):g}, and accuracy needs 1 or 0"
+    detail = f"{min(totals):g} to {max(totals):g}, parts {', '.join(parts) or 'none'}; {more}{warning}"
+    return _found("rewards", "warn" if warning else "ok", detail)
 
 
 def _rendering(config: Config, task: Task, prompts: Sequence[Prompt]) -> Finding:
@@ -321,26 +275,18 @@ def _main() -> None:
     task = load_task(section)
     training, held_out = task.prompts(), task.held_out()
     found: dict[str, Any] = {"training prompts": fingerprint(training), "held-out prompts": fingerprint(held_out)}
-    scored, played = _sampled(task)
-    found["rewards"] = rewards = []
-    for prompt, text in _responses(scored) if "rewards" in sys.argv[2:] else []:
-        reward, error = score(task, prompt, text, True)
-        rewards.append([reward.total, sorted(reward.parts.items()), error])
-    if "observations" in sys.argv[2:]:
-        found["observations"] = _observations(section, task, played)
+    rewards = Rewards(task, section.model_copy(update={"reward_workers": 0}))
+    for kind, scripts in _scripts(task).items():
+        repeatable = [script for script in scripts if not is_random(task, script[0])]
+        if kind not in sys.argv[2:]:
+            continue
+        if os.environ.get("PYTHONHASHSEED") == _ALONE:
+            results = [_run(rewards, task, [script])[0] for script in reversed(repeatable)][::-1]
+        else:
+            results = _run(rewards, task, repeatable)
+        found[kind] = [[(one.error, astuple(one.reward), one.turn) for one in some] for some in results]
     # Not printed: a task may print, too.
     Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
-
-
-def _observations(section: TaskSection, task: Task, prompts: Sequence[Prompt]) -> list[Any]:
-    """Play here, and return all that environments answered that are not random."""
-    rewards = Rewards(task, section.model_copy(update={"reward_workers": 0}))
-    scripts = _scripts(task, [prompt for prompt in prompts if not is_random(task, prompt)])
-    if os.environ.get("PYTHONHASHSEED") == _ALONE:
-        episodes = [_play_all(rewards, [script])[0] for script in reversed(scripts)][::-1]
-    else:
-        episodes = _play_all(rewards, scripts)
-    return [[(one.error, one.turn and astuple(one.turn)) for one in results] for results in episodes]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tba.common.config import TaskSection
 from tba.common.wire.fields import LARGEST_REWARD
 from tba.searcher.scoring.model_scorer import ModelScorer
-from tba.searcher.scoring.scoring import Item, Scored, failed
+from tba.searcher.scoring.scoring import Call, Item, Scored, failed
 from tba.searcher.scoring.task_scorer import TaskScorer
 from tba.searcher.scoring.worker_pool import Result
 from tba.searcher.tasks.task import Prompt, Reward, Task
@@ -33,7 +33,7 @@ class Rewards:
         self._task = TaskScorer(task, config)
         self._model = model
         self._weight = weight
-        # By ticket: monotonic time of submission, and the results that have arrived.
+        # By ticket: monotonic time of submission, and with a model the results that have arrived.
         self._submitted_at: dict[int, float] = {}
         self._by_task: dict[int, Scored] = {}
         self._by_model: dict[int, Result] = {}
@@ -54,8 +54,7 @@ class Rewards:
     def submit(self, ticket: int, prompt: Prompt, text: str, finished: bool) -> None:
         """Queue a response; `text` has no lone surrogates."""
         item = Item(ticket, prompt, text, finished, time.monotonic())
-        self._submitted_at[ticket] = item.submitted_at
-        self._task.submit(item)
+        self._submit(item)
         if self._model is not None:
             self._model.submit(item)
 
@@ -78,9 +77,14 @@ class Rewards:
         It goes to the worker that holds the episode. If that was replaced, another one repeats the replies, unless the
         task is `random`; an environment that answers differently then fails.
         """
-        now = time.monotonic()
-        self._submitted_at[ticket] = now
-        self._task.play(ticket, prompt, replies, last=last, close=close, submitted_at=now)
+        told = self._task.told[ticket]
+        if len(replies) != len(told) and not close:
+            raise ValueError(f"episode {ticket} has had {len(told)} answers, not {len(replies)}: one call at a time")
+        self._submit(Item(ticket, prompt, "", True, time.monotonic(), Call(replies, last, close, told)))
+
+    def _submit(self, item: Item) -> None:
+        self._submitted_at[item.ticket] = item.submitted_at
+        self._task.submit(item)
 
     def wait(self, seconds: float) -> list[Scored]:
         """The responses scored since the last call. Waits at most `seconds` for a worker to send something.
@@ -96,15 +100,16 @@ class Rewards:
             if self._model is not None:
                 self._model.send()
             multiprocessing.connection.wait(channels, seconds)
-        self._by_task |= {scored.ticket: scored for scored in self._task.done()}
-        if self._model is None:
-            return [self._finish(scored) for scored in list(self._by_task.values())]
-        self._by_model |= {result.item.ticket: result for result in self._model.poll()}
-        both = self._by_task.keys() & self._by_model.keys()
-        return [
-            self._finish(_sum(self._by_task[ticket], self._by_model.pop(ticket), self._weight))
-            for ticket in sorted(both)
-        ]
+        scored = self._task.done()
+        if self._model is not None:
+            self._by_task |= {one.ticket: one for one in scored}
+            self._by_model |= {result.item.ticket: result for result in self._model.poll()}
+            both = sorted(self._by_task.keys() & self._by_model.keys())
+            scored = [_sum(self._by_task.pop(one), self._by_model.pop(one), self._weight) for one in both]
+        for one in scored:
+            self.latency_seconds = time.monotonic() - self._submitted_at.pop(one.ticket)
+            self.errors += one.error is not None
+        return scored
 
     def close(self) -> None:
         """End the workers and the programs they started."""
@@ -112,21 +117,14 @@ class Rewards:
         if self._model is not None:
             self._model.close()
 
-    def _finish(self, scored: Scored) -> Scored:
-        """Count a response whose whole reward is known."""
-        del self._by_task[scored.ticket]
-        self.latency_seconds = time.monotonic() - self._submitted_at.pop(scored.ticket)
-        self.errors += scored.error is not None
-        return scored
-
 
 def _sum(scored: Scored, by_model: Result, weight: float) -> Scored:
     if scored.error is not None:
         return scored
-    if by_model.error is not None:
-        return Scored(scored.ticket, scored.text, *failed(f"model: {by_model.error}"), error_kind="reward_model")
-    total, parts = scored.reward.total + weight * by_model.value, {**scored.reward.parts, MODEL_PART: by_model.value}
-    if not abs(total) <= LARGEST_REWARD:
-        reason = f"model: the reward would be {total}"
-        return Scored(scored.ticket, scored.text, *failed(reason), error_kind="reward_model")
-    return Scored(scored.ticket, scored.text, Reward(total, parts), None)
+    total, error = 0.0, by_model.error
+    if error is None:
+        total = scored.reward.total + weight * by_model.value
+        error = None if abs(total) <= LARGEST_REWARD else f"the reward would be {total}"
+    if error is not None:
+        return Scored(scored.ticket, scored.text, *failed(f"model: {error}"), error_kind="reward_model")
+    return Scored(scored.ticket, scored.text, Reward(total, {**scored.reward.parts, MODEL_PART: by_model.value}), None)

@@ -2,12 +2,15 @@
 
 import asyncio
 import atexit
+import hashlib
 import math
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgpack
 
 from tba.common.log import get_logger
 from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, ErrorKind
@@ -21,10 +24,10 @@ _ERROR_CHARACTERS = 2_000
 # The reward model adds one.
 _MAX_PARTS = MAX_REWARD_PARTS - 1
 _MAX_NAME = 100
+_DIGEST_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A call of an episode's environment: all replies so far, as (text, finished), none for its reset.
 
     The environment is closed after it if this is the `last`, or instead of it with `close`. `told` are the digests of
@@ -56,26 +59,34 @@ class Item:
         """Return what a worker is sent. One that has `held` the episode since its reset gets the last reply alone."""
         if self.call is None:
             return [self.ticket, astuple(self.prompt), self.text, self.finished]
-        call = self.call
-        replies, told = (call.replies[-1:], ()) if held else (call.replies, call.told)
-        return [self.ticket, None if held else astuple(self.prompt), replies, call.last, call.close, told]
+        if held:
+            return [self.ticket, None, *self.call._replace(replies=self.call.replies[-1:], told=())]
+        return [self.ticket, astuple(self.prompt), *self.call]
+
+
+# What becomes of an item: a turn within the limits, as a score is one too, or an error and its kind.
+Outcome = tuple[Turn | None, str | None, ErrorKind | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
     """A scored response: its reward, or a reward of 0 and an error of some `ErrorKind`.
 
-    `interrupted` if the task did not return or raise: it exceeded its time limit, or its worker died. Of a call of an
-    environment, `turn` is what it answered, and `reward` that of the turn; after an error the episode is over.
+    Of a call of an environment, `turn` is what it answered, and `reward` that of the turn; after an error the episode
+    is over.
     """
 
     ticket: int
     text: str | None
     reward: Reward
     error: str | None
-    interrupted: bool = False
     error_kind: ErrorKind | None = None
     turn: Turn | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the task did not return or raise: it exceeded its time limit, or its worker died."""
+        return self.error_kind in ("reward_timeout", "turn_timeout", "worker")
 
 
 @dataclass(slots=True)
@@ -89,6 +100,11 @@ class Group:
     done: list[Trajectory] = field(default_factory=list)
 
 
+def digest(turn: Turn) -> bytes:
+    """Return what tells a checked turn from another one, also after they were sent."""
+    return hashlib.sha256(msgpack.packb(turn)).digest()[:_DIGEST_BYTES]
+
+
 def score(
     task: Task, prompt: Prompt, response: str, finished: bool, memory_mib: int | None = None
 ) -> tuple[Reward, str | None]:
@@ -98,29 +114,20 @@ def score(
     """
     try:
         reward = task.score(prompt, response, finished)
-        return _checked(event_loop().run(_awaited(reward)) if isinstance(reward, Awaitable) else reward), None
+        return checked_score(event_loop().run(_awaited(reward)) if isinstance(reward, Awaitable) else reward), None
     # A verifier may call sys.exit or raise KeyboardInterrupt.
     except BaseException as error:  # noqa: BLE001
-        return _raised(error, task, prompt, memory_mib)
+        return failed(described(error, task, prompt, "", memory_mib), origin_of(task, prompt))
 
 
-async def score_later(
-    task: Task, prompt: Prompt, response: str, finished: bool, seconds: float, memory_mib: int
-) -> tuple[Reward, str | None, bool]:
-    """As `score`, for a task whose `score` may be a coroutine. The last is whether it exceeded `seconds`."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            reward = task.score(prompt, response, finished)
-            return _checked(await reward if isinstance(reward, Awaitable) else reward), None, False
-    except BaseException as error:  # noqa: BLE001
-        if limit.expired():
-            return *failed(timed_out(seconds), name_of(task, prompt)), True
-        return *_raised(error, task, prompt, memory_mib), False
+def origin_of(task: Task, prompt: Prompt, method: str = "") -> str:
+    """Return what an error is said to be of: the reward, or this method of the environment, of the prompt's task."""
+    name = name_of(task, prompt)
+    return f"environment of {name}: {method}" if method else f"reward of {name}"
 
 
-def failed(reason: str, task: str = "", *, what: str = "reward") -> tuple[Reward, str]:
-    """The reward and the error of a response that could not be scored by a task, or not at all."""
-    origin = f"{what} of {task}" if task else what
+def failed(reason: str, origin: str = "reward") -> tuple[Reward, str]:
+    """The reward and the error of a response that could not be scored."""
     return Reward(0.0, {}), storable(f"{origin}: {reason}"[:_ERROR_CHARACTERS])
 
 
@@ -146,23 +153,24 @@ async def _awaited(reward: Awaitable[Reward]) -> Reward:
     return await reward
 
 
-def _raised(error: BaseException, task: Task, prompt: Prompt, memory_mib: int | None) -> tuple[Reward, str]:
-    name = name_of(task, prompt)
-    return failed(described(error, "reward", name, prompt.key, memory_mib), name)
-
-
-def described(error: BaseException, what: str, task: str, key: str, memory_mib: int | None) -> str:
-    """Return an error of a task's code as a text, and log where it was raised."""
+def described(error: BaseException, task: Task, prompt: Prompt, method: str, memory_mib: int | None) -> str:
+    """Return an error of a task's code as a text, and log where it was raised. `method` is an environment's."""
     if isinstance(error, MemoryError):
         return f"out of memory (limit {memory_mib} MiB)" if memory_mib else "out of memory"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     trace = storable("".join(traceback.format_exception(error)))
     # Only the first of the errors of one line is written; the others are counted (DuplicateFilter).
-    log.warning(f"{what} failed", task=task, at=f"{frame.filename}:{frame.lineno}", prompt=key, trace=trace)
+    log.warning(
+        f"environment {method} failed" if method else "reward failed",
+        task=name_of(task, prompt),
+        at=f"{frame.filename}:{frame.lineno}",
+        prompt=prompt.key,
+        trace=trace,
+    )
     return f"{type(error).__name__}: {error}"
 
 
-def _checked(reward: Any) -> Reward:
+def checked_score(reward: Any) -> Reward:
     """The reward as finite floats. Raises TypeError, ValueError."""
     if not isinstance(reward, Reward):
         raise TypeError(f"score returned {type(reward).__name__}, not a Reward")

@@ -3,24 +3,45 @@
 `python -m tba.searcher.scoring.task_scorer FD` is a worker. Its messages are those of `worker_pool.py`. Each result is
 sent as soon as it is known: in order, so that a worker that dies is known to have died of its first item without a
 result, or with `begin` if the task scores several at a time or has environments. It imports neither torch nor vllm
-unless the task does. After an environment has run out of memory a worker retires, so that its other episodes go on
-elsewhere.
+unless the task does.
 """
 
 import asyncio
+import contextlib
+import inspect
+import math
 import os
 import resource
 import sys
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tba.common.config import TaskSection
+from tba.common.data_files import require_unicode
 from tba.common.errors import TaskError, TbaError, WorkerLost
 from tba.common.log import configure, get_logger
+from tba.common.rendering import message_of
 from tba.common.system.process import SAFE_PATH
-from tba.common.wire.fields import ErrorKind
-from tba.searcher.scoring.player import Answer, Outcome, Player
-from tba.searcher.scoring.scoring import Call, Item, Scored, event_loop, failed, score, score_later, storable
+from tba.common.wire.fields import MAX_REWARD_PARTS, ErrorKind
+from tba.searcher.scoring.scoring import (
+    Call,
+    Item,
+    Outcome,
+    Scored,
+    checked_numbers,
+    checked_score,
+    described,
+    digest,
+    event_loop,
+    failed,
+    origin_of,
+    score,
+    storable,
+    timed_out,
+)
 from tba.searcher.scoring.worker_pool import LOAD_SECONDS, Connection, PoolSettings, Result, WorkerPool
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import (
@@ -29,6 +50,7 @@ from tba.searcher.tasks.task import (
     Task,
     Turn,
     has_environment,
+    is_random,
     least_reward,
     name_of,
     scores_concurrently,
@@ -42,8 +64,129 @@ _BATCH = 32
 _MAX_STARTS = 5
 # A worker ends a coroutine itself after task.reward_seconds, and is replaced if it has not done so this much later.
 _GRACE_SECONDS = 5.0
-# Of `Item.message`.
-_RESPONSE_FIELDS = 4
+# Of the messages of one answer, in UTF-8.
+MAX_ANSWER_BYTES = 1 << 20
+_RANDOM = "its worker was replaced, and a random environment cannot be repeated"
+_DIFFERENT = (
+    "another answer than before when the episode was repeated in another worker: the environment is not a function of "
+    "prompt key and replies; seed it with the key, or set random = True"
+)
+
+
+class _Failed(Exception):
+    """A method of the task failed, for this reason."""
+
+    def __init__(self, origin: str, reason: str, kind: ErrorKind) -> None:
+        super().__init__(reason)
+        self.outcome: Outcome = None, failed(reason, origin)[1], kind
+
+
+class Player:
+    """Answers an `Item.message`; many may be under way, one of each episode. Holds environments by ticket.
+
+    What it returns is within the limits, whatever the task returned. A coroutine ends after `seconds`; to limit other
+    methods is the business of the process that watches this one.
+    """
+
+    def __init__(self, task: Task, seconds: float = math.inf, memory_mib: int | None = None) -> None:
+        # An environment has been; the process should answer nothing more.
+        self._out_of_memory = False
+        self._task: Any = task
+        self._seconds = seconds
+        self._memory_mib = memory_mib
+        self._held: dict[int, tuple[Prompt, Any]] = {}
+
+    def _begin(self, ticket: int, origin: str, *, awaits: bool) -> None:
+        """Note that a method is called, and once more if it has to be awaited."""
+
+    async def answer(self, ticket: int, fields: Sequence[Any] | None, *asked: Any) -> Outcome:
+        """Score a response or call an environment, whose prompt is not given if it is held here."""
+        prompt = self._held[ticket][0] if fields is None else Prompt(*fields)
+        try:
+            if isinstance(asked[0], str):
+                return await self._call(ticket, prompt, "", self._task.score, prompt, *asked), None, None
+            return await self._play(ticket, prompt, Call(*asked)), None, None
+        except _Failed as failure:
+            # The first error is the one to report.
+            with contextlib.suppress(_Failed):
+                await self._close(ticket)
+            return failure.outcome
+
+    async def _play(self, ticket: int, prompt: Prompt, asked: Call) -> Turn:
+        call, replies = partial(self._call, ticket, prompt), () if asked.close else asked.replies
+        answer = _checked(Turn())
+        if not asked.close and ticket not in self._held:
+            if replies and is_random(self._task, prompt):
+                raise _Failed(origin_of(self._task, prompt, "step()"), _RANDOM, "worker")
+            self._held[ticket] = prompt, await call("environment()", self._task.environment, prompt)
+            answer = await call("reset()", self._held[ticket][1].reset, prompt)
+        for number, reply in enumerate(replies):
+            if asked.told and digest(answer) != asked.told[number]:
+                method = "step()" if number else "reset()"
+                raise _Failed(origin_of(self._task, prompt, method), _DIFFERENT, "environment")
+            answer = await call("step()", self._held[ticket][1].step, *reply)
+        if asked.close or asked.last or answer.done:
+            await self._close(ticket)
+        return answer
+
+    async def _close(self, ticket: int) -> None:
+        if ticket in self._held:
+            prompt, environment = self._held.pop(ticket)
+            await self._call(ticket, prompt, "close()", environment.close)
+
+    async def _call(self, ticket: int, prompt: Prompt, method: str, function: Callable[..., Any], *given: Any) -> Any:
+        """Call a method of an environment, or without a name `score`, and check what it returns. Raises _Failed."""
+        origin = origin_of(self._task, prompt, method)
+        self._begin(ticket, origin, awaits=False)
+        end = time.monotonic() + self._seconds
+        try:
+            found = function(*given)
+            if inspect.isawaitable(found):
+                self._begin(ticket, origin, awaits=True)
+                async with asyncio.timeout(self._seconds):
+                    found = await found
+            # A coroutine may ignore that it is cancelled, and other methods are not.
+            if time.monotonic() > end:
+                raise TimeoutError
+            return _CHECKS[method](found) if method in _CHECKS else found
+        # A task may call sys.exit or raise KeyboardInterrupt.
+        except BaseException as error:
+            kind: ErrorKind = "turn_timeout" if method else "reward_timeout"
+            reason = timed_out(self._seconds)
+            if time.monotonic() <= end:
+                kind = "environment" if method else "reward"
+                reason = described(error, self._task, prompt, method, self._memory_mib)
+            self._out_of_memory |= bool(method) and isinstance(error, MemoryError)
+            raise _Failed(origin, reason, kind) from error
+
+
+def _turn_of(reward: Reward) -> Turn:
+    """Return a score as the only turn of its episode."""
+    return Turn((), reward.total, True, reward.parts)
+
+
+def _checked(turn: Any) -> Turn:
+    """Return what an environment answered, checked. Raises TypeError, ValueError."""
+    if not isinstance(turn, Turn):
+        raise TypeError(f"{type(turn).__name__} returned, not a Turn")
+    answered: Any = turn.messages
+    if isinstance(answered, str) or not isinstance(answered, Sequence):
+        raise TypeError(f"{type(answered).__name__} returned, not a list of messages")
+    messages = [message_of(message) for message in answered]
+    require_unicode(messages)
+    # The third field of a message is all of it.
+    size = sum(len(text.encode()) for message in messages for text in (message[2:] or message))
+    if size > MAX_ANSWER_BYTES:
+        raise ValueError(f"an answer of {size:,} bytes, and at most {MAX_ANSWER_BYTES:,} are possible")
+    reward = checked_numbers(turn.reward, turn.parts, MAX_REWARD_PARTS)
+    return Turn(messages, reward.total, bool(turn.done), reward.parts)
+
+
+_CHECKS: dict[str, Callable[[Any], Turn]] = {
+    "": lambda reward: _turn_of(checked_score(reward)),
+    "reset()": lambda messages: _checked(Turn(messages)),
+    "step()": _checked,
+}
 
 
 class TaskScorer(WorkerPool):
@@ -56,49 +199,31 @@ class TaskScorer(WorkerPool):
         self._least = least_reward(task)
         self._logged_least = False
         # The digests of the answers to each episode.
-        self._told: dict[int, list[bytes]] = {}
+        self.told: dict[int, list[bytes]] = defaultdict(list)
         self._player = Player(task)
-        concurrent = scores_concurrently(task)
+        together = scores_concurrently(task) or has_environment(task)
         super().__init__(
             PoolSettings(
                 name="reward worker",
                 module="tba.searcher.scoring.task_scorer",
                 settings=config.model_dump(mode="json"),
                 workers=config.reward_workers,
-                batch=max(_BATCH, config.reward_concurrency) if concurrent or has_environment(task) else _BATCH,
+                batch=max(_BATCH, config.reward_concurrency) if together else _BATCH,
                 load_seconds=LOAD_SECONDS,
-                work_seconds=config.reward_seconds + (_GRACE_SECONDS if concurrent else 0.0),
+                work_seconds=config.reward_seconds,
             )
         )
 
     def submit(self, item: Item) -> None:
-        """Queue a response."""
+        """Queue a response, or a call of an environment."""
         if self._config.reward_workers:
             super().submit(item)
+            return
+        if item.call is None:
+            outcome = _outcome(*score(self._task, item.prompt, item.text, item.finished))
         else:
-            reward, error = score(self._task, item.prompt, item.text, item.finished)
-            self._scored.append(Scored(item.ticket, item.text, reward, error, error_kind="reward" if error else None))
-
-    def play(
-        self,
-        ticket: int,
-        prompt: Prompt,
-        replies: Sequence[tuple[str, bool]],
-        *,
-        last: bool,
-        close: bool,
-        submitted_at: float,
-    ) -> None:
-        """Queue a call of an episode's environment, as `Rewards.play`."""
-        told = self._told.setdefault(ticket, [])
-        if len(replies) != len(told) and not close:
-            raise ValueError(f"episode {ticket} has had {len(told)} answers, not {len(replies)}: one call at a time")
-        item = Item(ticket, prompt, "", True, submitted_at, Call(replies, last, close, told))
-        if self._config.reward_workers:
-            super().submit(item)
-        else:
-            outcome = event_loop().run(self._player.play(*item.message(held=bool(told))))
-            self._scored.append(self._answered(item, outcome))
+            outcome = event_loop().run(self._player.answer(*item.message(held=bool(self.told[item.ticket]))))
+        self._scored.append(self._scored_by(item, *outcome))
 
     def done(self) -> list[Scored]:
         """The responses scored since the last call. Never blocks.
@@ -106,7 +231,7 @@ class TaskScorer(WorkerPool):
         Raises TaskError if the task does not load in a worker, WorkerLost if no worker lives until it has loaded it.
         """
         scored, self._scored = self._scored, []
-        scored += [self._scored_by(result) for result in self.poll()]
+        scored += [self._scored_by(result.item, *self._outcome_of(result)) for result in self.poll()]
         self._check_least(scored)
         if self.refusal:
             raise TaskError(self.refusal)
@@ -117,48 +242,36 @@ class TaskScorer(WorkerPool):
             )
         return scored
 
-    def _scored_by(self, result: Result) -> Scored:
+    def _outcome_of(self, result: Result) -> Outcome:
+        """Return what the worker answered, or what becomes of an item that its worker did not survive."""
         item = result.item
-        if result.error is not None:
-            return self._interrupted(result)
-        if item.call is not None:
-            answer, *others = result.value
-            outcome = Outcome(answer and Answer(*answer), *others)
-            self.timeouts += outcome.kind == "turn_timeout"
-            return self._answered(item, outcome)
-        total, parts, error, timed_out = result.value
-        self.timeouts += timed_out
-        kind: ErrorKind | None = None if error is None else "reward_timeout" if timed_out else "reward"
-        return Scored(item.ticket, item.text, Reward(total, parts), error, interrupted=timed_out, error_kind=kind)
-
-    def _interrupted(self, result: Result) -> Scored:
-        """Return what becomes of an item that its worker did not survive."""
-        item, name = result.item, name_of(self._task, result.item.prompt)
+        if result.error is None:
+            fields, error, kind = result.value
+            self.timeouts += kind in ("reward_timeout", "turn_timeout")
+            return Turn(*fields) if fields else None, error, kind
+        name = name_of(self._task, item.prompt)
         log.warning("response not scored", task=name, prompt=item.prompt.key, reason=result.error)
-        if item.call is None:
-            kind: ErrorKind = "reward_timeout" if result.late else "worker"
-            reward, error = failed(str(result.error), name)
-            return Scored(item.ticket, item.text, reward, error, interrupted=True, error_kind=kind)
-        reason = f"{result.doing}: {result.error}" if result.doing else str(result.error)
-        error = failed(reason, name, what="environment")[1]
-        return self._answered(item, Outcome(None, b"", error, "turn_timeout" if result.late else "worker"))
+        what = "reward" if item.call is None else "environment"
+        late_kind: ErrorKind = "reward_timeout" if item.call is None else "turn_timeout"
+        error = failed(result.error, result.doing or f"{what} of {name}")[1]
+        return None, error, late_kind if result.late else "worker"
 
-    def _answered(self, item: Item, outcome: Outcome) -> Scored:
-        """Return the result of a call, and forget the episode if it is over."""
-        call, answer = item.call, outcome.answer
-        assert call is not None
-        if answer is None or answer.done or call.last or call.close:
-            del self._told[item.ticket]
+    def _scored_by(self, item: Item, turn: Turn | None, error: str | None, kind: ErrorKind | None) -> Scored:
+        """Return the result of an item, and forget its episode if that is over."""
+        reward = Reward(turn.reward, dict(turn.parts)) if turn else Reward(0.0, {})
+        call = item.call
+        if call is None:
+            return Scored(item.ticket, item.text, reward, error, kind)
+        if turn is None or turn.done or call.last or call.close:
+            del self.told[item.ticket]
             self.release(item.ticket)
         else:
-            self._told[item.ticket].append(outcome.digest)
-        if answer is None:
-            interrupted = outcome.kind != "environment"
-            return Scored(item.ticket, None, Reward(0.0, {}), outcome.error, interrupted, outcome.kind)
-        # Lists, if they come from a worker.
-        messages: Any = tuple(map(tuple, answer.messages))
-        turn = Turn(messages, answer.reward, answer.done, answer.parts)
-        return Scored(item.ticket, None, Reward(answer.reward, answer.parts), None, turn=turn)
+            self.told[item.ticket].append(digest(turn))
+        if turn is not None:
+            # Lists, if they come from a worker.
+            messages: Any = tuple(map(tuple, turn.messages))
+            turn = turn._replace(messages=messages)
+        return Scored(item.ticket, None, reward, error, kind, turn)
 
     def _check_least(self, scored: list[Scored]) -> None:
         """Log once that a reward is lower than the task says."""
@@ -201,70 +314,57 @@ def main() -> None:
             runner.run(worker.answer_together(batch))
 
 
-class _Worker:
+class _Worker(Player):
     """Answers batches of `Item.message`."""
 
     def __init__(self, connection: Connection, task: Task, config: TaskSection) -> None:
+        super().__init__(task, config.reward_seconds, config.reward_memory_mib)
         self._connection = connection
-        self._task = task
-        self._config = config
         self._own_pid = os.getpid()
-        self._concurrent = scores_concurrently(task)
-        self._player = Player(task, config.reward_seconds, config.reward_memory_mib, self._begin)
-        # By ticket: the method that is called, and whether it is awaited.
+        self._free = asyncio.Semaphore(config.reward_concurrency)
+        # By ticket: the origin of what is called, and whether it is awaited.
         self._running: dict[int, tuple[str, bool]] = {}
 
     def score_in_order(self, batch: Sequence[Any]) -> None:
-        """Score one response after the other."""
+        """Score one response after the other, without an event loop, so that a scorer may run its own."""
         for ticket, fields, response, finished in batch:
-            memory_mib = self._config.reward_memory_mib
-            self._send_score(ticket, *score(self._task, Prompt(*fields), response, finished, memory_mib))
+            reward, error = score(self._task, Prompt(*fields), response, finished, self._memory_mib)
+            self._send(["results", [[ticket, _outcome(reward, error), None]]])
 
     async def answer_together(self, batch: Sequence[Any]) -> None:
-        """Score or play up to `task.reward_concurrency` items at a time, unless a method does not wait."""
-        free = asyncio.Semaphore(self._config.reward_concurrency)
+        """Answer up to `task.reward_concurrency` items at a time, unless a method does not wait."""
+        await asyncio.gather(*(self._answer_one(*item) for item in batch))
 
-        async def answer(item: Sequence[Any]) -> None:
-            async with free:
-                # A call of an environment has more fields than a response.
-                await (self._score(*item) if len(item) == _RESPONSE_FIELDS else self._play(*item))
-                if self._running:
-                    self._send_running()
+    async def _answer_one(self, ticket: int, *asked: Any) -> None:
+        async with self._free:
+            outcome = await self.answer(ticket, *asked)
+            self._running.pop(ticket, None)
+            self._send(["results", [[ticket, outcome, None]]])
+            if self._out_of_memory:
+                # So the other episodes of this worker go on elsewhere.
+                self._send(["begin", []])
+                os._exit(0)
+            if self._running:
+                self._send_running()
 
-        await asyncio.gather(*map(answer, batch))
-
-    async def _score(self, ticket: int, fields: Sequence[Any], response: str, finished: bool) -> None:
-        self._begin(ticket, "", self._concurrent)
-        limits = self._config.reward_seconds, self._config.reward_memory_mib
-        outcome = await score_later(self._task, Prompt(*fields), response, finished, *limits)
-        del self._running[ticket]
-        self._send_score(ticket, *outcome)
-
-    async def _play(self, ticket: int, *call: Any) -> None:
-        outcome = await self._player.play(ticket, *call)
-        self._running.pop(ticket, None)
-        self._send(["results", [[ticket, outcome, None]]])
-        if outcome.out_of_memory:
-            self._send(["retire"])
-            os._exit(0)
-
-    def _begin(self, ticket: int, method: str, awaits: bool) -> None:
-        self._running[ticket] = method, awaits
+    def _begin(self, ticket: int, origin: str, *, awaits: bool) -> None:
+        self._running[ticket] = origin, awaits
         self._send_running()
 
     def _send_running(self) -> None:
-        methods = [method for method, _ in self._running.values()]
-        grace = _GRACE_SECONDS if any(awaits for _, awaits in self._running.values()) else 0.0
-        self._send(["begin", [*self._running], methods, self._config.reward_seconds + grace])
-
-    def _send_score(self, ticket: int, reward: Reward, error: str | None, timed_out: bool = False) -> None:
-        self._send(["results", [[ticket, [reward.total, reward.parts, error, timed_out], None]]])
+        origins, awaits = zip(*self._running.values(), strict=True)
+        grace = _GRACE_SECONDS if any(awaits) else 0.0
+        self._send(["begin", [*self._running], origins, self._seconds + grace])
 
     def _send(self, message: Sequence[Any]) -> None:
         # If the task forked, this may be the child, which must not reply as well.
         if os.getpid() != self._own_pid:
             os._exit(0)
         self._connection.send(message)
+
+
+def _outcome(reward: Reward, error: str | None) -> Outcome:
+    return (None, error, "reward") if error else (_turn_of(reward), None, None)
 
 
 def _load(config: TaskSection) -> Task:

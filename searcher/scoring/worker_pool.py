@@ -12,8 +12,8 @@ Messages of a worker: `["ready"]` once it has loaded, or a sentence why not: `["
 `["failed", sentence]` if another start may succeed. Then `["begin", tickets]` before it works on these items, and
 `["results", [[ticket, value, error], ...]]`. Each `begin` replaces the one before it, and results end it. A worker that
 does not send `begin` works on the first item without a result. So the items that a worker died of are known. `begin`
-may add what it does for each of them, for messages, and how long it may be silent. `["retire"]` asks for replacement:
-none of its items fails, and it works on nothing more.
+may add what it does for each of them, for messages, and how long it may be silent. A worker that ends itself after a
+`begin` without tickets fails none of its items.
 
 An episode stays with the worker that it was first sent to: only that one gets its calls, until `release`. If that
 worker is replaced, the next call may go to any, with all that is needed to repeat the episode.
@@ -203,8 +203,8 @@ class Worker:
     process: WorkerProcess
     ready: bool = False
     items: dict[int, Item] = field(default_factory=dict)
-    # What it does by ticket, empty if it does not say, and how long it may be silent meanwhile, if it says so.
-    running: dict[int, str] = field(default_factory=dict)
+    # What it does by ticket, and how long it may be silent meanwhile, if it says so.
+    running: dict[int, str] | None = None
     silence: float | None = None
     # The episodes that it holds, and calls of them that are not yet sent.
     episodes: set[int] = field(default_factory=set)
@@ -212,7 +212,6 @@ class Worker:
     # Its last words, if it could not load.
     sentence: str = ""
     malformed: bool = False
-    retired: bool = False
 
 
 class WorkerPool:
@@ -295,12 +294,10 @@ class WorkerPool:
                     named = dict(zip(tickets, doing or [""] * len(tickets), strict=True))
                     worker.running = {ticket: named[ticket] for ticket in worker.items if ticket in named}
                 elif kind == "results":
-                    worker.running, worker.silence = {}, None
+                    worker.running, worker.silence = None, None
                     for ticket, *outcome in content[0]:
                         self._results.append(Result(worker.items[ticket], *outcome))
                         del worker.items[ticket]
-                elif kind == "retire":
-                    worker.retired = True
                 else:
                     worker.sentence = content[0]
                     self.refusal = content[0] if kind == "refused" else ""
@@ -311,8 +308,6 @@ class WorkerPool:
 
     def _failure_of(self, worker: Worker) -> str | None:
         """Why a worker must be replaced."""
-        if worker.retired:
-            return "out of memory"
         if death := worker.process.death():
             return death
         if worker.malformed:
@@ -343,7 +338,7 @@ class WorkerPool:
             return
         log.warning(f"{self.settings.name} replaced", reason=self.last_error, pid=worker.process.pid)
         # At least one item fails, so that a batch which kills every worker comes to an end.
-        failed = {} if worker.retired else worker.running or dict.fromkeys(list(worker.items)[:1], "")
+        failed = dict.fromkeys(list(worker.items)[:1], "") if worker.running is None else worker.running
         self.timeouts += is_late * len(failed)
         for ticket, doing in failed.items():
             self._results.append(Result(worker.items.pop(ticket), None, self.last_error, doing, is_late))

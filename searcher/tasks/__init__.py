@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from tba.common.config.task import MIXTURE, TaskSource
 from tba.common.errors import MissingExtra, TaskError, TbaError
 from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.arithmetic import ArithmeticTask
-from tba.searcher.tasks.environments import GymnasiumTask, environment_task, is_environment_class
+from tba.searcher.tasks.environments import ClassTask, GymnasiumTask, is_environment_class
 from tba.searcher.tasks.games import CalculatorTask, GuessTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
@@ -81,7 +82,7 @@ def _task(source: TaskSource) -> Task:
     try:
         make = shipped or _find_own(source.name)
         if is_environment_class(make) and _lacks(make):
-            make = environment_task(make)
+            make = partial(ClassTask, make)
             arguments |= {"train": source.train, "test": source.test}
         _check_options(source, make)
         task: Task = make(**arguments)

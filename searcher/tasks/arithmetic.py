@@ -7,10 +7,10 @@ run is possible on a laptop.
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 
-from tba.searcher.tasks.task import Prompt, Reward
+from tba.searcher.tasks.task import ListedTask, Prompt, Reward
 
 _OPERANDS = range(10, 100)
 _HELD_OUT = 256
@@ -18,7 +18,7 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": ope
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*", re.ASCII)
 
 
-class ArithmeticTask:
+class ArithmeticTask(ListedTask):
     """Every sum and difference of two two-digit numbers; the 256 with the smallest hashes are held out.
 
     Order and split follow from a hash of the problem text, so they are the same in every process, run and Python
@@ -37,12 +37,6 @@ class ArithmeticTask:
             key=lambda problem: hashlib.sha256(problem.key.encode()).digest(),
         )
         self._held_out, self._prompts = problems[:_HELD_OUT], problems[_HELD_OUT:]
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         """Return 1 for the exact answer, 0 for anything else. An answer that was cut off by its length is wrong.

@@ -7,14 +7,13 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.rendering import Message, as_map
 from tba.searcher.tasks.rows import RowsTask, key_of, question_in
-from tba.searcher.tasks.task import CORRECT, PARSE_ERROR, Environment, Prompt, Turn
+from tba.searcher.tasks.task import CORRECT, PARSE_ERROR, Environment, ListedTask, Prompt, Turn
 
 _QUESTION = "{prompt}"
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
@@ -23,46 +22,42 @@ _SEED_BITS = 31
 
 def is_environment_class(kind: object) -> bool:
     """Return whether an object is a class with `init` and `step`, as SkyRL-gym's, or with `reset`, as TRL's."""
-    return isinstance(kind, type) and (callable(getattr(kind, "reset", None)) or _is_skyrl(kind))
-
-
-def environment_task(kind: type) -> Callable[..., "ClassTask"]:
-    """Return what makes the task of such a class. Raises TaskError for one that only has tools."""
-    if not callable(getattr(kind, "step", None)):
-        tools = [name for name, _ in inspect.getmembers(kind, callable) if name[0] != "_" and name != "reset"]
-        raise TaskError(
-            f"{kind.__name__} has no step(reply), only tools to call ({', '.join(tools) or 'none'}): give it a step "
-            "that parses the reply and calls them"
-        )
-    return partial(ClassTask, kind)
+    return isinstance(kind, type) and (hasattr(kind, "reset") or (hasattr(kind, "init") and hasattr(kind, "step")))
 
 
 class ClassTask(RowsTask):
     """Episodes of a class of the shape of SkyRL-gym's BaseTextEnv or TRL's environments, one for each row of data.
 
-    `prompt` is the column of the prompts, empty for the first of prompt, question, problem and messages. `options` are
-    arguments of the class; SkyRL's gets them as `env_config`, and the row without its prompt as `extras`. Raises
-    TaskError if the data is missing or malformed.
+    The column of the prompts is the first of prompt, question, problem and messages. `options` are arguments of the
+    class; SkyRL's gets them as `env_config`, and the row without its prompt as `extras`. Raises TaskError if the class
+    only has tools, or the data is missing or malformed.
     """
 
-    def __init__(self, kind: type, train: str, test: str = "", prompt: str = "", **options: Any) -> None:
+    def __init__(self, kind: type, train: str, test: str = "", **options: Any) -> None:
         self.name = kind.__name__
+        if not hasattr(kind, "step"):
+            tools = [name for name, _ in inspect.getmembers(kind, callable) if name[0] != "_" and name != "reset"]
+            raise TaskError(
+                f"{self.name} has no step(reply), only tools to call ({', '.join(tools) or 'none'}): give it a step "
+                "that parses the reply and calls them"
+            )
         if not train:
             raise TaskError(f"task.train is not set, and {self.name} needs a row for each prompt: name a data file")
         self._kind = kind
         self._options = options
         self._rows: dict[str, tuple[dict[str, Any], str]] = {}
-        self._load(train, test, [(prompt,) if prompt else _PROMPT_COLUMNS])
+        self._load(train, test, [_PROMPT_COLUMNS])
 
     def environment(self, prompt: Prompt) -> Environment:
         """Return a new environment for the row of a prompt."""
         row, column = self._rows[prompt.key]
-        if not _is_skyrl(self._kind):
-            return _Trl(self._kind(**self._options), row)
-        extras = {name: value for name, value in row.items() if name != column}
-        accepted = inspect.signature(self._kind).parameters
-        given = {"env_config": _Settings(self._options), "extras": extras}
-        return _SkyRl(self._kind(**{name: value for name, value in given.items() if name in accepted}))
+        arguments = self._options
+        if hasattr(self._kind, "init"):
+            extras = {name: value for name, value in row.items() if name != column}
+            accepted = inspect.signature(self._kind).parameters
+            given = {"env_config": _Settings(self._options), "extras": extras}
+            arguments = {name: value for name, value in given.items() if name in accepted}
+        return _Adapter(self._kind(**arguments), row)
 
     def _prompt(self, row: Any, *columns: str) -> Prompt:
         # Rows may differ in what the environment alone sees.
@@ -71,103 +66,88 @@ class ClassTask(RowsTask):
         return Prompt(**question_in(row, columns[0], _QUESTION, _QUESTION) | {"key": key})
 
 
-def _is_skyrl(kind: type) -> bool:
-    return callable(getattr(kind, "init", None)) and callable(getattr(kind, "step", None))
-
-
 class _Settings(dict[str, Any]):
-    """Settings by attribute, as SkyRL's environments read them."""
+    """Settings also by attribute, as SkyRL's environments read them."""
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.__dict__ = self
 
 
-class _Wrapped:
-    """An environment of another library."""
+class _Adapter:
+    """An environment with SkyRL's `init`, or TRL's `reset`, and with a `step` that gets the reply alone."""
 
-    def __init__(self, environment: Any) -> None:
-        self._environment = environment
-
-    def close(self) -> Awaitable[None] | None:
-        close: Callable[[], Awaitable[None] | None] = getattr(self._environment, "close", lambda: None)
-        return close()
-
-
-class _SkyRl(_Wrapped):
-    async def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """Return what `init` adds to the prompt. Raises ValueError if it changes the prompt, whose tokens are fixed."""
-        given = [as_map(message) for message in prompt.messages or [("user", prompt.text)]]
-        conversation: list[Any]
-        conversation, _ = await _awaited(self._environment.init([dict(message) for message in given]))
-        if conversation[: len(given)] != given:
-            raise ValueError("init() changes the messages of the prompt: write the rows so that it only adds some")
-        return conversation[len(given) :]
-
-    async def step(self, reply: str, finished: bool) -> Turn:
-        return _turn(await _awaited(self._environment.step(reply)))
-
-
-class _Trl(_Wrapped):
     def __init__(self, environment: Any, row: Mapping[str, Any]) -> None:
-        super().__init__(environment)
+        self._environment = environment
         self._row = row
+        self._is_trl = not hasattr(environment, "init")
         self._rewarded = 0.0
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
-        text = await _awaited(self._environment.reset(**self._row))
-        return [] if text is None else [("user", text)]
+        """Return what `init` adds to the prompt. Raises ValueError if it changes the prompt, whose tokens are fixed."""
+        if self._is_trl:
+            text = await _awaited(self._environment.reset(**self._row))
+            return [] if text is None else [("user", text)]
+        given = [as_map(message) for message in prompt.messages]
+        conversation, _ = await _awaited(self._environment.init([dict(message) for message in given]))
+        if conversation[: len(given)] != given:
+            raise ValueError("init() changes the messages of the prompt: write the rows so that it only adds some")
+        added: list[Any] = conversation[len(given) :]
+        return added
 
     async def step(self, reply: str, finished: bool) -> Turn:
-        """Return the turn. If the environment owns its reward, that of the turn is what the reward has risen by."""
+        """Return the turn. If the environment owns its reward, that of the turn is what the reward has risen by.
+
+        The result of a step is a text, None, a map or an object. The numbers of its metadata become parts.
+        """
         result = await _awaited(self._environment.step(reply))
-        turn = _turn({"observations": result} if isinstance(result, str | None) else result)
-        done = turn.done or bool(getattr(self._environment, "done", False))
-        reward = turn.reward
+        if isinstance(result, str | None):
+            result = {"observation": result}
+        fields = result if isinstance(result, Mapping) else vars(result)
+        messages = fields.get("observations", fields.get("observation")) or []
+        reward = fields.get("reward") or 0.0
         if hasattr(self._environment, "get_reward"):
             total = float(await _awaited(self._environment.get_reward()))
             reward, self._rewarded = total - self._rewarded, total
-        return Turn(turn.messages, reward, done, turn.parts)
+        return Turn(
+            [("user", messages)] if isinstance(messages, str) else messages,
+            reward,
+            bool(fields.get("done") or (self._is_trl and getattr(self._environment, "done", False))),
+            {
+                name: float(value)
+                for name, value in (fields.get("metadata") or {}).items()
+                if isinstance(value, int | float)
+            },
+        )
+
+    async def close(self) -> None:
+        await _awaited(getattr(self._environment, "close", lambda: None)())
 
 
 async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _turn(result: Any) -> Turn:
-    """Return the turn of a step's result, a map or an object. The numbers of its metadata become parts."""
-    fields = result if isinstance(result, Mapping) else vars(result)
-    messages = fields.get("observations", fields.get("observation")) or []
-    metadata = fields.get("metadata") or {}
-    return Turn(
-        [("user", messages)] if isinstance(messages, str) else messages,
-        fields.get("reward") or 0.0,
-        bool(fields.get("done")),
-        {name: float(value) for name, value in metadata.items() if isinstance(value, int | float)},
-    )
-
-
 # ---------------------------------------------------------------- Gymnasium
 
 # The names of the actions by number, and what the picture shows.
-_FROZEN_LAKE = (
-    "left down right up",
-    "Walk from S to G on the ice F and into no hole H. You are where the brackets are.",
-)
-_CLIFF_WALKING = ("up right down left", "Walk from x to T along the cliff C, and not into it. o is free ground.")
-_TAXI = (
-    "south north east west pickup dropoff",
-    "Bring the passenger to the destination and drop them off. [ ] is the taxi, or [X] at a stop X; < > is the "
-    "passenger's stop, { } the destination; cars drive through : and not through |.",
-)
-_KNOWN = {"FrozenLake": _FROZEN_LAKE, "CliffWalking": _CLIFF_WALKING, "Taxi": _TAXI}
+_KNOWN = {
+    "FrozenLake": (
+        "left down right up",
+        "Walk from S to G on the ice F and into no hole H. You are where the brackets are.",
+    ),
+    "CliffWalking": ("up right down left", "Walk from x to T along the cliff C, and not into it. o is free ground."),
+    "Taxi": (
+        "south north east west pickup dropoff",
+        "Bring the passenger to the destination and drop them off. [ ] is the taxi, or [X] at a stop X; < > is the "
+        "passenger's stop, { } the destination; cars drive through : and not through |.",
+    ),
+}
 _COLOUR = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 _WORD = re.compile(r"[a-z_]+|\d+")
 
 
-class GymnasiumTask:
+class GymnasiumTask(ListedTask):
     """A Gymnasium environment with discrete actions that renders as text, such as FrozenLake-v1.
 
     The keys of prompts are numbers, and the seed of an episode is a hash of its key. A prompt has the `instruction`,
@@ -214,12 +194,6 @@ class GymnasiumTask:
         self._prompts = [self._prompt(str(key)) for key in range(prompts)]
         self._held_out = [self._prompt(str(key)) for key in range(prompts, prompts + held_out)]
 
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
-
     def environment(self, prompt: Prompt) -> Environment:
         """Return an environment that was reset with the seed of the prompt."""
         return _Gymnasium(self._reset(prompt.key), self._actions, self._released)
@@ -237,9 +211,8 @@ class GymnasiumTask:
         return made
 
     def _released(self, made: Any) -> None:
-        if self._map_size:
-            made.close()
-        else:
+        # A map is of no use to another key.
+        if not self._map_size:
             self._free.append(made)
 
     def _made(self, seed: int) -> Any:
@@ -254,14 +227,11 @@ class GymnasiumTask:
             raise TaskError(f"task gymnasium: {self._id} is not made: {error}") from error
 
 
-class _Gymnasium:
+class _Gymnasium(Environment):
     def __init__(self, made: Any, actions: Sequence[str], released: Callable[[Any], None]) -> None:
         self._made = made
         self._actions = actions
         self._released = released
-
-    def reset(self, prompt: Prompt) -> Sequence[Message]:
-        return ()
 
     def step(self, reply: str, finished: bool) -> Turn:
         action = action_in(reply, self._actions)

@@ -8,11 +8,10 @@ import ast
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tba.common.errors import TaskError
-from tba.common.rendering import Message
-from tba.searcher.tasks.task import CORRECT, Prompt, Turn
+from tba.searcher.tasks.task import CORRECT, PARSE_ERROR, Environment, ListedTask, Prompt, Turn
 
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
 _CALL = re.compile(r"calc\((.{1,100})\)", re.ASCII)
@@ -29,7 +28,7 @@ def _draw(key: str, count: int) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % count
 
 
-class GuessTask:
+class GuessTask(ListedTask):
     """Find a hidden number from 1 to `numbers`; the answer to a wrong guess is " higher" or " lower".
 
     The reward is 1 for the number, which ends the game, and 0 without it; `search.max_turns` is the number of guesses.
@@ -49,12 +48,6 @@ class GuessTask:
         self._held_out = [self._prompt(f"held-out-{n}") for n in range(held_out)]
         self._prompts = [self._prompt(f"{n}") for n in range(prompts)]
 
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
-
     def environment(self, prompt: Prompt) -> "GuessGame":
         return GuessGame(int(prompt.answer), hints=self._hints)
 
@@ -62,30 +55,24 @@ class GuessTask:
         return Prompt(key, f"guess 1 to {self._numbers} :", answer=str(1 + _draw(key, self._numbers)))
 
 
-class GuessGame:
+class GuessGame(Environment):
     """One game of `GuessTask`."""
 
     def __init__(self, number: int, *, hints: bool) -> None:
         self._number = number
         self._hints = hints
 
-    def reset(self, prompt: Prompt) -> Sequence[Message]:
-        return ()
-
     def step(self, reply: str, finished: bool) -> Turn:
         if (found := _NUMBER.search(reply)) is None or len(found[0]) > _MAX_DIGITS:
-            return Turn(done=True, parts={CORRECT: 0.0, "parse_error": 1.0})
+            return Turn(done=True, parts={CORRECT: 0.0, PARSE_ERROR: 1.0})
         guess = int(found[0])
         if guess == self._number:
             return Turn(reward=1.0, done=True, parts={CORRECT: 1.0})
         hint = ("higher" if guess < self._number else "lower") if self._hints else "wrong"
         return Turn((("user", f" {hint} :"),), parts={CORRECT: 0.0})
 
-    def close(self) -> None:
-        pass
 
-
-class CalculatorTask:
+class CalculatorTask(ListedTask):
     """Multiply two numbers of `digits` digits, with a calculator: `calc(47*38)` is answered with " = 1786".
 
     The reward is 1 for the product as the last number of a reply without a call, which ends the game. The part
@@ -106,24 +93,15 @@ class CalculatorTask:
                 text = f"What is {left}*{right}? You may ask calc(...) first.\n"
                 where.append(Prompt(key, text, answer=str(left * right)))
 
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
-
     def environment(self, prompt: Prompt) -> "Calculator":
         return Calculator(prompt.answer)
 
 
-class Calculator:
+class Calculator(Environment):
     """One game of `CalculatorTask`."""
 
     def __init__(self, answer: str) -> None:
         self._answer = answer
-
-    def reset(self, prompt: Prompt) -> Sequence[Message]:
-        return ()
 
     def step(self, reply: str, finished: bool) -> Turn:
         if (call := _CALL.search(reply)) or "calc(" in reply:
@@ -132,10 +110,7 @@ class Calculator:
             )
         numbers = _NUMBER.findall(reply)
         right = float(bool(numbers) and numbers[-1] == self._answer)
-        return Turn(reward=right, done=True, parts={CORRECT: right, "parse_error": float(not numbers)})
-
-    def close(self) -> None:
-        pass
+        return Turn(reward=right, done=True, parts={CORRECT: right, PARSE_ERROR: float(not numbers)})
 
 
 def calculate(expression: str) -> str:

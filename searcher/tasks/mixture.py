@@ -70,11 +70,10 @@ class MixtureTask:
         found = {label: task.held_out() for label, task in self.tasks.items()}
         return _interleaved([_labelled(label, prompts, len(prompts)) for label, prompts in found.items()])
 
-    def score(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Any:
         """Score with the task that the prompt's key names; with a coroutine, if that does."""
         label = self.label_of(prompt)
-        reward = self.tasks[label].score(_own(prompt), response, finished)
-        return _later(label, reward) if isawaitable(reward) else _with_label(label, reward)
+        return _with_label(label, self.tasks[label].score(_own(prompt), response, finished))
 
     def environment(self, prompt: Prompt) -> Environment:
         """Return an environment of the task that the prompt's key names, which has one."""
@@ -141,27 +140,27 @@ class _Labelled:
         self._label = label
         self._prompt = prompt
         self._environment = environment
+        self.close = environment.close
 
     def reset(self, prompt: Prompt) -> Sequence[Message] | Awaitable[Sequence[Message]]:
         return self._environment.reset(self._prompt)
 
-    def step(self, reply: str, finished: bool) -> Turn | Awaitable[Turn]:
-        turn = self._environment.step(reply, finished)
-        return _later(self._label, turn) if isawaitable(turn) else _with_label(self._label, turn)
-
-    def close(self) -> Awaitable[None] | None:
-        return self._environment.close()
-
-
-async def _later(label: str, result: Awaitable[Any]) -> Any:
-    return _with_label(label, await result)
+    def step(self, reply: str, finished: bool) -> Any:
+        return _with_label(self._label, self._environment.step(reply, finished))
 
 
 def _with_label(label: str, result: Any) -> Any:
-    """Return a Reward or a Turn with the label in the names of its parts. Raises TypeError for anything else."""
+    """Return a Reward or a Turn with the label in the names of its parts, or what awaits one. Raises TypeError."""
+    if isawaitable(result):
+        return _later(label, result)
     if not isinstance(result, Reward | Turn):
         raise TypeError(f"{type(result).__name__} returned, not a Reward or a Turn")
     parts = {f"{label}.{name}": value for name, value in result.parts.items()}
     common = {name: result.parts[name] for name in (CORRECT, PARSE_ERROR) if name in result.parts}
-    total = result.total if isinstance(result, Reward) else result.reward
-    return replace(result, parts={**common, f"{label}.{_REWARD}": total, **parts})
+    if isinstance(result, Turn):
+        return result._replace(parts={**common, f"{label}.{_REWARD}": result.reward, **parts})
+    return Reward(result.total, {**common, f"{label}.{_REWARD}": result.total, **parts})
+
+
+async def _later(label: str, result: Awaitable[Any]) -> Any:
+    return _with_label(label, await result)

@@ -16,7 +16,7 @@ from typing import Any
 from tba.common.config.task import server_address
 from tba.common.errors import HttpRefused, TaskError
 from tba.common.http_json import JsonClient
-from tba.searcher.tasks.task import CORRECT, Prompt, Reward
+from tba.searcher.tasks.task import CORRECT, ListedTask, Prompt, Reward
 
 _SEED_BITS = 0x7FFFFFFF
 
@@ -90,7 +90,7 @@ class Classifier:
         return probability
 
 
-class RedTeamTask:
+class RedTeamTask(ListedTask):
     """One attack per response. The options are described in docs/red-teaming.md. Raises TaskError for unusable ones."""
 
     name = "redteam"
@@ -123,12 +123,6 @@ class RedTeamTask:
         self._seconds = request_seconds
         self.least_reward = math.log(least_probability)
         self._servers: dict[str, JsonClient] = {}
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
 
     async def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         """Ask the victim, then the classifier. Attacks that are too short are not sent and get the least reward."""

@@ -11,7 +11,7 @@ from tba.common import data_files
 from tba.common.errors import MissingExtra, TaskError, quantity
 from tba.common.log import get_logger
 from tba.common.rendering import message_of, variables_of
-from tba.searcher.tasks.task import Prompt
+from tba.searcher.tasks.task import ListedTask, Prompt
 
 log = get_logger(__name__)
 
@@ -41,7 +41,7 @@ def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterato
     yield from ((f"row {n} of {source}", data_files.without_nested_nulls(row)) for n, row in enumerate(rows, 1))
 
 
-class RowsTask:
+class RowsTask(ListedTask):
     """A task whose prompts are rows of data. A subclass has `name`, `_prompt` and `score`, and calls `_load` once.
 
     `_prompt` gets a row and the names of its columns, and raises ValueError for a row that it cannot use. `notes` says
@@ -69,12 +69,6 @@ class RowsTask:
         self._prompts = self._read(train, splits[0], subset, columns)
         held_out = test or ("" if data_files.is_data_file(train) else train)
         self._held_out = self._read(held_out, splits[1], subset, columns) if held_out else []
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._held_out
 
     def _read(self, source: str, split: str, subset: str, columns: Sequence[Sequence[str]]) -> list[Prompt]:
         """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt."""

@@ -7,7 +7,8 @@ import sys
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from tba.common.data_files import require_unicode
 from tba.common.errors import TaskError, TbaError
@@ -60,8 +61,7 @@ class Reward:
     parts: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """What a reply leads to: messages to the model, the reward of this turn, and whether the episode is over.
 
     The reward of an episode is the sum of its turns' rewards. `parts` are named numbers for reports; an episode whose
@@ -71,7 +71,7 @@ class Turn:
     messages: Sequence[Message] = ()
     reward: float = 0.0
     done: bool = False
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = MappingProxyType({})
 
 
 class Environment(Protocol):
@@ -84,12 +84,14 @@ class Environment(Protocol):
 
     def reset(self, prompt: Prompt) -> Sequence[Message] | Awaitable[Sequence[Message]]:
         """Begin the episode. Return the messages that follow those of the prompt, often none. Called once."""
+        return ()
 
     def step(self, reply: str, finished: bool) -> Turn | Awaitable[Turn]:
         """Answer a reply, decoded without special tokens. `finished` is False if it was cut off by its length."""
 
     def close(self) -> Awaitable[None] | None:
         """Release what the environment holds. Called once, after the last turn, and after an error if possible."""
+        return None
 
 
 class Task(Protocol):
@@ -125,6 +127,19 @@ class Task(Protocol):
 
         With `async def`, a worker scores several responses at a time.
         """
+
+
+class ListedTask:
+    """A task whose prompts are two lists, which a subclass makes."""
+
+    _prompts: Sequence[Prompt]
+    _held_out: Sequence[Prompt]
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
+
+    def held_out(self) -> Sequence[Prompt]:
+        return self._held_out
 
 
 class LimitedTask:
@@ -200,8 +215,8 @@ def least_reward_for(task: Task, prompt: Prompt) -> float:
 
 def name_of(task: Task, prompt: Prompt) -> str:
     """Return the name of the task that a prompt belongs to: of a mixture, the label of one of its tasks."""
-    label_of = getattr(task, "label_of", None)
-    return str(label_of(prompt)) if label_of else task.name
+    mixture: Any = task
+    return str(mixture.label_of(prompt)) if hasattr(task, "label_of") else task.name
 
 
 def has_environment(task: Task, prompt: Prompt | None = None) -> bool:

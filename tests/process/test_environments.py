@@ -124,8 +124,12 @@ def test_a_random_environment_is_not_repeated(make):
 
 def test_coroutines_of_several_environments_run_together_and_each_has_its_deadline(make):
     rewards = make("Coroutines")
-    found = play(rewards, ["one", "two", "three"], replies=["3"])
-    assert [found[key][-1].turn.done for key in found] == [True] * 3
+    for ticket, key in enumerate(play(rewards, ["one", "two", "three"], replies=[])):
+        rewards.play(ticket, Prompt(key, "question"), [("3", True)])
+    found = []
+    while rewards.waiting:
+        found += rewards.wait(1.0)
+    assert [one.turn.done for one in found] == [True] * 3
     for reply in ("late", "stubborn"):
         late = play(rewards, ["one"], replies=[reply])["one"][-1]
         assert (late.error_kind, late.error) == ("turn_timeout", "environment of hostile: step(): timed out after 5 s")

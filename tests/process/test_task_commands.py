@@ -130,7 +130,7 @@ def test_a_check_finds_episodes_that_share_state_and_the_call_that_fails(checked
     code, findings, _ = checked(file)
     assert (code, findings["same in every process"]["result"]) == (1, "fail")
     assert "observations differ between two processes" in findings["same in every process"]["detail"]
-    assert "2 of 4 episodes; prompt 'a' after 1 answers" in findings["errors"]["detail"]
+    assert "2 of 4 episodes: prompt 'a' after 1 answers" in findings["errors"]["detail"]
     assert "environment of sharing: step(): ZeroDivisionError" in findings["errors"]["detail"]
 
 

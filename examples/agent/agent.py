@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,18 +43,23 @@ def play(policy: OpenAI, secret: int) -> dict[str, Any]:
 
 
 def main(url: str, config: str, rounds: int, games: int) -> None:
-    policy = OpenAI(base_url=url, api_key="none")
+    # It waits for the first weights: the endpoint answers 503 until then.
+    policy = OpenAI(base_url=url, api_key="none", max_retries=20)
+    folder = Path("runs/agent-traces")
+    folder.mkdir(parents=True, exist_ok=True)
     for number in range(rounds):
         with ThreadPoolExecutor(16) as threads:
-            traces = threads.map(lambda secret: play(policy, secret), [*range(10)] * games)
-            Path(f"traces-{number}.jsonl").write_text("".join(json.dumps(trace) + "\n" for trace in traces))
-        subprocess.run(
-            [sys.executable, "-m", "tba", "buffer", "import", f"traces-{number}.jsonl", "-c", config], check=True
-        )
+            traces = list(threads.map(lambda secret: play(policy, secret), [*range(10)] * games))
+        won = sum(trace["turns"][-1]["metadata"]["verify"]["env_reward"] for trace in traces)
+        print(f"round {number}: won {won:.0f} of {len(traces)}", flush=True)
+        # A file for each round: one that grows would be imported again from its beginning.
+        file = folder / f"{time.time_ns()}.jsonl"
+        file.write_text("".join(json.dumps(trace) + "\n" for trace in traces))
+        subprocess.run([sys.executable, "-m", "tba", "buffer", "import", str(file), "-c", config], check=True)
 
 
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:3], *map(int, sys.argv[3:]))
     except APIConnectionError:
-        sys.exit("the policy does not answer: the run has ended")
+        sys.exit(f"no searcher answers at {sys.argv[1]}: the run has ended, or has not started")

@@ -1,6 +1,7 @@
 """The agent of examples/agent, as a process of its own, trains the policy that it asks."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def test_the_example_agent_trains_the_policy_that_it_asks(make_config, start_tba
     command = [sys.executable, ROOT / "examples/agent/agent.py", f"http://{address}/v1", run.file, "1", "4"]
     agent = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert agent.returncode == 0, agent.stderr
-    assert "40 rows in traces-0.jsonl: 40 new in run test" in agent.stdout
+    assert re.search(r"round 0: won \d+ of 40\n40 rows in \S+\.jsonl: 40 new in run test", agent.stdout)
     games = "FROM trajectories t JOIN payloads ON trajectory = t.id WHERE t.searcher LIKE 'import.%'"
     columns = "COUNT(*), COUNT(t.error), COUNT(DISTINCT t.prompt), SUM(LENGTH(segments)), MAX(t.turns)"
     assert run.query(f"SELECT {columns} {games}") == [(40, 0, 10, 0, 4)]

@@ -231,13 +231,13 @@ def _results(section: TaskSection, task: Task, trial: _Trial, *, plays: bool) ->
 
 
 def _rewards(task: Task, trial: _Trial, *, plays: bool) -> Finding:
-    """Return what the rewards without error show, those of the turns of an episode added up."""
+    """Return what the rewards without error show: of an episode their sum, and the last value of `correct`."""
     good = [results for results in trial.results if not results[-1].error]
     totals = [sum(one.reward.total for one in results) for results in good]
     if not plays and min(totals) < least_reward(task):
         return _found("rewards", "fail", f"{min(totals):g} is below least_reward = {least_reward(task):g}: correct it")
     parts = sorted({name for results in good for one in results for name in one.reward.parts})
-    correct = {sum(one.reward.parts.get(CORRECT, 0.0) for one in results) for results in good}
+    given = [[one.reward.parts[CORRECT] for one in results if CORRECT in one.reward.parts] for results in good]
     if plays:
         done = sum(results[-1].turn is not None and results[-1].turn.done for results in good)
         more = f"the environment ended {done} of {len(good)} episodes"
@@ -246,7 +246,7 @@ def _rewards(task: Task, trial: _Trial, *, plays: bool) -> Finding:
         right = sum(one.reward.parts.get(CORRECT) == 1 for (one,) in own)
         more = f"{right} of {len(own)} answers are correct"
     warning = "" if CORRECT in parts else f"; without the part {CORRECT!r} there is no accuracy"
-    if fractions := correct - {0.0, 1.0}:
+    if fractions := {values[-1] for values in given if values} - {0.0, 1.0}:
         warning = f"; the part {CORRECT!r} is {min(fractions):g}, and accuracy needs 1 or 0"
     detail = f"{min(totals):g} to {max(totals):g}, parts {', '.join(parts) or 'none'}; {more}{warning}"
     return _found("rewards", "warn" if warning else "ok", detail)

@@ -50,7 +50,7 @@ class Sharing:
 
     def step(self, reply, finished):
         self.steps += 1
-        return Turn([("user", str(self.steps))], 1.0 if reply else 1 / 0)
+        return Turn([("user", str(self.steps))], 1.0 if reply else 1 / 0, parts={"correct": 1.0})
 
     def close(self):
         pass
@@ -132,6 +132,9 @@ def test_a_check_finds_episodes_that_share_state_and_the_call_that_fails(checked
     assert "observations differ between two processes" in findings["same in every process"]["detail"]
     assert "2 of 4 episodes: prompt 'a' after 1 answers" in findings["errors"]["detail"]
     assert "environment of sharing: step(): ZeroDivisionError" in findings["errors"]["detail"]
+    # Of the turns of an episode rewards are added up, and the last value of `correct` counts.
+    assert findings["rewards"]["result"] == "ok"
+    assert findings["rewards"]["detail"].startswith("3 to 3, parts correct; the environment ended 0 of 2 episodes")
 
 
 def test_a_scorer_that_never_ends_is_found_within_its_time_limit(checked, tmp_path):

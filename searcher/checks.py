@@ -11,7 +11,7 @@ from tba.common.weights.model_files import model_here
 from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.tasks import declared_floor, load_task
-from tba.searcher.tasks.task import Task, check_prompts, check_rendering, is_random
+from tba.searcher.tasks.task import Task, check_prompts, check_rendering, has_environment, is_random
 
 _SERVER_SECONDS = 3.0
 
@@ -44,7 +44,8 @@ def check_task_and_prompts(config: Config) -> str:
 
 def explained_luck(config: Config, task: Task) -> str:
     """Return a warning if the objective would train on stale data of a random environment to explain its luck."""
-    if not is_random(task) or not config.objective.explains_luck or config.max_staleness == 0:
+    plays_luck = has_environment(task) and is_random(task)
+    if not plays_luck or not config.objective.explains_luck or config.max_staleness == 0:
         return ""
     return (
         f"the environments of task {task.name} are random, and on stale data objective.name = {config.objective.name} "

@@ -77,7 +77,9 @@ def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
         return
     trials = {kind: _in_workers(config.task, task, scripts) for kind, scripts in _scripts(task).items()}
     all_returned = not any(trial.interrupted for trial in trials.values())
-    yield _same_everywhere(config.task, [*trials], all_returned=all_returned)
+    yield _same_everywhere(
+        config.task, [*trials], all_returned=all_returned, is_random=has_environment(task) and is_random(task)
+    )
     for kind, trial in trials.items():
         yield from _results(config.task, task, trial, plays=kind == _OBSERVATIONS)
     yield _rendering(config, task, [*training[:_SAMPLED], *held_out[:_SAMPLED]])
@@ -107,7 +109,7 @@ def _prompts(task: Task, training: Sequence[Prompt], held_out: Sequence[Prompt])
     return _found("prompts", "ok" if held_out else "warn", detail if held_out else f"{detail}: `tba eval` needs some")
 
 
-def _same_everywhere(section: TaskSection, kinds: Sequence[str], *, all_returned: bool) -> Finding:
+def _same_everywhere(section: TaskSection, kinds: Sequence[str], *, all_returned: bool, is_random: bool) -> Finding:
     """Load in two processes whose hashes differ, as those of searchers and workers do.
 
     They also score and play, unless a response was seen not to return. The second one plays each episode alone, so that
@@ -144,7 +146,10 @@ def _same_everywhere(section: TaskSection, kinds: Sequence[str], *, all_returned
     if not all_returned:
         detail = f"two processes load the same prompts; {both} are not compared, because a response ended its worker"
         return _found(name, "unchecked", detail)
-    return _found(name, "ok", f"two processes load the same prompts and give the same {both}")
+    detail = f"two processes load the same prompts and give the same {both}"
+    if is_random:
+        return _found(name, "unchecked", f"{detail}; random environments are not compared")
+    return _found(name, "ok", detail)
 
 
 # A prompt, and the responses to it in one episode, or the only one.
@@ -154,10 +159,13 @@ _Script = tuple[Prompt, Sequence[str]]
 def _scripts(task: Task) -> dict[str, list[_Script]]:
     """Return what to score and what to play, for the first prompts: answers, odd responses, and the task's examples."""
     found: dict[str, list[_Script]] = {}
-    for prompt in (task.prompts() or task.held_out())[:_SAMPLED]:
-        answer = storable(prompt.answer)
+    prompts = (task.prompts() or task.held_out())[:_SAMPLED]
+    answers = [storable(prompt.answer) for prompt in prompts]
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         if has_environment(task, prompt):
-            episodes = ([answer] * _ANSWERED_TURNS, _ODD, getattr(task, "example_replies", ()))
+            # The answers of other prompts are well-formed, and mostly wrong.
+            others = [*answers[number + 1 :], *answers[:number]]
+            episodes = ([answer] * _ANSWERED_TURNS, others, _ODD, getattr(task, "example_replies", ()))
             found.setdefault(_OBSERVATIONS, []).extend((prompt, replies) for replies in episodes if any(replies))
         else:
             found.setdefault(_REWARDS, []).extend((prompt, [text]) for text in (answer, *_ODD))

@@ -168,6 +168,7 @@ class GoldModel:
                 places[item.ticket] = place
                 self._scorer.submit(item)
         reasons = []
+        self._scorer.send()
         while places:
             multiprocessing.connection.wait(self._scorer.channels, _WAIT_SECONDS)
             for result in self._scorer.poll():

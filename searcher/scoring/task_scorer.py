@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from tba.common.config import TaskSection
@@ -119,12 +120,12 @@ class Player:
             if replies and is_random(self._task, prompt):
                 raise _Failed(origin_of(self._task, prompt, "step()"), _RANDOM, "worker")
             self._held[ticket] = prompt, await call("environment()", self._task.environment, prompt)
-            answer = await call("reset()", self._held[ticket][1].reset, prompt)
+            answer = await call("reset()", partial(_method, self._held[ticket][1], "reset"), prompt)
         for number, reply in enumerate(replies):
             if asked.told and digest(answer) != asked.told[number]:
                 method = "step()" if number else "reset()"
                 raise _Failed(origin_of(self._task, prompt, method), _DIFFERENT, "environment")
-            answer = await call("step()", self._held[ticket][1].step, *reply)
+            answer = await call("step()", partial(_method, self._held[ticket][1], "step"), *reply)
         if asked.close or asked.last or answer.done:
             await self._close(ticket)
         return answer
@@ -132,7 +133,7 @@ class Player:
     async def _close(self, ticket: int) -> None:
         if ticket in self._held:
             prompt, environment = self._held.pop(ticket)
-            await self._call(ticket, prompt, "close()", environment.close)
+            await self._call(ticket, prompt, "close()", partial(_method, environment, "close"))
 
     async def _call(self, ticket: int, prompt: Prompt, method: str, function: Callable[..., Any], *given: Any) -> Any:
         """Call a method of an environment, or without a name `score`, and check what it returns. Raises _Failed."""
@@ -160,6 +161,11 @@ class Player:
             raise _Failed(origin, reason, kind) from error
 
 
+def _method(environment: Any, name: str, *given: Any) -> Any:
+    """Call a method that the environment may lack."""
+    return getattr(environment, name)(*given)
+
+
 def _turn_of(reward: Reward) -> Turn:
     """Return a score as the only turn of its episode."""
     return Turn((), reward.total, True, reward.parts)
@@ -179,7 +185,8 @@ def _checked(turn: Any) -> Turn:
     if size > MAX_ANSWER_BYTES:
         raise ValueError(f"an answer of {size:,} bytes, and at most {MAX_ANSWER_BYTES:,} are possible")
     reward = checked_numbers(turn.reward, turn.parts, MAX_REWARD_PARTS)
-    return Turn(messages, reward.total, bool(turn.done), reward.parts)
+    # In one order, so that an answer which is repeated has the same digest.
+    return Turn(messages, reward.total, bool(turn.done), dict(sorted(reward.parts.items())))
 
 
 _CHECKS: dict[str, Callable[[Any], Turn]] = {
@@ -209,6 +216,7 @@ class TaskScorer(WorkerPool):
                 settings=config.model_dump(mode="json"),
                 workers=config.reward_workers,
                 batch=max(_BATCH, config.reward_concurrency) if together else _BATCH,
+                refills=together,
                 load_seconds=LOAD_SECONDS,
                 work_seconds=config.reward_seconds,
             )
@@ -308,10 +316,8 @@ def main() -> None:
         for batch in connection.messages:
             worker.score_in_order(batch)
         return
-    # One event loop for all batches: a task may keep connections, which belong to a loop.
-    with asyncio.Runner() as runner:
-        for batch in connection.messages:
-            runner.run(worker.answer_together(batch))
+    # One event loop: a task may keep connections, which belong to a loop.
+    asyncio.run(worker.answer_together())
 
 
 class _Worker(Player):
@@ -331,9 +337,29 @@ class _Worker(Player):
             reward, error = score(self._task, Prompt(*fields), response, finished, self._memory_mib)
             self._send(["results", [[ticket, _outcome(reward, error), None]]])
 
-    async def answer_together(self, batch: Sequence[Any]) -> None:
-        """Answer up to `task.reward_concurrency` items at a time, unless a method does not wait."""
-        await asyncio.gather(*(self._answer_one(*item) for item in batch))
+    async def answer_together(self) -> None:
+        """Answer up to `task.reward_concurrency` items at a time, unless a method does not wait; return at the end."""
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        # An event loop has weak references alone.
+        answering = set[asyncio.Task[None]]()
+
+        def receive() -> None:
+            batches = self._connection.receive()
+            if batches is None:
+                over.set()
+                return
+            for item in chain.from_iterable(batches):
+                answering.add(task := loop.create_task(self._answer_one(*item)))
+                task.add_done_callback(done)
+
+        def done(task: "asyncio.Task[None]") -> None:
+            answering.discard(task)
+            if task.exception() is not None:
+                task.print_stack()
+                os._exit(1)
+
+        loop.add_reader(self._connection, receive)
+        await over.wait()
 
     async def _answer_one(self, ticket: int, *asked: Any) -> None:
         async with self._free:

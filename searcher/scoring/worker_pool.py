@@ -147,6 +147,7 @@ class Connection:
             # When memory is short the kernel kills workers first.
             with open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")
+        self._unpacker: Any = msgpack.Unpacker(max_buffer_size=_REQUEST_BYTES)
         self.messages = self._read()
 
     def send(self, message: Any) -> None:
@@ -154,10 +155,19 @@ class Connection:
         self._channel.sendall(msgpack.packb(message))
 
     def _read(self) -> Iterator[Any]:
-        unpacker = msgpack.Unpacker(max_buffer_size=_REQUEST_BYTES)
-        while chunk := self._channel.recv(_CHUNK_BYTES):
-            unpacker.feed(chunk)
-            yield from unpacker
+        while (arrived := self.receive()) is not None:
+            yield from arrived
+
+    def receive(self) -> list[Any] | None:
+        """Wait for something, and return the messages that are complete; None at the end."""
+        if not (chunk := self._channel.recv(_CHUNK_BYTES)):
+            return None
+        self._unpacker.feed(chunk)
+        return list(self._unpacker)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when something has arrived."""
+        return self._channel.fileno()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +175,9 @@ class PoolSettings:
     """What a pool runs, and its limits.
 
     A worker runs `module` and receives `settings` first. It must be ready within `load_seconds`, and while it has
-    items it must send a message every `work_seconds`. It is sent at most
-    `batch` items at a time, and waits up to `gather_seconds` for that many. While no worker is ready, items fail that
-    wait longer than `max_wait_seconds`, if that is set. `name` is for log messages.
+    items it must send a message every `work_seconds`. It has at most `batch` items at a time, and gets more when it has
+    done all of them, or with `refills` some. An idle one waits up to `gather_seconds` for that many. While no worker is
+    ready, items fail that wait longer than `max_wait_seconds`, if that is set. `name` is for log messages.
     """
 
     name: str
@@ -177,6 +187,7 @@ class PoolSettings:
     batch: int
     load_seconds: float
     work_seconds: float
+    refills: bool = False
     gather_seconds: float = 0.0
     max_wait_seconds: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -349,18 +360,22 @@ class WorkerPool:
     def send(self) -> None:
         """Give idle workers what has been submitted. `poll` does that too."""
         for worker in self.workers:
-            if not worker.ready or worker.items or not (self._waiting or worker.calls):
+            room = self.settings.batch - len(worker.items) if self.settings.refills or not worker.items else 0
+            if not worker.ready or room <= 0 or not (self._waiting or worker.calls):
                 continue
-            items = [worker.calls.popleft() for _ in range(min(self.settings.batch, len(worker.calls)))]
-            if self._waiting and not items:
+            items = [worker.calls.popleft() for _ in range(min(room, len(worker.calls)))]
+            if self._waiting and not items and not worker.items:
                 waited = time.monotonic() - self._waiting[0].submitted_at
                 if len(self._waiting) < self.settings.batch and waited < self.settings.gather_seconds:
                     return
             # A small backlog is divided among all workers.
-            count = min(self.settings.batch - len(items), -(-len(self._waiting) // len(self.workers)))
+            count = min(room - len(items), -(-len(self._waiting) // len(self.workers)))
             items += [self._waiting.popleft() for _ in range(count)]
-            worker.items = {item.ticket: item for item in items}
+            # What a busy worker gets is no sign of life.
+            since = worker.process.progress_at if worker.items else None
+            worker.items |= {item.ticket: item for item in items}
             worker.process.send([item.message(held=item.ticket in worker.episodes) for item in items])
+            worker.process.progress_at = since or worker.process.progress_at
             worker.episodes.update(item.ticket for item in items if item.call)
 
     def _expire(self) -> None:

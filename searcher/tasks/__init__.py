@@ -197,7 +197,7 @@ def _only_task(module: ModuleType, place: str) -> Callable[..., Any]:
     classes = _classes(module)
     tasks = [kind for kind in classes if not _lacks(kind)]
     # An episode task has its environment in the same file.
-    if not any(hasattr(kind, "prompts") for kind in classes):
+    if not any(hasattr(kind, name) for kind in classes for name in ("prompts", "held_out", "environment")):
         tasks = [kind for kind in classes if is_environment_class(kind)]
     if len(tasks) > 1:
         names = ", ".join(task.__name__ for task in tasks)

@@ -153,8 +153,8 @@ class GymnasiumTask(ListedTask):
     The keys of prompts are numbers, and the seed of an episode is a hash of its key. A prompt has the `instruction`,
     the picture after the reset and the names of the actions. A reply means the last action that it names, by name or
     number; one that names none ends the episode with `parse_error` 1. `correct` is 1 if the environment terminates with
-    a positive reward. `actions` are names, separated by spaces. With `map_size`, each key of FrozenLake has a map of
-    its own. Other options are arguments of `gymnasium.make`.
+    a positive reward, or at CliffWalking's goal. `actions` are names, separated by spaces. With `map_size`, each key of
+    FrozenLake has a map of its own. Other options are arguments of `gymnasium.make`.
 
     The luck of an environment, such as that of a slippery lake, is a function of the key and the actions, so episodes
     can be repeated. But the key is all that decides it, and no prompt reveals it: to the policy it is luck all the
@@ -239,8 +239,10 @@ class _Gymnasium(Environment):
             return Turn(done=True, parts={PARSE_ERROR: 1.0, CORRECT: 0.0})
         _, reward, terminated, truncated, _ = self._made.step(action)
         if terminated or truncated:
-            return Turn((), reward, True, {PARSE_ERROR: 0.0, CORRECT: float(terminated and reward > 0)})
-        return Turn([("user", observation(self._made, self._actions))], reward)
+            # CliffWalking terminates at its goal alone, and gives no positive reward.
+            is_goal = terminated and (reward > 0 or self._made.spec.id.startswith("CliffWalking"))
+            return Turn((), reward, True, {PARSE_ERROR: 0.0, CORRECT: float(is_goal)})
+        return Turn([("user", observation(self._made, self._actions))], reward, parts={CORRECT: 0.0})
 
     def close(self) -> None:
         self._released(self._made)

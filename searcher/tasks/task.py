@@ -226,7 +226,7 @@ def has_environment(task: Task, prompt: Prompt | None = None) -> bool:
 
 def is_random(task: Task, prompt: Prompt | None = None) -> bool:
     """Return whether environments are not a function of prompt key and replies; of a mixture as `has_environment`."""
-    return any(bool(getattr(part, "random", False)) for part in _tasks_of(task, prompt))
+    return any(getattr(part, "random", False) is True for part in _tasks_of(task, prompt))
 
 
 def scores_concurrently(task: Task) -> bool:

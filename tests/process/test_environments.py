@@ -135,6 +135,19 @@ def test_coroutines_of_several_environments_run_together_and_each_has_its_deadli
         assert (late.error_kind, late.error) == ("turn_timeout", "environment of hostile: step(): timed out after 5 s")
 
 
+def test_a_call_that_waits_holds_up_no_other_episode(make):
+    rewards = make("Coroutines")
+    play(rewards, ["one", "two"], replies=[])
+    rewards.play(0, Prompt("one", "question"), [("2", True)])
+    # Sent, and begun in the only worker.
+    rewards.wait(1.0)
+    rewards.play(1, Prompt("two", "question"), [("2", True)])
+    found = []
+    while rewards.waiting:
+        found += rewards.wait(1.0)
+    assert [one.turn and one.turn.done for one in found] == [True] * 2
+
+
 def test_an_episode_can_end_with_a_last_turn_or_by_closing_it(make):
     rewards = make()
     for ticket, how in enumerate([{"last": True}, {"close": True}]):

@@ -120,7 +120,7 @@ def test_a_check_plays_the_episodes_of_a_task(checked):
     code, findings, _ = checked("guess")
     assert (code, {one["result"] for one in findings.values()}) == (0, {"ok", "unchecked"})
     assert findings["same in every process"]["detail"].endswith("load the same prompts and give the same observations")
-    assert findings["errors"]["detail"] == "0 of 16 episodes"
+    assert findings["errors"]["detail"] == "0 of 24 episodes"
     assert findings["speed"]["detail"].endswith(" turns per second, resets included")
 
 
@@ -130,11 +130,11 @@ def test_a_check_finds_episodes_that_share_state_and_the_call_that_fails(checked
     code, findings, _ = checked(file)
     assert (code, findings["same in every process"]["result"]) == (1, "fail")
     assert "observations differ between two processes" in findings["same in every process"]["detail"]
-    assert "2 of 4 episodes: prompt 'a' after 1 answers" in findings["errors"]["detail"]
+    assert "2 of 6 episodes: prompt 'a' after 1 answers" in findings["errors"]["detail"]
     assert "environment of sharing: step(): ZeroDivisionError" in findings["errors"]["detail"]
     # Of the turns of an episode rewards are added up, and the last value of `correct` counts.
     assert findings["rewards"]["result"] == "ok"
-    assert findings["rewards"]["detail"].startswith("3 to 3, parts correct; the environment ended 0 of 2 episodes")
+    assert findings["rewards"]["detail"].startswith("1 to 3, parts correct; the environment ended 0 of 4 episodes")
 
 
 def test_a_scorer_that_never_ends_is_found_within_its_time_limit(checked, tmp_path):

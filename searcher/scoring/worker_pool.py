@@ -371,7 +371,7 @@ class WorkerPool:
             # A small backlog is divided among all workers.
             count = min(room - len(items), -(-len(self._waiting) // len(self.workers)))
             items += [self._waiting.popleft() for _ in range(count)]
-            # What a busy worker gets is no sign of life.
+            # Of a busy worker only what it sends shows that it lives.
             since = worker.process.progress_at if worker.items else None
             worker.items |= {item.ticket: item for item in items}
             worker.process.send([item.message(held=item.ticket in worker.episodes) for item in items])

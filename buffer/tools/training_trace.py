@@ -25,6 +25,14 @@ FATAL, WARN = "FATAL", "WARN"
 _MODEL = re.compile(r"policy@v(\d+)\Z")
 # Entries of the turn table, each also a key of the metadata of a call.
 _DETAILS = ("seconds", "environment_seconds", "reward", "parts", "messages")
+# By setting of sampling, the values without an effect.
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+}
 # The fields of an exported row that a trace has no place for: they are in the metadata of its last call.
 _KEPT = (
     *("run", "run_name", "id", "epoch", "sender", "sequence", "policy_version", "policy_step", "received_at"),
@@ -77,8 +85,19 @@ class Call(BaseModel, strict=True, extra="forbid"):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """The settings of sampling; 1 where none is recorded, which is the default of servers."""
-        return {"temperature": 1.0, "top_p": 1.0} | self.model_dump(include={"temperature", "top_p"}, exclude_none=True)
+        """The settings of sampling; 1 where none is recorded, which is the default of servers.
+
+        Temperature 0, an unknown distribution, where others changed it.
+        """
+        found = {"temperature": 1.0, "top_p": 1.0}
+        found |= self.model_dump(include={"temperature", "top_p"}, exclude_none=True)
+        return found if self.is_modelled else found | {"temperature": 0.0}
+
+    @property
+    def is_modelled(self) -> bool:
+        """Whether nothing but temperature and top_p changed the distribution that was sampled."""
+        given = self.metadata.get("sampling_params")
+        return not isinstance(given, dict) or all(given.get(name) in (None, *no) for name, no in _NEUTRAL.items())
 
     @property
     def spans(self) -> list[list[int]]:
@@ -119,6 +138,7 @@ def _of_call(call: Call) -> Iterator[tuple[str, str, str]]:
     prompt, sampled = len(call.prompt_token_ids), len(call.completion_token_ids)
     logprobs, mask, spans = call.per_token_logps, call.loss_mask, call.spans
     is_whole = not spans or all(a[1] == b[0] for a, b in pairwise([[0, 0], *spans, [sampled]]))
+    is_whole &= all(start <= end for start, end, _ in spans)
     has_versions = is_whole and all(0 <= version < 1 << 31 for *_, version in spans)
     all_ids = {*call.prompt_token_ids, *call.completion_token_ids, 0}
     ids = f"{prompt} prompt and {sampled} completion ids"
@@ -191,15 +211,18 @@ def read(fields: Any, where: str, run: str) -> tuple[dict[str, Any], list[str]]:
     for level, name, turn, what in findings:
         if level == FATAL:
             raise UsageError(f"{where}: {f'turn {turn}' if turn else 'turns'}: {name}: {what}")
-    unscored = {"unscored"} if calls[-1].env_reward is None else set()
-    return _line(calls, run), sorted({finding.check for finding in findings} | unscored)
+    own = {"unscored"} if calls[-1].env_reward is None else set()
+    own |= set() if all(call.is_modelled for call in calls) else {"sampling_not_modelled"}
+    return _line(calls, run), sorted({finding.check for finding in findings} | own)
 
 
 def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
     """Return the keys of a row. What an export has kept of the row comes before what is known of the calls."""
     # The calls with tokens to train on, one conversation after the other. The tokens of others are context.
     paths, discarded = _graph(calls)
-    kept = [calls[n] for n in sorted(paths, key=paths.__getitem__) if n not in discarded and any(calls[n].mask)]
+    order = sorted(paths.keys() - discarded, key=paths.__getitem__)
+    # A row of ours has no retries: its contexts may return to an earlier one.
+    kept = [calls[n] for n in (range(len(calls)) if calls[-1].tba else order) if any(calls[n].mask)]
     runs = {(call.run or run) if call.spans else None for call in kept}
     served_by = runs.pop() if len(runs) == 1 else None
     is_episode = len(kept) > 1 or not kept[0].model_fields_set.isdisjoint(_DETAILS)
@@ -209,7 +232,7 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
         "run": served_by,
         "prompt_key": next((call.prompt_key for call in calls if call.prompt_key), None),
         "reward": last.env_reward or 0.0,
-        "reward_parts": {name: float(value) for name, value in last.metrics.items() if isinstance(value, int | float)},
+        "reward_parts": {name: float(value) for name, value in last.metrics.items() if _is_number(value)},
         "stop_reason": ((STOP_EOS, STOP_LENGTH), ("completed", "max_tokens"))[is_episode][is_cut],
         "sampling": kept[0].sampling,
         "generation_seconds": sum(call.seconds for call in kept),
@@ -223,6 +246,11 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
     if not is_episode:
         tokens |= {"turns": [], "loss_mask": [] if all(tokens["loss_mask"]) else tokens["loss_mask"]}
     return line | tokens
+
+
+def _is_number(value: Any) -> bool:
+    # An integer of JSON may be larger than any float.
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def _tokens(kept: Sequence[Call], *, has_versions: bool) -> dict[str, Any]:

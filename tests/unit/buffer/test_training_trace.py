@@ -295,7 +295,9 @@ def test_versions_of_another_run_are_those_of_no_policy(runs, version, named, im
     assert (found, json.loads(metadata).get("imported_run")) == (version, named)
 
 
-@pytest.mark.parametrize("spans", [[[0, 1, 0]], [[0, 2, -1]], [[0, 2, 1 << 31]], [[0, 1, 0], [0, 2, 0]]])
+@pytest.mark.parametrize(
+    "spans", [[[0, 1, 0]], [[0, 2, -1]], [[0, 2, 1 << 31]], [[0, 1, 0], [0, 2, 0]], [[0, 5, 1], [5, 2, 2]]]
+)
 def test_spans_of_versions_must_cover_the_sampled_tokens(spans, import_into):
     trace = episode()
     trace["turns"][1]["response"]["choices"][0]["version_spans"] = spans
@@ -309,6 +311,30 @@ def test_turns_sampled_with_different_settings_are_refused(import_into):
         "turns: sampling_policy_changed: temperature and top_p are [(0.5, 1.0), (1.0, 1.0)]"
         in import_into(trace).message
     )
+
+
+def test_a_distribution_that_is_not_modelled_is_an_unknown_sampler(import_into, filled):
+    trace = episode()
+    trace["turns"][1]["metadata"]["sampling_params"] |= {"top_k": 20, "min_p": 0}
+    for one in (trace["turns"][0], trace["turns"][2]):
+        one["metadata"]["sampling_params"] |= {"top_k": 20}
+    assert import_into(trace).json["warnings"]["sampling_not_modelled"] == 1
+    assert new_rows(filled, "v.temperature, v.top_p") == [(0.0, 1.0)]
+
+
+def test_a_number_that_no_float_holds_is_no_part_of_the_reward(import_into, filled):
+    trace = episode()
+    trace["turns"][2]["metadata"]["verify"]["metrics"]["digits"] = 10**400
+    import_into(trace)
+    ((parts,),) = new_rows(filled, "v.reward_parts")
+    assert json.loads(parts) == {"won": 1.0}
+
+
+def test_an_exported_row_whose_context_returns_keeps_all_its_turns(import_into, filled):
+    calls = [call([1], [2]), call([1], [3], 1), call([1, 3, 4], [5], 2, **SCORED, tba={"stop_reason": "completed"})]
+    import_into({"turns": calls})
+    ((turns,),) = new_rows(filled, "v.turns")
+    assert turns == 3
 
 
 def test_a_trace_without_a_prompt_key_is_identified_by_its_first_prompt(import_into, filled):

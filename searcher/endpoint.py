@@ -201,7 +201,7 @@ class Completions:
             text = "".join(message["content"] for message in maps)
             prompt = Prompt("request", text, messages=[*map(message_of, maps)], template_kwargs=variables)
             return self._renderer.ids(prompt)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise HttpError(f"the messages cannot be rendered: {error}", "messages") from error
 
     def answer(self, question: Question, generations: Sequence[Generation]) -> dict[str, Any]:

@@ -199,6 +199,9 @@ def test_a_stop_of_the_request_ends_its_response_and_not_its_tokens(served):
     assert (by_id["message"]["content"], by_id["stop_reason"], by_id["token_ids"]) == ("", 9, [9])
 
 
+DEEP = {"function": {"name": "f", "arguments": "[" * 100_000}}
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "param"),
     [
@@ -213,6 +216,7 @@ def test_a_stop_of_the_request_ends_its_response_and_not_its_tokens(served):
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages"),
         ({"messages": [{"content": "no role"}]}, 400, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, 400, "messages"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "messages"),
         ({"n": 0}, 400, "n"),
         ({"n": 10_000}, 400, "n"),

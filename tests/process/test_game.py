@@ -73,6 +73,8 @@ def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_con
         "model": {"path": str(start), "dtype": "float32"},
         "task": {"name": "slow.py", "options": {"prompts": PROMPTS}, "limit": 0, "held_out_limit": 0},
         "search": {"max_turns": 3, "turn_tokens": 2, "max_tokens": 12, "samples_per_prompt": 4},
+        # Without a searcher no step is made, so the run does not end before the last kill.
+        "buffer": {"max_staleness": 2, "lease_seconds": 4.0},
     }
     run = make_config(**small_sections(**game))
     launcher = start_tba("run", run.file)

@@ -164,8 +164,11 @@ class Accumulator:
         """Return the groups of a micro-batch as the objective takes them."""
         batch, groups, log_z_bK = self.batch, micro_batch.groups, None
         if self.log_z is not None and scores.prompt_NH is not None:
-            # Of each row: a first context may differ from others of its group.
-            log_z_bK = self.log_z(scores.prompt_NH).view(-1, batch.samples)
+            # No prompt token attends to the response after it. The first contexts of episodes may differ.
+            prompts = [row.prompt_ids.tobytes() for row in rows]
+            firsts = [prompt for prompt in prompts[:: batch.samples] for _ in range(batch.samples)]
+            each = batch.samples if prompts == firsts else 1
+            log_z_bK = self.log_z(scores.prompt_NH[::each]).view(len(rows) // batch.samples, -1)
         return Responses(
             logprob_R=scores.logprob_R.cpu(),
             tempered_R=scores.tempered_R.cpu(),

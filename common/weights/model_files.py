@@ -220,17 +220,20 @@ def weights_digest(directory: Path) -> str:
     """Return a hash of the sizes of a model's weight files and of samples of their content, in milliseconds.
 
     Another model, or the same one after training, has another hash; a change of a few rows may be missed. Raises
-    ConfigError if there are no weights.
+    ConfigError if there are no weights, or one of the files cannot be read.
     """
     digest = hashlib.sha256()
     for path in weight_files(directory):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with open_regular(path) as file:
-            # Evenly spread: training may leave whole layers as they were.
-            for n in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * n // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+        try:
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            with open_regular(path) as file:
+                # Evenly spread: training may leave whole layers as they were.
+                for n in range(_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * n // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 

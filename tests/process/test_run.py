@@ -75,10 +75,12 @@ def check_references(run) -> None:
     """Check that the trainer used the references of the searcher, and that they are right."""
     assert {line["reference_computed"] for line in run.lines()} == {0}
     # The weights of the first snapshot are the reference, and sampling is unmodified: the engine's own
-    # log-probabilities add up to the same. The trainer's do too (tests/unit/searcher/test_references.py).
+    # log-probabilities add up to the same. The trainer's do too (tests/unit/searcher/test_references.py). A response
+    # that later weights have continued has two version runs.
     stored = run.query(
         """SELECT r.logprob, p.logprobs FROM trajectory_rows t JOIN payloads p ON p.trajectory = t.id
-           JOIN reference_logprobs r ON r.trajectory = t.id AND r.reference = 'initial' WHERE t.policy_version = 0"""
+           JOIN reference_logprobs r ON r.trajectory = t.id AND r.reference = 'initial'
+           WHERE t.policy_version = 0 AND LENGTH(p.version_runs) = 8"""
     )
     assert len(stored) > 8
     sampled = [float(np.frombuffer(logprobs, "<f4").sum(dtype=np.float64)) for _, logprobs in stored]

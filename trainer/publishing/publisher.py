@@ -105,7 +105,7 @@ class Publisher:
 
         Never waits for what is being written. A queued snapshot is replaced by this one, unless it is one to be kept
         and few are queued; then both are published. Without room for one more copy nothing is queued, and `missed` is
-        set. Raises the thread's failure.
+        set. Raises the thread's failure, and SnapshotError if the weights cannot be written.
         """
         self.check()
         base_version = self._take_version() if self._writer.needs_base(step) else None
@@ -115,7 +115,10 @@ class Publisher:
             # The newer one takes over publishing the base, under the version of the replaced snapshot.
             base_version = replaced.version if base_version is None else base_version
             self._writer.release(replaced.copy)
-        copy = self._writer.copy(self._ranks)
+        try:
+            copy = self._writer.copy(self._ranks)
+        except OSError as error:
+            raise SnapshotError(f"publishing to {self._directory} failed: {error}") from error
         self.missed = copy is None
         if copy is None:
             no_room = self._writer.no_room

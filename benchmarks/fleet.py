@@ -148,7 +148,7 @@ def paced_statuses(monitor: BufferClient, count: int) -> Iterator[float]:
 
 def watch(server: Server, seconds: list[float], done: threading.Event) -> None:
     with contextlib.closing(server.client("monitor")) as monitor:
-        while not done.wait(0.05):
+        while not done.wait(0.1):
             seconds.append(request_status(monitor))
 
 
@@ -283,7 +283,8 @@ class Searcher:
         for reply in self._client.poll(0.0):
             if isinstance(reply.message, messages.Leases):
                 assert self._asked is not None
-                if reply.message.visits:
+                # The first requests, of all searchers at once, are those of a start.
+                if reply.message.visits and self.leased:
                     self.lease_seconds.append(time.monotonic() - self._asked[1])
                 self._asked, self.leased = None, self.leased or bool(reply.message.visits)
                 self._visits.extend(reply.message.visits)

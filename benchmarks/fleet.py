@@ -126,7 +126,7 @@ class Ingest(NamedTuple):
 
 
 def ingest(waiting: int) -> Ingest:
-    """Return what a new server takes in while so many searchers wait for leases."""
+    """Return what a new server takes in while this many searchers wait for leases."""
     with fleet(waiting, 0.0) as (server, _):
         seconds, done = [], threading.Event()
         watcher = threading.Thread(target=watch, args=(server, seconds, done))

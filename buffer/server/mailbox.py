@@ -61,7 +61,7 @@ class Arrival:
 
 
 class Mailbox:
-    """First-in-first-out queues of arrivals: requests for batches, heartbeats, other urgent ones, the rest. Thread-safe.
+    """First-in-first-out queues of arrivals: batches, heartbeats, other urgent requests, the rest. Thread-safe.
 
     The queues take turns: each transaction has some of each, and at most one batch. While puts wait, batches get half
     of the writer's time, so that a client that asks for batch after batch slows ingest but does not stop it. `dropped`

@@ -58,10 +58,8 @@ def test_statistics_of_analyze_are_no_change_of_the_schema(filled):
 
 
 def test_the_tables_of_litestream_are_no_change_of_the_schema(filled, tba_buffer):
-    change(
-        filled,
-        "CREATE TABLE _litestream_seq (id INTEGER PRIMARY KEY, seq INTEGER); CREATE TABLE _litestream_lock (id INTEGER)",
-    )
+    change(filled, "CREATE TABLE _litestream_seq (id INTEGER PRIMARY KEY, seq INTEGER)")
+    change(filled, "CREATE TABLE _litestream_lock (id INTEGER)")
     Store(filled, durability="process").close()
     assert tba_buffer("check", "-b", filled).exit_code == 0
 

@@ -23,10 +23,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import zmq
@@ -40,7 +40,7 @@ from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.messages import GetStatus, Status
 from tba.common.wire.trajectory import Trajectory
 from tba.searcher.delivery.delivery import Delivery
-from tba.searcher.loop import _HEARTBEAT_SECONDS, _LEASE_WAIT_SECONDS, _REFILLS
+from tba.searcher.loop import _HEARTBEAT_SECONDS, _LEASE_WAIT_SECONDS
 
 ROW_BYTES = 4096
 # Two loads of an engine with 256 responses in flight, in groups; one is all that a waiting searcher may lease.
@@ -50,6 +50,7 @@ PRODUCERS, ROWS = 8, 65_536
 BATCH_PROMPTS, BATCH_SAMPLES = 64, 8
 # As many metrics as a searcher with vLLM sends.
 METRICS = {f"metric_of_searcher_{n}": 1234.5 + n for n in range(28)}
+_STATUS_SECONDS = 0.1
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -61,75 +62,63 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4, help="rounds of ingest with and without waiting searchers")
     options = parser.parse_args()
     if options.seconds:
-        headings = [
-            "",
-            "rows/s",
-            "CPU",
-            "lease p50 ms",
-            "p99",
-            "status p50 ms",
-            "p99",
-            "batch p50 ms",
-            "p99",
-            "MiB",
-            "fds",
-        ]
+        headings = ["rows/s", "CPU", "lease p50 ms", "p99", "status p50 ms", "p99", "batch p50 ms", "p99", "MiB", "fds"]
         row = ["working", *working(options.searchers, options.rate, options.seconds)]
-        print_table(f"{options.searchers} searchers that finish {options.rate:,.0f} rows/s of 4 KB", headings, [row])
+        title = f"{options.searchers} searchers that finish {options.rate:,.0f} rows/s of 4 KB"
+        print_table(title, ["", *headings], [row])
     if not options.pairs:
         return
-    found = in_turns({count: partial(ingest, count) for count in (0, options.searchers)}, options.pairs)
-    rows = [
-        [f"{count} waiting", *(f"{statistics.median(numbers):,.0f}" for numbers in zip(*of_one, strict=True)), *more]
-        for count, of_one, more in (
-            (count, [one[:4] for one in rounds], p50_and_p99_ms([s for one in rounds for s in one.status_seconds]))
-            for count, rounds in found.items()
-        )
-    ]
+    found = in_turns({waiting: partial(ingest, waiting) for waiting in (0, options.searchers)}, options.pairs)
+    rows = []
+    for waiting, rounds in found.items():
+        *columns, seconds = zip(*rounds, strict=True)
+        medians = (f"{statistics.median(column):,.0f}" for column in columns)
+        rows.append([f"{waiting} waiting", *medians, *p50_and_p99_ms([*chain(*seconds)])])
     headings = ["", "rows/s", "rows/CPU s", "MiB", "fds", "status p50 ms", "p99"]
     print_table(f"ingest of {PRODUCERS} producers, median of {options.pairs} rounds", headings, rows)
-    alone, crowded = found.values()
-    for name in ("rows_per_second", "rows_per_cpu_second"):
-        ratios = [[getattr(one, name) for one in rounds] for rounds in (crowded, alone)]
-        print(f"{name}: median ratio {median_ratio(*ratios):.2f}")
+    per_second, per_cpu_second = (
+        median_ratio(*([one[n] for one in rounds] for rounds in reversed(found.values()))) for n in (0, 1)
+    )
+    print(f"median ratio of a pair: rows/s {per_second:.2f}, rows/CPU s {per_cpu_second:.2f}")
 
 
 def working(searchers: int, rate: float, seconds: float) -> list[str]:
     """Return what a server does in some seconds for searchers at work."""
-    leases, statuses, batches = [], [], []
-    with fleet(searchers, rate) as (server, taken), contextlib.closing(server.client("trainer")) as trainer:
+    statuses, batches = [], []
+    with (
+        fleet(searchers, rate) as (server, taken),
+        contextlib.closing(server.client("trainer")) as trainer,
+        contextlib.closing(server.client("monitor")) as monitor,
+    ):
         ask(trainer, 0)
         began, before, cpu = time.perf_counter(), server.status().trajectories, server.cpu_seconds()
-        monitor = server.client("monitor")
-        for step in range(1, 1 << 30):
-            statuses += list(paced_statuses(monitor, 8))
+        for step in count(1):
             batches.append(ask(trainer, step))
+            for _ in range(8):
+                statuses.append(request_status(monitor))
+                time.sleep(_STATUS_SECONDS)
             if time.perf_counter() > began + seconds:
                 break
         took = time.perf_counter() - began
         rows, cpu = server.status().trajectories - before, server.cpu_seconds() - cpu
-        monitor.close()
-        used = usage(server)
-        leases = taken()
+        used, leases = usage(server), taken()
     percentiles = [cell for values in (leases, statuses, batches) for cell in p50_and_p99_ms(values)]
     return [f"{rows / took:,.0f}", f"{cpu / took:.0%}", *percentiles, *(f"{number:,.0f}" for number in used)]
 
 
-class Ingest(NamedTuple):
-    """One round of `ingest`: also resident MiB and open descriptors of the server at its end."""
+def ingest(waiting: int) -> tuple[float, float, float, float, list[float]]:
+    """Return what a new server takes in while this many searchers wait for leases.
 
-    rows_per_second: float
-    rows_per_cpu_second: float
-    mib: float
-    descriptors: float
-    status_seconds: list[float]
-
-
-def ingest(waiting: int) -> Ingest:
-    """Return what a new server takes in while this many searchers wait for leases."""
-    with fleet(waiting, 0.0) as (server, _):
+    Rows per second, and per second of its CPU time; its MiB and descriptors at the end; the seconds of statuses.
+    """
+    with fleet(waiting, 0.0) as (server, _), contextlib.closing(server.client("monitor")) as monitor:
         seconds, done = [], threading.Event()
-        watcher = threading.Thread(target=watch, args=(server, seconds, done))
+
+        def watch() -> None:
+            while not done.wait(_STATUS_SECONDS):
+                seconds.append(request_status(monitor))
+
+        watcher = threading.Thread(target=watch)
         load = Load(server, PRODUCERS, ROWS, ROW_BYTES)
         cpu = server.cpu_seconds()
         watcher.start()
@@ -137,19 +126,7 @@ def ingest(waiting: int) -> Ingest:
         cpu = server.cpu_seconds() - cpu
         done.set()
         watcher.join()
-        return Ingest(rate, ROWS / cpu, *usage(server), seconds)
-
-
-def paced_statuses(monitor: BufferClient, count: int) -> Iterator[float]:
-    for _ in range(count):
-        yield request_status(monitor)
-        time.sleep(0.05)
-
-
-def watch(server: Server, seconds: list[float], done: threading.Event) -> None:
-    with contextlib.closing(server.client("monitor")) as monitor:
-        while not done.wait(0.1):
-            seconds.append(request_status(monitor))
+        return rate, ROWS / cpu, *usage(server), seconds
 
 
 def usage(server: Server) -> tuple[float, float]:
@@ -209,9 +186,8 @@ def fleet(searchers: int, rate: float) -> Iterator[tuple[Server, "partial[list[f
         server.prepare(max(2048, 2 * share))
         work = Work(server.address, Path(folder) / "spools", GROUP * searchers / rate if rate else 0.0)
         stop, taken = _SPAWN.Event(), _SPAWN.SimpleQueue()
-        count = min(PROCESSES, searchers)
-        barrier = _SPAWN.Barrier(count + 1)
-        parts = [range(n, searchers, count) for n in range(count)]
+        parts = [range(n, searchers, PROCESSES) for n in range(min(PROCESSES, searchers))]
+        barrier = _SPAWN.Barrier(len(parts) + 1)
         processes = [
             _SPAWN.Process(target=search, args=(part, work, barrier, stop, taken), daemon=True) for part in parts
         ]
@@ -310,7 +286,8 @@ class Searcher:
 
     def _ask(self, now: float) -> None:
         want = LOADS - len(self._visits)
-        if self._asked is not None or want < LOADS // _REFILLS:
+        # Sooner than a searcher's loop, which waits until an eighth is used.
+        if self._asked is not None or not want:
             return
         held = sorted({visit.lease for visit in self._visits} | set(self._delivery.leases))
         request = messages.LeasePrompts(

@@ -19,9 +19,9 @@ _SEED_BITS = 31
 class TextArenaTask(ListedTask):
     """A game of TextArena by its id, for one player.
 
-    The seed of an episode is a hash of its prompt's key. The reward is the game's, once at its end; `correct` is 1 for a
-    reward of 1, that of a game that was won. Two invalid moves in a row end a game, as `parse_error`. Other options are
-    arguments of `textarena.make`.
+    The seed of an episode is a hash of its prompt's key. The reward is the game's, once at its end; `correct` is 1 for
+    a reward of 1, that of a game that was won. Two invalid moves in a row end a game, as `parse_error`. Other options
+    are arguments of `textarena.make`.
     """
 
     name = "textarena"

@@ -1,6 +1,7 @@
 """Start of one searcher from a configuration: task, tokenizer, workers, engine, loop."""
 
 import contextlib
+import errno
 import socket
 from collections.abc import Callable
 
@@ -28,12 +29,14 @@ from tba.searcher.tasks.task import check_prompts, check_rendering
 
 log = get_logger(__name__)
 
+# At most, for the searchers of a machine.
+ENDPOINT_PORTS = 64
 
-def search(config: Config, *, device: str, label: str, stop: StopSignal, index: int = 0) -> None:
+
+def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None:
     """Generate until the run is finished or `stop()`. `device` is `cpu` or the visible `cuda`.
 
-    `label` distinguishes the searchers of this machine: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU. `index` is the
-    searcher's place among those of its command.
+    `label` distinguishes the searchers of this machine: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU.
 
     Raises ConfigError for a model or task that cannot be loaded, WorkerLost if loading a reward model or a task failed
     for a reason that may be transient, and Refused if the buffer rejects this searcher.
@@ -60,7 +63,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal, index: 
         if stop():
             return
         # Before the engine, too: it tells that there are no weights yet.
-        if (endpoint := open_endpoint(config, loaded, index, lambda: client.run)) is not None:
+        if (endpoint := open_endpoint(config, loaded, lambda: client.run)) is not None:
             ending.callback(endpoint.close)
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
@@ -103,25 +106,27 @@ def _load_task(config: Config) -> LoadedTask:
     return LoadedTask(task, renderer, stopping)
 
 
-def open_endpoint(config: Config, loaded: LoadedTask, index: int, run: Callable[[], str]) -> Endpoint | None:
-    """Open the endpoint of a searcher, the n-th of its command. `run` returns the uuid of the run.
+def open_endpoint(config: Config, loaded: LoadedTask, run: Callable[[], str]) -> Endpoint | None:
+    """Open the endpoint of a searcher at the first free port from that of `search.serve` on.
 
-    The port is that of `search.serve` plus `index`; with port 0 it is a free one. None without `search.serve`, or if it
-    cannot listen there: the run goes on without.
+    With port 0 it is any free one. None without `search.serve`, or if the address cannot be bound: the run goes on
+    without. `run` returns the uuid of the run.
     """
     if not config.search.serve:
         return None
     host, port = config.search.serve_address
-    port += index if port else 0
     token = config.search.serve_token.get_secret_value()
-    try:
-        if port >= 1 << 16:
-            raise OSError("no port has that number")
-        completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config), run)
-        endpoint = Endpoint(host, port, token=token, completions=completions)
-    except OSError as error:
-        log.warning("no endpoint", host=host, port=port, reason=str(error))
-        return None
+    completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config), run)
+    last = min(port + ENDPOINT_PORTS, 1 << 16) - 1 if port else 0
+    endpoint = None
+    while endpoint is None:
+        try:
+            endpoint = Endpoint(host, port, token=token, completions=completions)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port >= last:
+                log.warning("no endpoint", host=host, port=port, reason=str(error))
+                return None
+            port += 1
     log.info("endpoint", url=endpoint.url)
     return endpoint
 

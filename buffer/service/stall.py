@@ -328,7 +328,7 @@ def _only_errors(status: Status, _: Sequence[ClientStatus]) -> Stall | None:
     if not errors or 2 * errors < arrived:
         return None
     most = f", most often: {status.common_error}" if status.common_error else ""
-    remedy = "correct what fails: `tba task check` runs the reward function by itself"
+    remedy = "correct what fails: `tba task check` runs the task by itself"
     if status.common_error.startswith("not trained on: cut off"):
         remedy = "raise search.max_tokens, or set another task.truncated"
     return Stall(

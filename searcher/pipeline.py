@@ -1,12 +1,12 @@
 """The searcher's pipeline: from a visit of a prompt to a group of trajectories on its way to the buffer.
 
-    visit ──► generate ──► score ──► reference ──► deliver
-               engine      workers    thread        spool, then the buffer
+    visit ──► generate ──► score ──► deliver
+               engine      workers    spool, then the buffer
 
 A prompt with an environment goes back and forth between the first two (`tba.searcher.episodes`).
 
 Each stage has `submit` and `done`. `done` returns what is finished without waiting for the rest, so a slow stage does
-not block the engine. Without configured reference log-probabilities there is no reference stage.
+not block the engine.
 """
 
 import hashlib
@@ -30,7 +30,6 @@ from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import CUT_OFF, Episode, Episodes
-from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Group, Scored, failed, storable
 from tba.searcher.tasks.task import Reward, Task, has_environment
@@ -338,7 +337,6 @@ class Pipeline:
 
     generation: GenerationStage
     scoring: ScoringStage
-    references: ReferenceScorer | None
     delivery: Delivery
     _leases: set[int] = field(default_factory=set)
     # Monotonic time since which generation pauses.
@@ -374,18 +372,5 @@ class Pipeline:
         for response in self.generation.done() if generate else ():
             self.scoring.submit(response)
         for group in self.scoring.done(wait_seconds):
-            if self.references is None:
-                self._deliver(group)
-            else:
-                self.references.submit(group)
-        for group in self.references.done() if self.references is not None else ():
-            self._deliver(group)
-
-    def close(self) -> None:
-        """Deliver the groups that wait for reference log-probabilities, without these."""
-        for group in self.references.close() if self.references is not None else ():
-            self._deliver(group)
-
-    def _deliver(self, group: Group) -> None:
-        self._leases.discard(group.visit.lease)
-        self.delivery.submit(group.done, group.visit.lease)
+            self._leases.discard(group.visit.lease)
+            self.delivery.submit(group.done, group.visit.lease)

@@ -22,7 +22,6 @@ from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
 from tba.searcher.loop import LoadedTask, Searcher
 from tba.searcher.pipeline import Exploration
-from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import check_prompts, check_rendering
 
@@ -67,20 +66,11 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal, index: 
             prompt_tokens = mean_tokens(task.prompts(), loaded.renderer)
             engine = make_engine(config, loaded.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
             ending.callback(engine.close)
-            # After the engine, which claims a fraction of the GPU's free memory.
-            references = None
-            if config.search.reference_logprobs:
-                from tba.searcher.scoring.reference_model import ReferenceModel
-
-                reference = ReferenceModel(config.model.path, device=device, dtype=config.model.dtype)
-                references = ReferenceScorer(reference.logprobs)
-                ending.callback(references.close)
         searcher = Searcher(
             config,
             engine=engine,
             loaded=loaded,
             rewards=rewards,
-            references=references,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,

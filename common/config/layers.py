@@ -53,6 +53,7 @@ REMOVED = {
     "buffer.recency_anneal_steps": _ONE_M,
     "buffer.rank_exponent": "rank draws by 1 / rank; softmax has buffer.inverse_temperature",
     "search.keep_prefix_cache": "a prefix of older weights is never reused",
+    "search.reference_logprobs": "the trainer computes them, once for each trajectory",
     "train.prefetch": "the next batch is requested unless buffer.max_staleness = 0",
     "train.max_skipped_steps": "five skipped steps in a row end the trainer",
     "train.keep_checkpoints": "the two newest checkpoints are kept",

@@ -141,19 +141,9 @@ def _check_staleness(config: Config) -> None:
 
 
 def _check_reference(config: Config) -> None:
-    if config.search.reference_logprobs and config.objective.log_z == "turn":
-        raise ValueError(
-            'objective.log_z = "turn" needs the reference log-probabilities of each turn, and searchers compute those '
-            "of whole responses: set search.reference_logprobs = false"
-        )
     kind = config.reference.kind
     if kind == "frozen":
         return
-    if config.search.reference_logprobs:
-        raise ValueError(
-            f'reference.kind = "{kind}" changes in the trainer, so searchers cannot compute its log-probabilities: '
-            "set search.reference_logprobs = false"
-        )
     if config.lora.rank:
         raise ValueError(f'reference.kind = "{kind}" has no effect with lora.rank: the base model is the reference')
     if not config.objective.uses_reference:

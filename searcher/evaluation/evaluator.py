@@ -352,11 +352,11 @@ def open_evaluator(
         ending.callback(engine.close)
         references = embed = None
         if config.eval.kl and config.eval.samples:
-            from tba.searcher.scoring.reference_model import ReferenceModel
+            from tba.searcher.evaluation.models import ReferenceModel
 
             references = ReferenceModel(config.model.path, device=device, dtype=config.model.dtype).logprobs
         if config.eval.embedder and config.eval.samples:
-            from tba.searcher.evaluation.embedder import SentenceEncoder
+            from tba.searcher.evaluation.models import SentenceEncoder
 
             embed = SentenceEncoder(config.eval.embedder, device=device).embed
         evaluator = Evaluator(

@@ -199,7 +199,6 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         searcher = Searcher(
             buffer.config.model_copy(update={"run": config.run.model_copy(update={"name": "test"})}),
             engine=watched, loaded=LoadedTask(loaded, renderer, stopping), rewards=Rewards(loaded, config.task),
-            references=None,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher="s"),
             client=client, clock=clock,
         )  # fmt: skip

@@ -52,7 +52,6 @@ from tba.searcher.tasks.task import (
     Turn,
     has_environment,
     is_random,
-    least_reward,
     name_of,
     scores_concurrently,
 )
@@ -203,8 +202,6 @@ class TaskScorer(WorkerPool):
         self._task = task
         self._config = config
         self._scored: list[Scored] = []
-        self._least = least_reward(task)
-        self._logged_least = False
         # The digests of the answers to each episode.
         self.told: dict[int, list[bytes]] = defaultdict(list)
         self._player = Player(task)
@@ -240,7 +237,6 @@ class TaskScorer(WorkerPool):
         """
         scored, self._scored = self._scored, []
         scored += [self._scored_by(result.item, *self._outcome_of(result)) for result in self.poll()]
-        self._check_least(scored)
         if self.refusal:
             raise TaskError(self.refusal)
         if self.failed_starts >= _MAX_STARTS:
@@ -280,19 +276,6 @@ class TaskScorer(WorkerPool):
             messages: Any = tuple(map(tuple, turn.messages))
             turn = turn._replace(messages=messages)
         return Scored(item.ticket, None, reward, error, kind, turn)
-
-    def _check_least(self, scored: list[Scored]) -> None:
-        """Log once that a reward is lower than the task says."""
-        # The rewards of turns add up to that of an episode.
-        low = [one for one in scored if one.error is None and one.turn is None and one.reward.total < self._least]
-        if low and not self._logged_least:
-            self._logged_least = True
-            log.warning(
-                "a reward is below the task's least_reward, which objective.reward_floor may refer to: correct it",
-                task=self._task.name,
-                reward=low[0].reward.total,
-                least_reward=self._least,
-            )
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ full, generation pauses. The engine's batch never runs empty meanwhile: another 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,10 +22,10 @@ from tba.common.system.watchdog import Watchdog
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.codec import Reply
+from tba.searcher.build import LoadedTask
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.endpoint import Endpoint
 from tba.searcher.engines.engine import Engine
-from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.run_end import RESUME_SECONDS, RunEnd
@@ -50,14 +49,6 @@ _REGISTER_CHUNK = 10_000
 _REGISTER_CHARACTERS = 1 << 20
 # Between two questions of a searcher whose prompts another one registers.
 _WAIT_SECONDS = 0.2
-
-
-class LoadedTask(NamedTuple):
-    """A task with what renders its prompts and what ends their responses."""
-
-    task: Task
-    renderer: PromptRenderer
-    stopping: Stopping
 
 
 class Searcher:
@@ -93,12 +84,7 @@ class Searcher:
             engine, loaded.task, loaded.renderer, exploration, config.search.samples_per_prompt
         )
         episodes = Episodes(
-            generation.ask,
-            rewards,
-            loaded.renderer,
-            loaded.stopping,
-            Limits.of(config),
-            lambda: engine.weights_version,
+            generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config), lambda: engine.weights_version
         )
         self._scoring = ScoringStage(rewards, loaded.stopping, config.task.truncated, episodes)
         self._pipeline = Pipeline(generation, self._scoring, self._delivery)
@@ -197,10 +183,7 @@ class Searcher:
         if want <= 0:
             return
         request = messages.LeasePrompts(
-            want=want,
-            held=held,
-            weights_version=self._weights.current.version,
-            wait_seconds=_LEASE_WAIT_SECONDS,
+            want=want, held=held, weights_version=self._weights.current.version, wait_seconds=_LEASE_WAIT_SECONDS
         )
         self._lease_request = self._client.post(request)
 

@@ -23,7 +23,7 @@ from tba.common.system.load_errors import loading
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.pretrained import from_directory
-from tba.common.wire.trajectory import TokenSequence, Trajectory, sequences
+from tba.common.wire.trajectory import Int32, TokenSequence, Trajectory, sequences
 from tba.searcher.evaluation.measure import Floats
 
 # Most tokens of a batch, padding included.
@@ -56,7 +56,7 @@ class ReferenceModel:
 
         None for a failed rollout, for a row with a token outside the vocabulary, and where the result is not finite.
         """
-        usable = [n for n, row in enumerate(rows) if self._is_usable(row)]
+        usable = [n for n, row in enumerate(rows) if all(map(self._are_known, (row.prompt_ids, row.response_ids)))]
         each = [(n, sequence) for n in usable for sequence in sequences(rows[n])]
         sums = dict.fromkeys(usable, 0.0)
         cut = partial(cut_by_tokens, limit=_BATCH_TOKENS, padded=True)
@@ -65,9 +65,8 @@ class ReferenceModel:
                 sums[each[index][0]] += logprob
         return [sums[n] if math.isfinite(sums.get(n, math.nan)) else None for n in range(len(rows))]
 
-    def _is_usable(self, row: Trajectory) -> bool:
-        ids = (row.prompt_ids, row.response_ids)
-        return all(len(part) and part.min() >= 0 and part.max() < self._vocabulary for part in ids)
+    def _are_known(self, ids: Int32) -> bool:
+        return len(ids) > 0 and bool(0 <= ids.min() <= ids.max() < self._vocabulary)
 
     def _batch(self, rows: Sequence[TokenSequence]) -> list[float]:
         width = max(map(_tokens, rows))

@@ -124,7 +124,8 @@ def train(
     resolved = options.resolve_start({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
     from tba.deploy.child import trainer_drain_seconds
 
-    settings = _check_training(resolved.config)
+    settings = resolved.config
+    _check_training(settings)
     device, count = _choose_device(settings)
     stop = start_process("train", level="INFO" if _is_first_rank() else "ERROR")
     stop.drain_seconds = trainer_drain_seconds(settings)
@@ -144,18 +145,15 @@ def train(
     return train_offline(settings, recorded, run_trainer, replay=replay, origins=resolved.origins)
 
 
-def _check_training(config: "Config") -> "Config":
-    """Return the configuration with its reward floor. Raises TbaError before anything is loaded or created."""
+def _check_training(config: "Config") -> None:
+    """Raise TbaError before anything is loaded or created."""
     from tba.buffer.store.recorded_work import refuse_other_work
     from tba.common.weights.model_files import local_model
-    from tba.searcher.checks import with_reward_floor
 
     need("torch", "train")
-    config = with_reward_floor(config)
     # A trainer needs no tokenizer.
     local_model(config.model.path)
     refuse_other_work(config)
-    return config
 
 
 def _recorded_run(

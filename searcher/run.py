@@ -8,23 +8,18 @@ from collections.abc import Callable
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.log import get_logger
-from tba.common.rendering import PromptRenderer
 from tba.common.run_snapshots import weights_directory
 from tba.common.system.devices import CPU
 from tba.common.system.process import StopSignal, give_way
-from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import clear, make_directory
-from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
-from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
+from tba.searcher.build import LoadedTask, context_of, load, make_engine, make_rewards, mean_tokens
 from tba.searcher.checks import explained_luck
 from tba.searcher.endpoint import Completions, Endpoint
-from tba.searcher.engines.stopping import read_stopping, unstopped_turn
-from tba.searcher.loop import LoadedTask, Searcher
+from tba.searcher.engines.stopping import unstopped_turn
+from tba.searcher.loop import Searcher
 from tba.searcher.pipeline import Exploration
-from tba.searcher.scoring.reference_scorer import ReferenceScorer
-from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import check_prompts, check_rendering
 
 log = get_logger(__name__)
@@ -70,20 +65,11 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             prompt_tokens = mean_tokens(task.prompts(), loaded.renderer)
             engine = make_engine(config, loaded.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
             ending.callback(engine.close)
-            # After the engine, which claims a fraction of the GPU's free memory.
-            references = None
-            if config.search.reference_logprobs:
-                from tba.searcher.scoring.reference_model import ReferenceModel
-
-                reference = ReferenceModel(config.model.path, device=device, dtype=config.model.dtype)
-                references = ReferenceScorer(reference.logprobs)
-                ending.callback(references.close)
         searcher = Searcher(
             config,
             engine=engine,
             loaded=loaded,
             rewards=rewards,
-            references=references,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,
@@ -94,16 +80,14 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
 
 def _load_task(config: Config) -> LoadedTask:
     """Load the task, what renders its prompts and what ends responses, and check that every prompt can be used."""
-    task = load_task(config.task)
+    loaded = task, renderer, stopping = load(config)
     check_prompts(task)
-    renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
     check_rendering(task, task.prompts(), renderer, context_of(config))
-    stopping = read_stopping(config, renderer.tokenizer)
     if warning := unstopped_turn(stopping, renderer, task.prompts()):
         log.warning("responses may not end", reason=warning)
     if luck := explained_luck(config, task):
         log.warning("the objective is wrong for this task", reason=luck)
-    return LoadedTask(task, renderer, stopping)
+    return loaded
 
 
 def open_endpoint(config: Config, loaded: LoadedTask, run: Callable[[], str]) -> Endpoint | None:

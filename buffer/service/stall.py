@@ -358,13 +358,6 @@ def _scoring(status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
             f"{format_duration(slowest)}, queue included, with {timeouts}: the reward function is slow or hangs; raise "
             "task.reward_workers or lower task.reward_seconds",
         )
-    if waiting := round(total(searchers, "references_waiting")):
-        return Stall(
-            "references",
-            f"{_names_with_verb(searchers, status)} waiting for the reference log-probabilities of "
-            f"{quantity(waiting, 'response')}: set search.reference_logprobs = false, so that the trainer computes "
-            "them",
-        )
     if waiting := round(total(searchers, "unacknowledged_groups")):
         return Stall(
             "unacknowledged",

@@ -66,9 +66,6 @@ class SearchSection(Section):
     stop: tuple[int | str, ...] = ()
     """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`
     (docs/prompts.md)."""
-    reference_logprobs: bool = False
-    """Compute the reference log-probabilities in the searcher, with a frozen copy of model.path on its device
-    (docs/rewards.md). Otherwise the trainer computes those of its batches."""
     spool_dir: Path | None = None
     """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir
     (docs/outages.md)."""

@@ -96,8 +96,6 @@ class HostileTask:
 class Judge(HostileTask):
     """Scores in a coroutine, several responses at a time."""
 
-    least_reward = 0.5
-
     def __init__(self):
         self.under_way = self.most = 0
 
@@ -116,9 +114,6 @@ class Judge(HostileTask):
 
     def _most(self):
         return Reward(float(self.most), {})
-
-    def _below(self):
-        return Reward(0.25, {})
 
 
 class HostilePrompts(HostileTask):

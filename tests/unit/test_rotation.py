@@ -17,7 +17,7 @@ from tba.common.rotation import Rotation  # noqa: E402
 from tba.common.wire.trajectory import STOP_LENGTH  # noqa: E402
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings  # noqa: E402
 from tba.searcher.engines.transformers_engine import TransformersEngine  # noqa: E402
-from tba.searcher.scoring.reference_model import ReferenceModel  # noqa: E402
+from tba.searcher.evaluation.models import ReferenceModel  # noqa: E402
 from tba.tests.helpers.engines import end_tokens  # noqa: E402
 from tba.tests.helpers.puts import make_trajectory  # noqa: E402
 from tba.tests.helpers.trainer import make_row  # noqa: E402

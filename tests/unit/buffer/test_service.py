@@ -81,21 +81,6 @@ def test_a_request_that_finds_too_little_data_is_parked_with_a_reason(harness):
     assert buffer.ask(GetStatus()).message.trainer_waits_for == "2 of 4 prompts have trajectories"
 
 
-def test_reference_logprobs_of_a_put_are_in_the_first_batch(harness, trajectory):
-    buffer = harness(fill=(1, 0))
-    rows = [trajectory(tokens=[1], reference_logprob=-1.25), trajectory(tokens=[2])]
-    buffer.put(rows[:1], 0)
-    # An overlapping put does not change the stored value.
-    buffer.put([trajectory(tokens=[1], reference_logprob=-9.0), rows[1]], 0)
-    buffer.put([trajectory(tokens=[3], reference_logprob=-3.5)], 2)
-    batch = buffer.sample(0, 1, 3).message
-    known = dict(zip(batch.trajectory_ids, batch.reference_logprobs, strict=True))
-    assert [known[id_] for id_ in sorted(known)] == [-1.25, None, -3.5]
-    buffer.report(0, sorted(known)[1:2], [-2.5])
-    again = buffer.sample(1, 1, 3).message
-    assert sorted(again.reference_logprobs) == [-3.5, -2.5, -1.25]
-
-
 def test_staleness_is_counted_in_steps_from_the_oldest_version_of_a_response(harness, trajectory):
     buffer = harness(buffer={"recency_window": 20}, fill=(1, 0))
     buffer.announce(1, step=10)

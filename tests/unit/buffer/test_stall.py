@@ -236,11 +236,6 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
         "rewards",
         ("96 rewards", "the last one came after 10 s", "3 timeouts", "task.reward_seconds"),
     ),
-    "references are slow": (
-        starved(waiting(metrics={"references_waiting": 24.0})),
-        "references",
-        ("24 responses", "search.reference_logprobs"),
-    ),
     "puts get no reply": (
         starved(waiting(metrics={"unacknowledged_groups": 5.0})),
         "unacknowledged",
@@ -328,7 +323,6 @@ REMEDIES = {
     "only_errors": "`tba task check`|raise search.max_tokens",
     "spool": "check the network|on a faster one",
     "rewards": "raise task.reward_workers",
-    "references": "set search.reference_logprobs = false",
     "unacknowledged": "check the network|on a faster one",
     "limits": "raise buffer.max_staleness",
     "no_growth": "raise buffer.|set buffer.dedup = false|lower train.prompts_per_step",

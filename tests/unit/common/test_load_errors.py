@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tba.common.errors import ConfigError, OutOfMemory
 from tba.common.system.load_errors import loading
 from tba.searcher.engines.transformers_engine import TransformersEngine
-from tba.searcher.scoring.reference_model import ReferenceModel
+from tba.searcher.evaluation.models import ReferenceModel
 from tba.tests.helpers.engines import end_tokens
 from tba.tests.helpers.trainer import save_tiny_model
 

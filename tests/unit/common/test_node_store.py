@@ -11,7 +11,7 @@ from tba.common import run_snapshots
 from tba.common.config import Config
 from tba.common.run_snapshots import weights_directory
 from tba.common.weights import node_store
-from tba.common.weights.node_store import is_verified, mark_verified, pin
+from tba.common.weights.node_store import is_verified, mark_verified, pin_path
 from tba.common.weights.snapshot import SnapshotKey
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import not_none
@@ -34,7 +34,7 @@ def locked(path):
 
 def test_a_pin_does_not_wait_for_a_directory_that_its_owner_takes_back(snapshot, tmp_path):
     descriptor, found = locked(snapshot), []
-    waiting = threading.Thread(target=lambda: found.append(pin(tmp_path, KEY)))
+    waiting = threading.Thread(target=lambda: found.append(pin_path(tmp_path / KEY.name)))
     waiting.start()
     # The trainer keeps its lock while it writes the next snapshot.
     snapshot.rename(tmp_path / ".v00000000-part")
@@ -45,7 +45,7 @@ def test_a_pin_does_not_wait_for_a_directory_that_its_owner_takes_back(snapshot,
 
 def test_a_pin_waits_for_a_lock_that_ends(snapshot, tmp_path):
     descriptor, found = locked(snapshot), []
-    waiting = threading.Thread(target=lambda: found.append(pin(tmp_path, KEY)))
+    waiting = threading.Thread(target=lambda: found.append(pin_path(tmp_path / KEY.name)))
     waiting.start()
     os.close(descriptor)
     waiting.join(60)

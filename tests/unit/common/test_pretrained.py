@@ -13,9 +13,8 @@ from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError
 from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.engines.transformers_engine import TransformersEngine
-from tba.searcher.evaluation.embedder import SentenceEncoder
+from tba.searcher.evaluation.models import ReferenceModel, SentenceEncoder
 from tba.searcher.scoring.classifier import check_files
-from tba.searcher.scoring.reference_model import ReferenceModel
 from tba.tests.helpers.classifiers import EXAMPLE_MODEL
 from tba.tests.helpers.engines import end_tokens
 from tba.trainer.model.scorer import load_model

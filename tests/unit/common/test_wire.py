@@ -217,28 +217,12 @@ def test_a_put_carries_one_frame_per_array_kind_and_decodes_to_the_same_arrays(t
     assert [a.tolist() for a in arrays["version_runs"]] == [[[0, 3]], [[0, 1]]]
 
 
-def test_a_put_has_a_column_of_reference_logprobs_only_if_a_row_has_one(trajectory):
-    def body_of(rows):
-        message, frames = put_message(rows)
-        sent = request(message, frames)
-        decoded = decode_request(views(sent)).message
-        assert isinstance(decoded, messages.PutTrajectories)
-        assert decoded.rows.reference_logprob == message.rows.reference_logprob
-        return msgpack.unpackb(sent[0])["body"]["rows"], hashlib.sha256(b"".join(sent)).hexdigest()
-
-    # The bytes of a put of protocol version 3 without the column.
-    rows, digest = body_of([trajectory(), trajectory(tokens=[9])])
-    assert "reference_logprob" not in rows
-    assert digest == "02384a659338786192005ba6ee143ef912af53e6bce7a54dd50cc7acb58612ac"
-    rows, _ = body_of([trajectory(reference_logprob=-1.5), trajectory()])
-    assert rows["reference_logprob"] == [-1.5, None]
-
-
-@pytest.mark.parametrize("column", [[-1.0], [-1.0, float("nan")], [-1.0, "0"]])
-def test_a_column_of_reference_logprobs_has_a_number_or_none_for_each_row(trajectory, column):
-    columns, frames = pack([trajectory(), trajectory()])
-    with pytest.raises(WireError, match="reference_logprob"):
-        decode_put(columns | {"reference_logprob": column}, frames)
+def test_the_bytes_of_a_put_are_those_of_protocol_version_3(trajectory):
+    message, frames = put_message([trajectory(), trajectory(tokens=[9])])
+    sent = request(message, frames)
+    assert hashlib.sha256(b"".join(sent)).hexdigest() == (
+        "02384a659338786192005ba6ee143ef912af53e6bce7a54dd50cc7acb58612ac"
+    )
 
 
 def test_an_episode_survives_the_wire_and_other_rows_carry_nothing_for_it(trajectory):

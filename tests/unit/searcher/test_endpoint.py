@@ -15,9 +15,9 @@ import pytest
 from tba.common.config import Config
 from tba.common.errors import EngineError
 from tba.searcher import endpoint as module
+from tba.searcher.build import LoadedTask
 from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Generation, GenerationRequest
-from tba.searcher.loop import LoadedTask
 from tba.searcher.run import open_endpoint
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until

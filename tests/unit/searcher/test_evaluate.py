@@ -24,6 +24,7 @@ from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
 from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.source_files import ROOT
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
 
 
@@ -141,7 +142,7 @@ def test_the_engine_of_an_evaluation_learns_how_long_its_prompts_are(tmp_path, m
 
 def test_a_gold_model_without_an_answer_to_compare_with_is_refused_before_anything_starts(example_model):
     servers = {"victim": {"url": "http://a"}, "classifier": {"url": "http://a"}}
-    task = {"name": "redteam", "options": {**servers, "prompts": ["1+1="]}}
+    task = {"name": str(ROOT / "examples/redteam/redteam.py"), "options": {**servers, "prompts": ["1+1="]}}
     sections = {"model": {"path": str(example_model)}, "task": task, "gold_model": {"url": "http://a"}}
     with pytest.raises(TaskError, match="and none has one: remove it"):
         read_subject(Config.model_validate(sections))

@@ -233,9 +233,12 @@ def test_a_fetch_that_only_waits_is_abandoned_for_a_newer_snapshot(trainer, prep
     preparation.want(nowhere, refresh=False)
     assert not preparation.wait(0.5)
     newer = trainer.full()
-    preparation.want(newer, refresh=False)
-    assert preparation.wait(60)
-    assert preparation.take().ref == newer
+
+    def is_ready() -> bool:
+        preparation.want(newer, refresh=False)
+        return (result := preparation.take()) is not None and result.ref == newer
+
+    wait_until(is_ready)
 
 
 def test_a_partial_file_that_is_linked_elsewhere_is_not_written_to(trainer, fetcher, tmp_path):

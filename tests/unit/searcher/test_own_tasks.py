@@ -11,9 +11,8 @@ from pydantic import ValidationError
 from tba.common.config import Config, TaskSection
 from tba.common.config.layers import resolve
 from tba.common.errors import ConfigError, TaskError
-from tba.searcher.checks import with_reward_floor
 from tba.searcher.scoring.scoring import score
-from tba.searcher.tasks import declared_floor, load_task
+from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import (
     Prompt,
     Reward,
@@ -75,16 +74,7 @@ def test_a_limit_keeps_what_a_task_declares(file):
     config = TaskSection(name=str(file), options={"times": 5}, limit=2)
     task = load_task(config)
     assert len(task.prompts()) == 2
-    assert declared_floor(config) == -1.0
-
-
-@pytest.mark.parametrize(("truncated", "floor"), [("mask", -1.0), (-0.5, -1.0), (-2.0, -2.0)])
-def test_the_reward_of_a_response_that_was_cut_off_may_be_the_least(file, truncated, floor):
-    keys = {
-        "task": {"name": str(file), "truncated": truncated},
-        "objective": {"name": "tb_stale", "reward_floor": "task"},
-    }
-    assert with_reward_floor(Config.model_validate(keys)).objective.reward_floor == floor
+    assert least_reward(task) == -1.0
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def make():
         generation = GenerationStage(engine, task, renderer, exploration, SAMPLES)
         episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
         scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes)
-        return Pipeline(generation, scoring, None, delivery), scoring, delivery
+        return Pipeline(generation, scoring, delivery), scoring, delivery
 
     yield make
     for rewards in opened:

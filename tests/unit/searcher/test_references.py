@@ -1,18 +1,12 @@
 """Reference log-probabilities in the searcher: they equal the trainer's, and no group is lost without them."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
 
-from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import STOP_ERROR
-from tba.searcher.scoring import reference_model
-from tba.searcher.scoring.reference_model import ReferenceModel
-from tba.searcher.scoring.reference_scorer import ReferenceScorer
-from tba.searcher.scoring.scoring import Group
-from tba.searcher.tasks.task import Prompt
+from tba.searcher.evaluation import models as reference_model
+from tba.searcher.evaluation.models import ReferenceModel
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_episode
 from tba.trainer.batch.batch import Row
@@ -103,46 +97,3 @@ def test_a_row_that_cannot_be_scored_gets_none_and_the_others_are_scored(example
     found = reference.logprobs([failed, rows[0], foreign])
     assert (found[0], found[2]) == (None, None)
     assert found[1] == pytest.approx(reference.logprobs(rows[:1])[0])
-
-
-def group_of(*rows):
-    prompt = Prompt("p0", "", "")
-    return Group(Visit(lease=1, epoch=0, prompt_key="p0"), prompt, np.zeros(0, np.int32), len(rows), list(rows))
-
-
-def test_when_the_reference_fails_rows_pass_without_one_and_each_is_counted(trajectory):
-    entered = threading.Event()
-
-    def broken(rows):
-        entered.set()
-        raise RuntimeError("out of memory")
-
-    references = ReferenceScorer(broken)
-    references.submit(group_of(trajectory(), trajectory()))
-    assert entered.wait(60)
-    (group,) = references.close()
-    assert [row.reference_logprob for row in group.done] == [None, None]
-    assert (references.waiting, references.errors) == (0, 2)
-
-
-def test_groups_that_wait_when_the_scorer_is_closed_pass_without_a_reference(trajectory):
-    entered, proceed = threading.Event(), threading.Event()
-
-    def slow(rows):
-        entered.set()
-        assert proceed.wait(60)
-        return [-1.0] * len(rows)
-
-    references = ReferenceScorer(slow)
-    references.submit(group_of(trajectory()))
-    assert entered.wait(60)
-    references.submit(group_of(trajectory(), trajectory()))
-    assert (references.done(), references.waiting) == ([], 3)
-    # `close` sets this before it waits for the current batch.
-    references._thread.stopping.set()
-    references._todo.put(None)
-    proceed.set()
-    first, second = references.close()
-    assert [row.reference_logprob for row in first.done] == [-1.0]
-    assert [row.reference_logprob for row in second.done] == [None, None]
-    assert references.waiting == 0

@@ -1,10 +1,10 @@
-"""What training does not use: the views `waste` and `lengths`, and their page."""
+"""What training does not use: the views `waste` and `lengths`."""
 
 import re
 
 import pytest
 
-from tba.tests.helpers.browser import client, select
+from tba.tests.helpers.browser import select
 from tba.tests.helpers.buffer import change
 
 
@@ -47,25 +47,7 @@ def test_lengths_of_a_long_run_are_those_of_an_even_sample(filled):
     assert counts[1] == pytest.approx(counts[0], rel=0.01)
 
 
-def test_the_page_shows_the_classes_and_leads_to_their_trajectories(browser):
-    page = browser.get("/r/test/waste")
-    assert page.status_code == 200
-    assert "trajectories?length_min=2&amp;length_max=3" in page.text
-    assert "trajectories?length_min=0&amp;length_max=0" in page.text
-    flat, waits = browser.get("/r/test/waste.json").json()
-    assert (flat["steps"], flat["series"][0]["values"]) == ([0], [0.0])
-    assert waits["unit"] == "s"
-
-
 @pytest.mark.parametrize(("trained", "expected"), [("no", ["7"]), ("yes", ["6", "5", "4", "3", "2", "1"])])
 def test_trajectories_are_filtered_by_whether_a_step_has_them(browser, trained, expected):
     page = browser.get(f"/r/test/trajectories?trained={trained}")
     assert re.findall(r'href="/r/test/trajectories/(\d+)"', page.text) == expected
-
-
-def test_an_empty_run_has_no_waste(harness):
-    buffer = harness()
-    buffer.store.close()
-    browser = client(buffer.store.path)
-    assert "No trajectory yet." in browser.get("/r/test/waste").text
-    assert browser.get("/r/test/waste.json").json() == []

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 from tba.tests.helpers.checks import wait_until
 from tba.tests.process.conftest import arithmetic
 
@@ -38,7 +36,6 @@ def repair(weights: Path) -> None:
         aside.rename(weights)
 
 
-@pytest.mark.slow
 def test_a_run_whose_weights_directory_changes_hands_names_it_and_trains_on_after_the_repair(
     make_config, start_tba, tmp_path
 ):

@@ -112,11 +112,7 @@ def test_log_ratios_of_tokens_have_a_limit_together_that_a_request_has_room_for(
         reference="initial",
         trajectory_ids=[1 << 62] * rows,
         reference_logprobs=[0.5] * rows,
-        rows=RowNumbers(
-            **numbers,
-            skipped=[True] * rows,
-            token_log_ratios=[bytes(MAX_LOG_RATIO_BYTES // rows)] * rows,
-        ),
+        rows=RowNumbers(**numbers, skipped=[True] * rows, token_log_ratios=[bytes(MAX_LOG_RATIO_BYTES // rows)] * rows),
     )
     assert decode_request(views(request(most))).message == most
 

@@ -79,12 +79,6 @@ def test_intermediate_versions_are_not_assembled(trainer, assembler):
     assert not list(assembler._cache.directory.glob("v00000002-*"))
 
 
-def test_files_outlive_their_deletion_by_the_trainer(trainer, assembler):
-    found, _ = assembler.assemble(trainer.full())
-    shutil.rmtree(trainer.directory)
-    assert found.weight_files[0].read_bytes() == trainer.truth[0]
-
-
 def test_if_the_base_is_damaged_the_full_snapshot_is_used(tmp_path, trainer):
     first = SnapshotAssembler(tmp_path / "node", "path", SystemClock())
     trainer.full()

@@ -213,7 +213,3 @@ def test_status_without_a_buffer_names_the_command_to_start_one(tba_here, run_co
 def test_debug_shows_the_traceback(tba):
     result = tba("--debug", "run", "nowhere.toml")
     assert "Traceback" in result.stderr
-
-
-def test_output_into_a_pipe_has_no_colours(tba_here, run_config):
-    assert "\033" not in tba_here("config", "show", "--config", run_config.file).output

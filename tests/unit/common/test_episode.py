@@ -50,14 +50,11 @@ def test_what_was_put_between_two_turns_is_masked_and_has_the_version_of_the_tur
     assert row.turns == [{**empty, "start": 0, "tokens": 2}, {**empty, "start": 4, "tokens": 1, "reward": 0.5}]
 
 
-def test_a_context_that_does_not_extend_the_last_turn_begins_a_segment():
+def test_a_context_that_does_not_extend_the_last_turn_or_is_shorter_begins_a_segment():
     row = join_turns([turn([1, 2], [3, 4]), turn([1, 2, 4, 5], [6]), turn([1, 2, 4, 5, 6, 7], [8])])
     assert row.response_ids.tolist() == [3, 4, 1, 2, 4, 5, 6, 7, 8]
     assert (row.segments.tolist(), row.version_runs.tolist()) == ([2], [[3, 9]])
     assert [ids for ids, _, _ in sequences_of(row)] == [[1, 2, 3, 4], [1, 2, 4, 5, 6, 7, 8]]
-
-
-def test_a_context_that_is_shorter_than_the_last_turn_begins_a_segment():
     assert join_turns([turn([1, 2], [3, 4]), turn([1, 2, 3], [4])]).segments.tolist() == [2]
 
 

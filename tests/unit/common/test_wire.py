@@ -112,11 +112,7 @@ def test_log_ratios_of_tokens_have_a_limit_together_that_a_request_has_room_for(
         reference="initial",
         trajectory_ids=[1 << 62] * rows,
         reference_logprobs=[0.5] * rows,
-        rows=RowNumbers(
-            **numbers,
-            skipped=[True] * rows,
-            token_log_ratios=[bytes(MAX_LOG_RATIO_BYTES // rows)] * rows,
-        ),
+        rows=RowNumbers(**numbers, skipped=[True] * rows, token_log_ratios=[bytes(MAX_LOG_RATIO_BYTES // rows)] * rows),
     )
     assert decode_request(views(request(most))).message == most
 
@@ -352,7 +348,7 @@ def test_a_nested_protocol_version_is_malformed_at_any_depth(depth):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "words"),
     [
         ({"sampling": {"temperature": float("inf"), "top_p": 1.0}}, "temperature"),
         ({"sampling": {"temperature": "hot", "top_p": 1.0}}, "temperature"),
@@ -362,17 +358,7 @@ def test_a_nested_protocol_version_is_malformed_at_any_depth(depth):
         ({"created_at": -1.0}, "created_at"),
         ({"created_at": float("nan")}, "created_at"),
         ({"stop_reason": "boredom"}, "stop_reason"),
-    ],
-)
-def test_rows_with_impossible_values_are_refused(trajectory, changes, sentence):
-    columns, frames = pack([trajectory(**changes)])
-    with pytest.raises(WireError, match=sentence):
-        decode_put(columns, frames)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+        # Arrays that no model can produce.
         ({"tokens": [-7]}, "negative token id"),
         ({"tokens": []}, "empty response_ids"),
         ({"prompt_ids": np.zeros(0, np.int32)}, "empty prompt_ids"),
@@ -381,20 +367,18 @@ def test_rows_with_impossible_values_are_refused(trajectory, changes, sentence):
         ({"version_runs": np.array([[0, 2]], np.int32)}, "version runs"),
     ],
 )
-def test_arrays_that_no_model_can_produce_are_refused(trajectory, changes, words):
+def test_rows_with_impossible_values_are_refused(trajectory, changes, words):
+    columns, frames = pack([trajectory(**changes)])
     with pytest.raises(WireError, match=words):
-        decode_request(views(request(*put_message([trajectory(**changes)]))))
+        decode_put(columns, frames)
 
 
 def test_a_trajectory_with_an_error_may_be_empty(trajectory):
     decode_request(views(request(*put_message([trajectory(tokens=[], error="it failed")]))))
 
 
-def test_a_request_for_a_batch_too_large_to_send_is_refused():
+def test_a_batch_too_large_to_send_and_prompts_beyond_the_size_of_the_task_are_refused():
     with pytest.raises(ValueError, match="at most 65536"):
         messages.SampleBatch(step=0, prompts=1000, samples=1000, reference="r", wait_seconds=0.0)
-
-
-def test_prompts_beyond_the_size_of_the_task_are_refused():
     with pytest.raises(ValueError, match="prompts 3 to 4 of a task of 4"):
         messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=3, keys=["p3", "p4"])

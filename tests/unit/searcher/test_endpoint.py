@@ -341,10 +341,7 @@ def test_clients_that_send_no_whole_request_are_disconnected_and_others_are_answ
 def test_a_client_that_takes_no_answer_is_disconnected(served, monkeypatch):
     monkeypatch.setattr(module, "_CLIENT_SECONDS", 1.0)
     requests = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1_000_000
-    with (
-        socket.create_connection(("127.0.0.1", port_of(served)), timeout=60) as client,
-        pytest.raises(ConnectionError),
-    ):
+    with socket.create_connection(("127.0.0.1", port_of(served)), timeout=60) as client, pytest.raises(ConnectionError):
         client.sendall(requests)
     wait_until(lambda: not served._connections)
 

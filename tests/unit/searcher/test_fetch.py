@@ -152,7 +152,6 @@ def test_the_refusal_of_a_deleted_snapshot_names_the_file(trainer, fetcher, tmp_
         fetcher.fetch(7, MANIFEST, tmp_path / "target")
 
 
-@pytest.mark.slow
 def test_a_fetch_continues_after_the_trainer_went_away_and_came_back(
     trainer, server, tmp_path, monkeypatch, preparation
 ):
@@ -180,7 +179,6 @@ def test_a_fetch_continues_after_the_trainer_went_away_and_came_back(
     back.close()
 
 
-@pytest.mark.slow
 def test_a_fetch_ends_if_each_reply_comes_after_its_request_was_repeated(
     trainer, server, fetcher, tmp_path, monkeypatch
 ):

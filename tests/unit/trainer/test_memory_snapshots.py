@@ -223,7 +223,6 @@ def test_a_finished_run_leaves_nothing_in_memory(lab):
     assert not weights_directory(lab.config).exists()
 
 
-@pytest.mark.slow
 def test_a_node_that_fetches_gets_there_by_deltas_although_the_trainer_uses_its_files_again(
     publisher_harness, tmp_path
 ):

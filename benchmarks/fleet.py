@@ -120,10 +120,10 @@ def ingest(waiting: int) -> tuple[float, float, float, float, list[float]]:
 
         watcher = threading.Thread(target=watch)
         load = Load(server, PRODUCERS, ROWS, ROW_BYTES)
-        cpu = server.cpu_seconds()
+        started, cpu = load.start(), server.cpu_seconds()
         watcher.start()
-        rate = load.rows_per_second()
-        cpu = server.cpu_seconds() - cpu
+        taken = load.wait()
+        rate, cpu = load.rate(started, taken), server.cpu_seconds() - cpu
         done.set()
         watcher.join()
         return rate, ROWS / cpu, *usage(server), seconds

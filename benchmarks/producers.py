@@ -94,11 +94,16 @@ class Load:
         return taken
 
     def rows_per_second(self) -> float:
-        """Start, and return the rows per second acknowledged from the first put to the end of the first producer.
+        """Start, wait, and return the rate of it."""
+        started = self.start()
+        return self.rate(started, self.wait())
+
+    @staticmethod
+    def rate(started: float, taken: list[list[Acknowledged]]) -> float:
+        """Return the rows per second acknowledged from the first put to the end of the first producer.
 
         After that fewer producers put than requested.
         """
-        started, taken = self.start(), self.wait()
         finished = min(acknowledged[-1][0] for acknowledged in taken)
         puts = sum(at <= finished for acknowledged in taken for at, _ in acknowledged)
         return GROUP * puts / (finished - started)

@@ -251,9 +251,9 @@ def test_a_heartbeat_does_not_wake_the_writer_and_is_taken_with_the_next_request
     mailbox, taken = Mailbox(1 << 20), []
     writer = threading.Thread(target=lambda: taken.extend(mailbox.take(60)))
     writer.start()
-    wait_until(lambda: mailbox._changed._waiters)
+    wait_until(lambda: mailbox._changed._waiters)  # type: ignore[attr-defined]
     mailbox.add(arrival(HEARTBEAT, role="searcher"))
-    assert mailbox._changed._waiters
+    assert mailbox._changed._waiters  # type: ignore[attr-defined]
     mailbox.add(arrival(messages.Goodbye(), role="searcher"))
     writer.join()
     assert [arrival.header.type for arrival in taken] == ["heartbeat", "goodbye"]

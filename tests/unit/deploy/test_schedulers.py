@@ -3,10 +3,10 @@
 import subprocess
 
 import pytest
-import yaml
 
 from tba.tests.conftest import ROOT
 
+yaml = pytest.importorskip("yaml")
 SCHEDULERS = ROOT / "deploy" / "schedulers"
 
 

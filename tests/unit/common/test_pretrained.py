@@ -34,7 +34,7 @@ LOADERS = {
     ),
     "reference": partial(ReferenceModel, device="cpu", dtype="float32"),
     "encoder": partial(SentenceEncoder, device="cpu"),
-    "classifier": lambda path: check_files(RewardModelSection(path=path), "reward_model"),
+    "classifier": lambda path: check_files(RewardModelSection(path=path)),
 }
 
 

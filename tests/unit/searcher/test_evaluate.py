@@ -10,7 +10,7 @@ import pytest
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import SnapshotCorrupt, SnapshotError, TaskError
+from tba.common.errors import SnapshotCorrupt, SnapshotError
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.node_store import pin_path
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
@@ -24,7 +24,6 @@ from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
 from tba.tests.helpers.checks import not_none
-from tba.tests.helpers.source_files import ROOT
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
 
 
@@ -138,14 +137,6 @@ def test_the_engine_of_an_evaluation_learns_how_long_its_prompts_are(tmp_path, m
     config = Config.model_validate(settings)
     with pytest.raises(Asked, match="^6$"), open_evaluator(config, read_subject(config), device="cpu", name="eval"):
         pass
-
-
-def test_a_gold_model_without_an_answer_to_compare_with_is_refused_before_anything_starts(example_model):
-    servers = {"victim": {"url": "http://a"}, "classifier": {"url": "http://a"}}
-    task = {"name": str(ROOT / "examples/redteam/redteam.py"), "options": {**servers, "prompts": ["1+1="]}}
-    sections = {"model": {"path": str(example_model)}, "task": task, "gold_model": {"url": "http://a"}}
-    with pytest.raises(TaskError, match="and none has one: remove it"):
-        read_subject(Config.model_validate(sections))
 
 
 def test_what_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp_path, example_model, monkeypatch):

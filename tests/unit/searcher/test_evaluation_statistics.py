@@ -16,7 +16,6 @@ from tba.searcher.evaluation.measure import (
     measure_diversity,
     measure_greedy,
     measure_sampled,
-    measure_win_rate,
     pass_at_k,
     without_near_duplicates,
 )
@@ -124,23 +123,6 @@ def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_referen
     assert measured.metrics["diluted_perplexity"] == pytest.approx(np.exp(1.0))
 
 
-def test_the_win_rate_counts_ties_half_and_leaves_out_what_the_gold_model_could_not_score():
-    answers = [answered([1], text=text) for text in ("a", "b", "c", "same", "unpaired")] * 40
-    answers += [answered([1], text="unscored"), *(answered([1], error="reward: no") for _ in range(2))]
-    references = ["r", "r", "r", "same", ""] * 40 + ["r"] * 3
-    measured = Measured(seed=0)
-    gold = [2.0, 1.0, 1.0, 1.00001, None] * 40 + [None, 9.0, None]
-    of_references = [1.0, 1.0, 2.0, 1.0, None] * 40 + [1.0] * 3
-    measure_win_rate(measured, answers, references, gold, of_references)
-    # A win, a tie, a loss, a tie, two losses by failure.
-    assert measured.metrics["win_rate"] == pytest.approx(40 * (1 + 0.5 + 0 + 0.5) / 162)
-    assert measured.metrics["gold_failed"] == pytest.approx(1 / 163)
-    assert measured.metrics["gold_reward"] == pytest.approx((40 * (2 + 1 + 1 + 1.00001) + 9) / 161)
-    assert measured.metrics["gold_reward_of_references"] == pytest.approx((40 * 5 + 3) / 163)
-    low, high = measured.intervals["win_rate"]
-    assert low < measured.metrics["win_rate"] < high
-
-
 @pytest.mark.parametrize(("failures", "measured_there"), [(2, True), (3, False)])
 def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(failures, measured_there):
     failed = answered([1], error="reward: ConnectError")
@@ -150,8 +132,7 @@ def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(fai
     measure_greedy(measured, answers)
     measure_sampled(measured, [[one] for one in answers])
     measure_divergence(measured, [[one] for one in answers], [[one] for one in references])
-    measure_win_rate(measured, answers, ["r"] * 100, references, [-2.0] * 100)
-    scored = {"accuracy", "reward", "reward_part_correct", "sampled_reward", "pass_at_1", "kl", "win_rate"}
+    scored = {"accuracy", "reward", "reward_part_correct", "sampled_reward", "pass_at_1", "kl"}
     assert scored & measured.metrics.keys() == (scored if measured_there else set())
     assert measured.metrics["failed"] == failures / 100
     expected = f"{failures} of 100 responses could not be scored: reward: ConnectError; "

@@ -102,7 +102,7 @@ def test_a_failure_of_a_server_is_an_error_of_the_row_that_the_workers_report(se
         ({"least_probability": 0.0}, "between 0 and 1"),
         ({"victim": {"replies": 0}}, "at least 1"),
         ({"victim": {"prompt": "no place"}}, "must contain {attack}"),
-        ({"victim": {"colour": "red"}}, "has no option colour: it has victim"),
+        ({"victim": {"colour": "red"}}, "unexpected keyword argument 'colour'"),
         ({"victim": {"url": "127.0.0.1:8001"}}, "victim.url = 127.0.0.1:8001: write the address of a server"),
         ({"classifier": {"url": "http://a:99999"}}, "classifier.url = http://a:99999: Port out of range"),
         ({"colour": "red"}, "has no option colour: it has victim"),

@@ -42,7 +42,7 @@ LOADERS = {
     "engine": cpu_engine,
     "reference": partial(ReferenceModel, device="cpu", dtype="float32"),
     "encoder": partial(SentenceEncoder, device="cpu"),
-    "classifier": lambda path: check_files(RewardModelSection(path=path), "reward_model"),
+    "classifier": lambda path: check_files(RewardModelSection(path=path)),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import SnapshotCorrupt, SnapshotError, TaskError
+from tba.common.errors import SnapshotCorrupt, SnapshotError
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.node_store import pin_path
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
@@ -29,7 +29,6 @@ from tba.searcher.evaluation.measure import (
     measure_diversity,
     measure_greedy,
     measure_sampled,
-    measure_win_rate,
     pass_at_k,
     without_near_duplicates,
 )
@@ -37,7 +36,6 @@ from tba.searcher.tasks.task import Prompt, Reward
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
 from tba.tests.helpers.checks import not_none
-from tba.tests.helpers.source_files import ROOT
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
 
 
@@ -151,14 +149,6 @@ def test_the_engine_of_an_evaluation_learns_how_long_its_prompts_are(tmp_path, m
     config = Config.model_validate(settings)
     with pytest.raises(Asked, match="^6$"), open_evaluator(config, read_subject(config), device="cpu", name="eval"):
         pass
-
-
-def test_a_gold_model_without_an_answer_to_compare_with_is_refused_before_anything_starts(example_model):
-    servers = {"victim": {"url": "http://a"}, "classifier": {"url": "http://a"}}
-    task = {"name": str(ROOT / "examples/redteam/redteam.py"), "options": {**servers, "prompts": ["1+1="]}}
-    sections = {"model": {"path": str(example_model)}, "task": task, "gold_model": {"url": "http://a"}}
-    with pytest.raises(TaskError, match="and none has one: remove it"):
-        read_subject(Config.model_validate(sections))
 
 
 def test_what_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp_path, example_model, monkeypatch):
@@ -298,23 +288,6 @@ def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_referen
     assert measured.metrics["diluted_perplexity"] == pytest.approx(np.exp(1.0))
 
 
-def test_the_win_rate_counts_ties_half_and_leaves_out_what_the_gold_model_could_not_score():
-    answers = [answered([1], text=text) for text in ("a", "b", "c", "same", "unpaired")] * 40
-    answers += [answered([1], text="unscored"), *(answered([1], error="reward: no") for _ in range(2))]
-    references = ["r", "r", "r", "same", ""] * 40 + ["r"] * 3
-    measured = Measured(seed=0)
-    gold = [2.0, 1.0, 1.0, 1.00001, None] * 40 + [None, 9.0, None]
-    of_references = [1.0, 1.0, 2.0, 1.0, None] * 40 + [1.0] * 3
-    measure_win_rate(measured, answers, references, gold, of_references)
-    # A win, a tie, a loss, a tie, two losses by failure.
-    assert measured.metrics["win_rate"] == pytest.approx(40 * (1 + 0.5 + 0 + 0.5) / 162)
-    assert measured.metrics["gold_failed"] == pytest.approx(1 / 163)
-    assert measured.metrics["gold_reward"] == pytest.approx((40 * (2 + 1 + 1 + 1.00001) + 9) / 161)
-    assert measured.metrics["gold_reward_of_references"] == pytest.approx((40 * 5 + 3) / 163)
-    low, high = measured.intervals["win_rate"]
-    assert low < measured.metrics["win_rate"] < high
-
-
 @pytest.mark.parametrize(("failures", "measured_there"), [(2, True), (3, False)])
 def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(failures, measured_there):
     failed = answered([1], error="reward: ConnectError")
@@ -324,8 +297,7 @@ def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(fai
     measure_greedy(measured, answers)
     measure_sampled(measured, [[one] for one in answers])
     measure_divergence(measured, [[one] for one in answers], [[one] for one in references])
-    measure_win_rate(measured, answers, ["r"] * 100, references, [-2.0] * 100)
-    scored = {"accuracy", "reward", "reward_part_correct", "sampled_reward", "pass_at_1", "kl", "win_rate"}
+    scored = {"accuracy", "reward", "reward_part_correct", "sampled_reward", "pass_at_1", "kl"}
     assert scored & measured.metrics.keys() == (scored if measured_there else set())
     assert measured.metrics["failed"] == failures / 100
     expected = f"{failures} of 100 responses could not be scored: reward: ConnectError; "

@@ -1,4 +1,4 @@
-"""Locks and records of the directory that a node's trainer and searchers share."""
+"""Locks and records of the directory of a node's weights; and a FIFO in the place of a file stops no process."""
 
 import contextlib
 import fcntl

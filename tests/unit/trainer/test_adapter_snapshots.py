@@ -1,4 +1,4 @@
-"""Adapters from a real publisher to a node, on a base that is published once."""
+"""LoRA: what is trained, merged and resumed, and adapters from a publisher to a node, on a base published once."""
 
 import json
 import shutil

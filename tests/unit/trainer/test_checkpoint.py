@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed learner equals one that never stopped, bit for bit; damage is detected."""
+"""Checkpoints: a resumed learner equals one that never stopped; damage is detected; a full disk stops nothing."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loading a model: what is accepted, and the errors for what is not."""
+"""Loading a model, an optimizer on the host, and the schedules of learning rate and beta."""
 
 import math
 from pathlib import Path

@@ -448,8 +448,8 @@ def test_off_policy_metrics_of_a_hand_computed_case():
     assert 0 < off_policy_metrics(torch.tensor([50.0] + 63 * [0.0]))["sampler_kl"] < 0.2
 
 
-# All 64 responses of 3 tokens over a vocabulary of 4 are known, so the optimum pi* ~ pi_ref exp(r / beta) is too (Eq. 2 of
-# the paper), and how far the policy is from it is a total variation distance.
+# All 64 responses of 3 tokens over a vocabulary of 4 are known, so the optimum pi* ~ pi_ref exp(r / beta) is too (Eq. 2
+# of the paper), and how far the policy is from it is a total variation distance.
 VOCABULARY, LENGTH, EXACT_BETA, SAMPLES = 4, 3, 0.5, 32
 PROMPTS = ([0, 1], [2, 3])
 RESPONSES = list(itertools.product(range(VOCABULARY), repeat=LENGTH))

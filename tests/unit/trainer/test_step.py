@@ -173,16 +173,6 @@ def test_stored_reference_values_are_used_and_missing_ones_computed_and_returned
     assert again.metrics["loss"] == pytest.approx(result.metrics["loss"], rel=1e-6)
 
 
-def test_stored_reference_values_give_the_same_step_bit_for_bit():
-    batch = random_batch(1)
-    computing, reading = make_learner(), make_learner()
-    first = computing.step(batch)
-    stored = [[first.reference[row.id] for row in batch.rows[b * 4 : b * 4 + 4]] for b in range(3)]
-    second = reading.step(make_batch(batch.rows, batch.reward_BK.tolist(), reference=stored))
-    assert second.metrics | {"reference_computed": 12.0} == first.metrics
-    assert torch.equal(parameters(computing), parameters(reading))
-
-
 def test_the_reference_of_a_repeated_trajectory_is_computed_once():
     rows = [make_row(1, [1], [2, 3]), make_row(1, [1], [2, 3]), make_row(2, [1], [4])]
     result = make_learner().step(make_batch(rows, [[1.0, 1.0, 0.0]]))

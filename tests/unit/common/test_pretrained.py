@@ -1,4 +1,4 @@
-"""Loading a model directory of someone else: its code never runs, and it does not build layers for hours."""
+"""A model directory of someone else: its code never runs, and errors name whether files or memory are at fault."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Reference log-probabilities in the searcher: they equal the trainer's, and no group is lost without them."""
+"""Reference log-probabilities, which equal the trainer's, and a classifier as a reward model."""
 
 from pathlib import Path
 from typing import Any

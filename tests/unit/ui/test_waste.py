@@ -1,4 +1,4 @@
-"""What training does not use: the views `waste` and `lengths`."""
+"""Pages of `tba ui`: what training does not use, the strip of tokens, and several runs over each other."""
 
 import html
 import re

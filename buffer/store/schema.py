@@ -17,8 +17,8 @@ from tba.common.errors import StorageError
 # Increment it with each change of a table, an index or a view. It is stored with "tba" as the file's application id.
 VERSION = 12
 _APPLICATION = int.from_bytes(b"tba") << 8
-# What ANALYZE makes, without expressions that could compute anything.
-_STATISTICS = re.compile(r"CREATE TABLE sqlite_stat\d\([^()]*\)")
+# What ANALYZE and Litestream make, without expressions that could compute anything.
+_OF_TOOLS = re.compile(r"CREATE TABLE (?:sqlite_stat\d|_litestream_(?:seq|lock)) ?\([^()]*\)")
 _TABLES = """
 -- What `tba buffer prune` has deleted still counts for `buffer.samples_per_insert`: `pruned` and `pruned_slots`.
 CREATE TABLE runs (id INTEGER PRIMARY KEY, uuid TEXT NOT NULL, name TEXT NOT NULL, created_at REAL NOT NULL,
@@ -148,5 +148,5 @@ def _declared() -> dict[str, str]:
 def _declarations(connection: sqlite3.Connection) -> dict[str, str]:
     """Return the SQL of each table, index, view and trigger, by its kind and name, without quotes of plain names."""
     rows = connection.execute("SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-    own = {name: sql for name, sql in rows if not _STATISTICS.fullmatch(sql)}
+    own = {name: sql for name, sql in rows if not _OF_TOOLS.fullmatch(sql)}
     return {name: " ".join(re.sub(r'"(\w+)"', r"\1", sql).split()) for name, sql in own.items()}

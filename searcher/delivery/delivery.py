@@ -247,7 +247,7 @@ class Delivery:
             return
         size = {"groups": self.groups, "mebibytes": self.metrics["spool_bytes"] / (1 << 20)}
         if news:
-            log.warning(news, **size)
+            log.warning(news, **size, reason=self._client.obstacle or "it does not answer")
         else:
             log.info("delivery resumed", **size)
         self._logged = news

@@ -59,7 +59,7 @@ def status(client, stop=lambda: False) -> Status:
 
 def status_or_obstacle(client) -> Status:
     """The status, or the error of a client that gives up as soon as it knows why it is not answered."""
-    return status(client, lambda: bool(client._obstacle))
+    return status(client, lambda: bool(client.obstacle))
 
 
 def lines(caplog, event):
@@ -143,7 +143,7 @@ def test_a_key_is_for_its_roles_only(buffer, keyring, caplog):
     announcement = messages.AnnounceSnapshot(weights=reference(0, 0), bytes=1)
     sentence, keys = "the key of node1 is for searcher, importer only", keyring.client("node1", "searcher", "importer")
     with connect(buffer, keys, "publisher") as client, pytest.raises(BufferUnavailable, match=sentence):
-        client.call(announcement, messages.Done, stop=lambda: bool(client._obstacle))
+        client.call(announcement, messages.Done, stop=lambda: bool(client.obstacle))
     assert lines(caplog, "request refused")[0]["by"] == "node1 at 127.0.0.1"
 
 

@@ -283,7 +283,9 @@ def test_stop_and_teardown_keep_the_data_unless_told_otherwise(site):
     rows = site.rows()
     site.play("teardown", "--extra-vars", "tba_wheelhouse=")
     for node in nodes:
-        left = node.run("sh", "-c", "ls -d /etc/tba /opt/tba* /etc/systemd/system/tba* /etc/systemd/system/*/tba*", check=False)
+        left = node.run(
+            "sh", "-c", "ls -d /etc/tba /opt/tba* /etc/systemd/system/tba* /etc/systemd/system/*/tba*", check=False
+        )
         assert left.stdout == ""
         assert "tba" not in node.run("cat", "/etc/hosts").stdout
     assert site.rows() == rows

@@ -71,13 +71,12 @@ class Units:
 
     def steps(self) -> int:
         path = self.node.root / self.directory.lstrip("/") / "buffer.sqlite"
-        if not path.exists():
-            return 0
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as database:
-            # Before the first migration there is no table.
-            with contextlib.suppress(sqlite3.OperationalError):
+        try:
+            with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as database:
                 return int(database.execute("SELECT COUNT(trained_at) FROM batches").fetchone()[0])
-        return 0
+        # The buffer has not made it yet.
+        except sqlite3.OperationalError:
+            return 0
 
     def wait_for_steps(self) -> None:
         seen = self.steps()

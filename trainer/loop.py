@@ -26,7 +26,7 @@ from tba.common.errors import (
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.system.durable import exclusive_lock
-from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
+from tba.common.system.process import extend_start, keep_freed_memory, notify_systemd, objects_frozen
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
 from tba.common.wire import messages
@@ -156,6 +156,8 @@ class Trainer:
         self._published = HostBuffers(device, gathered=bool(config.lora.rank) or ranks.size > 1)
         saved = HostBuffers(device, gathered=ranks.size > 1)
         self._model_files = model_directory(config.model.path)
+        # After a download, and before the model is loaded.
+        extend_start()
         self.learner, self._unwrapped = build(
             config, self._model_files, device, ranks, report, watch=self._watch, copies=(self._published, saved)
         )

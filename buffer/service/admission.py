@@ -67,7 +67,10 @@ class Admission:
             raise Refused("not_allowed", f"{header.type} is refused from a {header.role}: {' or '.join(allowed)} only")
 
     def _check_key(self, peer: Peer, header: RequestHeader) -> None:
-        """A key that was revoked is refused here on the connections that it has opened before."""
+        """Refuse a key that was revoked, on the connections that it has opened before, or that has other roles.
+
+        Its client waits: both are repaired in a file of this node.
+        """
         if self._keys is None:
             return
         known = self._keys.find(peer.key)
@@ -79,7 +82,7 @@ class Admission:
             )
         if not known.speaks_as(header.role):
             roles = ", ".join(known.roles)
-            raise Refused("not_allowed", f"{header.type} is refused: the key of {known.name} is for {roles} only")
+            raise Refused("not_authorised", f"{header.type} is refused: the key of {known.name} is for {roles} only")
 
     def _name(self, peer: Peer) -> str:
         known = self._keys.find(peer.key) if self._keys else None

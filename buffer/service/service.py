@@ -107,7 +107,10 @@ class BufferService:
         """
         run = self.state.run
         if header.run not in ("", run.uuid):
-            raise Refused("wrong_run", f"this buffer serves run {run.name}; the sender belongs to another one")
+            raise Refused(
+                "wrong_run",
+                f"it serves another run, {run.name} {run.uuid}: put the database back, or restart this process",
+            )
         if (host := self.state.clients.successor_host(header.sender)) is not None:
             raise Refused(
                 "trainer_exists",

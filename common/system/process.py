@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -134,7 +135,7 @@ class StopSignal:
             with contextlib.suppress(OSError):
                 os.write(2, b"second signal: ended without waiting for the work under way\n")
             os._exit(128 + number)
-        more = f"\nEXTEND_TIMEOUT_USEC={self.drain_seconds * 1e6:.0f}" if self.drain_seconds else ""
+        more = f"\n{EXTENSION}{self.drain_seconds * 1e6:.0f}" if self.drain_seconds else ""
         notify_systemd(f"STOPPING=1{more}")
         if self._exits_immediately:
             self._exit()
@@ -244,8 +245,26 @@ class NotifySocket:
         self._directory.cleanup()
 
 
+EXTENSION = "EXTEND_TIMEOUT_USEC="
+# As TimeoutStartSec= of the units.
+_START_SECONDS = 3600
+_has_started = threading.Event()
+
+
+def extend_start() -> None:
+    """Tell systemd that the start goes on: its limit counts from now. Does nothing once the process is ready or stops.
+
+    At the beginning of a phase that may take long, and while a phase waits for another process.
+    """
+    # Later it would extend the limits of the watchdog, and of the stop.
+    if not _has_started.is_set():
+        notify_systemd(f"{EXTENSION}{_START_SECONDS * 1_000_000}")
+
+
 def notify_systemd(state: str) -> None:
     """Send `READY=1`, `WATCHDOG=1` or `STATUS=...` to systemd. Does nothing outside a Type=notify unit."""
+    if state.startswith(("READY=1", "STOPPING=1")):
+        _has_started.set()
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return

@@ -16,11 +16,11 @@ step and need no state; the optimiser's settings come from the configuration, al
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 import torch
@@ -50,15 +50,8 @@ MODEL = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _REFERENCE = "reference.safetensors"
 _LOG_Z = "log_z."
-# By the names of safetensors, those that a checkpoint has.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-}
+# Returns a tensor of a file by its name, sharded as a second argument is.
+ReadTensor = Callable[..., Tensor]
 
 
 class _Damaged(CheckpointError):
@@ -88,13 +81,7 @@ class Checkpoint:
     def on_meta(self, file: str, name: str) -> Tensor:
         """Return a tensor of the same type and shape, without values."""
         dtype, shape = self.tensors[file][name]
-        return torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
-
-
-class ReadTensor(Protocol):
-    """Returns a tensor of a file by name, sharded as `like` is."""
-
-    def __call__(self, name: str, like: Tensor | None = None) -> Tensor: ...
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -296,10 +283,10 @@ def read(path: Path) -> Checkpoint:
 
 
 def _index(file: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return type and shape of the tensors of a file by name."""
+    """Return type and shape of the tensors of a file by name. Their values are mapped, and not read."""
     with safe_open(file, framework="pt") as tensors:
-        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-        return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+        found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        return {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in found.items()}
 
 
 def _optimizer_state(checkpoint: Checkpoint, read_tensor: ReadTensor, learner: Learner) -> dict[int, dict[str, Tensor]]:

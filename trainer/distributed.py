@@ -21,11 +21,9 @@ in bfloat16; it is added over micro-batches and over the ranks in float32.
 import contextlib
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -158,33 +156,31 @@ def join(device: torch.device, stop: Callable[[], bool] = lambda: False) -> Rank
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if size % local:
         raise ConfigError(f"WORLD_SIZE = {size} is no multiple of LOCAL_WORLD_SIZE = {local}: nodes have equally many")
+    file, address = os.environ.get(RENDEZVOUS_VARIABLE), os.environ.get("MASTER_ADDR", "127.0.0.1")
+    place, store = f"file://{file}" if file else "env://", None
+    # torchrun has a store of its own, and has started all ranks.
+    if not file and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        place, store = None, _meet(address, rank, size, stop)
+    if not file:
+        _choose_interface(address)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if file := os.environ.get(RENDEZVOUS_VARIABLE):
-        dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=size)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun has a store of its own, and has started all ranks.
-        dist.init_process_group(backend, rank=rank, world_size=size)
-    else:
-        dist.init_process_group(backend, store=_meet(rank, size, stop), rank=rank, world_size=size)
+    dist.init_process_group(backend, place, store=store, rank=rank, world_size=size)
     ranks = Ranks(rank, size, init_device_mesh(device.type, (size,)), size // local)
     _notice_silence()
     return ranks
 
 
-def _meet(rank: int, size: int, stop: Callable[[], bool]) -> dist.TCPStore:
-    """Wait for all ranks at MASTER_ADDR:MASTER_PORT. Returns the store, which rank 0 serves, at this address alone."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", _PORT))
-    listener = _listen(host, port) if rank == 0 else None
+def _meet(host: str, rank: int, size: int, stop: Callable[[], bool]) -> dist.TCPStore:
+    """Wait for all ranks at MASTER_PORT of a host. Returns the store, which rank 0 serves at this address alone."""
+    port = int(os.environ.get("MASTER_PORT", _PORT))
     log.info("waiting for all processes of this trainer", address=f"{host}:{port}", rank=rank, processes=size)
+    # Without this socket, torch would listen on all interfaces.
+    listener = _listen(host, port) if rank == 0 else None
     while listener is None:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_SILENT_SECONDS):
             break
         _wait(stop)
-    _choose_interface(host, port)
-    # Without a listener, torch would listen on all interfaces.
-    store = dist.TCPStore(
-        host, port, size, rank == 0, _TIMEOUT, False, master_listen_fd=None if listener is None else listener.detach()
-    )
+    store = dist.TCPStore(host, port, size, rank == 0, _TIMEOUT, False, master_listen_fd=listener)
     first = store.compare_set("size", "", str(size)).decode()
     if first != str(size):
         raise ConfigError(f"{first} processes train at {host}:{port}, here {size}: give all nodes the same number")
@@ -201,7 +197,8 @@ def _wait(stop: Callable[[], bool]) -> None:
     time.sleep(_POLL_SECONDS)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> int:
+    """Return a socket that listens at the address alone. Raises ConfigError if that is not possible."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family)
@@ -212,25 +209,21 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
     # Debian gives a machine's own name this address.
     if address[0] == "127.0.1.1":
-        listener.close()
         raise ConfigError(f"MASTER_ADDR = {host} is 127.0.1.1 here, where no other node is: name its address")
-    return listener
+    return listener.detach()
 
 
-def _choose_interface(host: str, port: int) -> None:
-    """Have gloo and NCCL use the interface of the route to an address, unless the environment names one."""
-    if "GLOO_SOCKET_IFNAME" in os.environ and "NCCL_SOCKET_IFNAME" in os.environ:
-        return
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+def _choose_interface(host: str) -> None:
+    """Have gloo and NCCL use the interface of the route to a host, unless the environment names one."""
+    family, kind, _, _, address = socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         # Nothing is sent.
         probe.connect(address)
         own = probe.getsockname()[0]
-    found = (name for name, held in psutil.net_if_addrs().items() if own in [one.address for one in held])
-    if (name := next(found, None)) is None:
-        raise ConfigError(f"no interface has the address {own}: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    for name, held in psutil.net_if_addrs().items():
+        if own in [one.address for one in held]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def _notice_silence() -> None:
@@ -238,22 +231,18 @@ def _notice_silence() -> None:
 
     gloo has no option for it: https://github.com/facebookincubator/gloo/blob/main/gloo/transport/tcp/socket.cc.
     """
-    seconds = {
-        socket.TCP_KEEPIDLE: _SILENT_SECONDS // _PROBES,
-        socket.TCP_KEEPINTVL: _SILENT_SECONDS // _PROBES,
-        socket.TCP_KEEPCNT: _PROBES - 1,
+    options = [
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_SECONDS // _PROBES),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_SECONDS // _PROBES),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES - 1),
         # For data that has been sent and not acknowledged; in milliseconds.
-        socket.TCP_USER_TIMEOUT: _SILENT_SECONDS * 1000,
-    }
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(link.stat().st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(link.name))) as one:
-                if one.type == socket.SOCK_STREAM and one.family != socket.AF_UNIX:
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    for option, value in seconds.items():
-                        one.setsockopt(socket.IPPROTO_TCP, option, value)
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_SECONDS * 1000),
+    ]
+    for connection in psutil.Process().net_connections("tcp"):
+        with socket.socket(fileno=os.dup(connection.fd)) as own:
+            for option in options:
+                own.setsockopt(*option)
 
 
 @contextlib.contextmanager

@@ -312,18 +312,14 @@ def node_number() -> tuple[int, int]:
 
     Raises UsageError if they do not fit.
     """
-    variables = {"NNODES": os.environ.get("NNODES", "1")}
-    if variables["NNODES"] == "1":
-        return 0, 1
-    variables["NODE_RANK"] = os.environ.get("NODE_RANK", os.environ.get("SLURM_NODEID", ""))
-    numbers = [int(text) if text.isdecimal() else -1 for text in variables.values()]
-    if not 0 <= numbers[1] < numbers[0] or not os.environ.get("MASTER_ADDR"):
-        given = ", ".join(f"{name} is {text or 'not set'}" for name, text in variables.items())
+    nodes = os.environ.get("NNODES", "1")
+    node = "0" if nodes == "1" else os.environ.get("NODE_RANK", os.environ.get("SLURM_NODEID", ""))
+    if nodes != "1" and not ("MASTER_ADDR" in os.environ and (node + nodes).isdecimal() and int(node) < int(nodes)):
         raise UsageError(
-            f"{given}: to train on several nodes set NNODES to their number, NODE_RANK to that of each, from 0, and "
-            "MASTER_ADDR to the address of node 0"
+            f'NNODES is "{nodes}" and NODE_RANK "{node}": to train on several nodes set NNODES to their number, '
+            "NODE_RANK to that of each, from 0, and MASTER_ADDR to the address of node 0"
         )
-    return numbers[1], numbers[0]
+    return int(node), int(nodes)
 
 
 def openmp_threads(parts: Sequence[Sequence[int]]) -> int:

@@ -117,10 +117,9 @@ def examine(
 ) -> Report:
     """Estimate the memory of `ranks` processes that train a model, each with a GPU of `gpu_total` bytes or on the CPU.
 
-    They are on `nodes`, equally many on each.
-
-    `host_total` is by default the memory of this machine. `supervised` is `tba sft`: no reference, no snapshots.
-    `assumed` is the number of GPUs of a node that is not this one. `engines` are bytes of each GPU that engines take.
+    They are on `nodes`, equally many on each. `host_total` is by default the memory of this machine. `supervised` is
+    `tba sft`: no reference, no snapshots. `assumed` is the number of GPUs of a node that is not this one. `engines` are
+    bytes of each GPU that engines take.
     """
     if gpu_total is not None:
         gpu_total -= engines
@@ -153,39 +152,22 @@ def engine_bytes(config: Config, shape: ModelShape, gpu_total: int) -> int:
     return _CONTEXT_BYTES + transformers_engine_bytes(shape, narrow=narrow, rows=rows, tokens=tokens)
 
 
-def report_on(
-    config: Config,
-    directory: Path,
-    *,
-    ranks: int,
-    nodes: int = 1,
-    gpu_total: int | None,
-    supervised: bool = False,
-    assumed: int | None = None,
-) -> Report:
-    """Return the report for the model of a directory, of which only config.json is read. Raises ConfigError."""
-    shape = shape_of(meta_model(directory), config.lora.targets)
-    return examine(config, shape, ranks=ranks, nodes=nodes, gpu_total=gpu_total, supervised=supervised, assumed=assumed)
-
-
 def require(
     config: Config, directory: Path, *, ranks: int, nodes: int = 1, gpu_total: int | None, supervised: bool = False
 ) -> Report:
-    """Raise ConfigError if training the model of a directory does not fit, unless `train.check_memory` is off."""
-    report = report_on(config, directory, ranks=ranks, nodes=nodes, gpu_total=gpu_total, supervised=supervised)
+    """Raise ConfigError if training the model of a directory does not fit, unless `train.check_memory` is off.
+
+    Of the directory only config.json is read.
+    """
+    shape = shape_of(meta_model(directory), config.lora.targets)
+    report = examine(config, shape, ranks=ranks, nodes=nodes, gpu_total=gpu_total, supervised=supervised)
     if config.train.check_memory:
         report.check()
     return report
 
 
 def setup_of(
-    config: Config,
-    shape: ModelShape,
-    *,
-    ranks: int,
-    nodes: int = 1,
-    gpu_total: int | None,
-    supervised: bool = False,
+    config: Config, shape: ModelShape, *, ranks: int, nodes: int = 1, gpu_total: int | None, supervised: bool = False
 ) -> Setup:
     """Return what decides the memory of a configuration, of the ways of `train.sharding` the first that fits."""
     train = config.train

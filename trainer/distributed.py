@@ -125,7 +125,8 @@ class Ranks:
         if isinstance(like, DTensor):
             return shard_of_rank_0(like, value)
         if self.size > 1:
-            value = torch.empty_like(value, device="cpu") if value.is_meta else value.contiguous()
+            # A clone, since a tensor of a file keeps all of the file mapped.
+            value = torch.empty_like(value, device="cpu") if value.is_meta else value.clone()
             dist.broadcast(value.view(-1).view(torch.uint8), src=0, group=self._commands)
         return value
 
@@ -201,16 +202,15 @@ def _listen(host: str, port: int) -> int:
     """Return a socket that listens at the address alone. Raises ConfigError if that is not possible."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family)
+        # Debian gives a machine's own name this address.
+        if address[0] == "127.0.1.1":
+            raise ConfigError(f"MASTER_ADDR = {host} is 127.0.1.1 here, where no other node is: name its address")
+        return socket.create_server(address[:2], family=family).detach()
     except OSError as error:
         raise ConfigError(
             f"rank 0 cannot listen at MASTER_ADDR = {host}, port {port} ({error.strerror}): name an address of its "
             "node that no other trainer uses; NODE_RANK is 0 there, and nowhere else"
         ) from error
-    # Debian gives a machine's own name this address.
-    if address[0] == "127.0.1.1":
-        raise ConfigError(f"MASTER_ADDR = {host} is 127.0.1.1 here, where no other node is: name its address")
-    return listener.detach()
 
 
 def _choose_interface(host: str) -> None:

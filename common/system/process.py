@@ -314,7 +314,8 @@ def node_number() -> tuple[int, int]:
     """
     nodes = os.environ.get("NNODES", "1")
     node = "0" if nodes == "1" else os.environ.get("NODE_RANK", os.environ.get("SLURM_NODEID", ""))
-    if nodes != "1" and not ("MASTER_ADDR" in os.environ and (node + nodes).isdecimal() and int(node) < int(nodes)):
+    fits = node.isdecimal() and nodes.isdecimal() and int(node) < int(nodes)
+    if not fits or (nodes != "1" and "MASTER_ADDR" not in os.environ):
         raise UsageError(
             f'NNODES is "{nodes}" and NODE_RANK "{node}": to train on several nodes set NNODES to their number, '
             "NODE_RANK to that of each, from 0, and MASTER_ADDR to the address of node 0"

@@ -32,7 +32,7 @@ from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.distributed import ALONE, Ranks, full_tensor, join
 from tba.trainer.model.adapters import BASE, FACTORS, MERGED, gathered
 from tba.trainer.model.scorer import weights_of
-from tba.trainer.step.build import build
+from tba.trainer.step.build import build, require_memory
 from tba.trainer.step.learner import Learner, Measured
 
 # Reductions of gradients within a node, and their sums over nodes.
@@ -224,3 +224,17 @@ def refuse(rank: int, ranks: int, directory: Path) -> None:
     """Expect that one of the ranks refuses the model of `load`."""
     with pytest.raises(ConfigError, match=r"set tie_word_embeddings = false in config\.json"):
         load(rank, ranks, directory, "none")
+
+
+def differ(rank: int, ranks: int, directory: Path) -> None:
+    """Expect that the ranks refuse to train together, since each has another number of tokens in a micro-batch."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ[RENDEZVOUS_VARIABLE] = str(directory / "rendezvous")
+    model, train = {"path": str(directory / "model")}, {"threads": 1 + rank, "micro_batch_tokens": 100 + rank}
+    config = Config.model_validate({"model": model, "task": {"train": "t"}, "train": train})
+    group = join(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"different settings: copy one tba\.toml to all nodes"):
+        require_memory(config, torch.device("cpu"), group)
+    same = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_tokens": 100})})
+    assert require_memory(same, torch.device("cpu"), group).fits
+    group.close()

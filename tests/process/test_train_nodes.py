@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.checks import PATIENCE_SECONDS, wait_until
 from tba.tests.helpers.namespaces import address, cut, inside, namespaces
 from tba.tests.helpers.trainer import TrainRun
 from tba.tests.process.test_train_ranks import STEPS, assert_same_training, children_of, train_here
@@ -47,6 +48,10 @@ class Nodes:
     def __init__(self, network: list[str], root: Path, make_config_in: Any, start_tba: Any) -> None:
         self._network, self._root = network, root
         self._make, self._start = make_config_in, start_tba
+        # That of systemd on the second node.
+        self.unit = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.unit.bind(str(root / "unit"))
+        self.unit.settimeout(PATIENCE_SECONDS)
 
     def make(self, name: str, **lora: Any) -> TrainRun:
         """Make a run; keyword arguments are keys of [lora]."""
@@ -61,7 +66,9 @@ class Nodes:
     def start(self, run: TrainRun, *arguments: str) -> list[Any]:
         """Start `tba train` on both nodes."""
         common = {"NNODES": "2", "MASTER_ADDR": address(0)}
-        own = [{}, {"TBA_MODEL__PATH": f"{self._root}/other/model", "TBA_RUN__DIR": f"{self._root}/other/run"}]
+        other = self._root / "other"
+        own = [{}, {"TBA_MODEL__PATH": f"{other}/model", "TBA_RUN__DIR": f"{other}/run"}]
+        own[1]["NOTIFY_SOCKET"] = f"{self._root}/unit"
         return [
             run.start("--processes", "2", *arguments, inside=inside(name), NODE_RANK=str(node), **common | own[node])
             for node, name in enumerate(self._network)
@@ -69,8 +76,10 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(network, tmp_path, make_config_in, start_tba) -> Nodes:
-    return Nodes(network, tmp_path, make_config_in, start_tba)
+def nodes(network, tmp_path, make_config_in, start_tba) -> Iterator[Nodes]:
+    nodes = Nodes(network, tmp_path, make_config_in, start_tba)
+    yield nodes
+    nodes.unit.close()
 
 
 def test_a_killed_node_ends_the_other_and_one_node_resumes_the_same_training(nodes, tba_here, tmp_path):
@@ -78,14 +87,16 @@ def test_a_killed_node_ends_the_other_and_one_node_resumes_the_same_training(nod
     straight, run = nodes.make("straight"), nodes.make("run")
     train_here(straight, tba_here)
     first, second = nodes.start(run)
+    while nodes.unit.recv(100) != b"READY=1":
+        pass
     run.feed()
     wait_until(lambda: len(run.lines()) >= 30)
     for pid in children_of(second.pid).values():
         os.kill(pid, signal.SIGKILL)
-    assert (first.wait(300), second.wait(300)) == (1, 1)
+    assert (first.wait(PATIENCE_SECONDS), second.wait(PATIENCE_SECONDS)) == (1, 1)
     lost = (tmp_path / "tba0.log").read_text().splitlines()[-1]
     assert lost.startswith("error: rank0 of 4 failed with exit code 69: another process of this trainer has ended")
-    assert run.start("--processes", "2", "--resume").wait(300) == 0
+    assert run.start("--processes", "2", "--resume").wait(PATIENCE_SECONDS) == 0
     assert_same_training(run, straight)
     straight.buffer.stop()
     run.buffer.stop()
@@ -99,8 +110,11 @@ def test_two_nodes_that_share_one_model_are_stopped_and_resume_without_a_shared_
     run.feed()
     wait_until(lambda: len(run.lines()) >= 30)
     started[0].send_signal(signal.SIGTERM)
-    assert [node.wait(300) for node in started] == [0, 0]
-    assert [node.wait(300) for node in nodes.start(run, "--set", "train.sharding=all", "--resume")] == [0, 0]
+    assert [node.wait(PATIENCE_SECONDS) for node in started] == [0, 0]
+    assert [node.wait(PATIENCE_SECONDS) for node in nodes.start(run, "--set", "train.sharding=all", "--resume")] == [
+        0,
+        0,
+    ]
     assert_same_training(run, straight)
     straight.buffer.stop()
     run.buffer.stop()
@@ -122,5 +136,5 @@ def test_a_node_behind_a_cut_cable_is_lost_on_both_sides(network, start_script, 
     for one in listeners:
         one.start()
     for one in listeners:
-        one.join(300)
+        one.join(PATIENCE_SECONDS)
     assert heard == ["lost\n"] * 2

@@ -8,9 +8,9 @@
                            weights of a learned log Z as `log_z.<name>`
 
 A directory with its final name is complete; one whose hashes differ from its manifest was damaged later and is moved
-aside. Files hold full tensors, so any number of ranks can resume from them. Rank 0 writes them, and alone reads them, a
-tensor at a time: the others need no access to its disk. Learning rate and beta are functions of the
-step and need no state; the optimiser's settings come from the configuration, also after a resume.
+aside. Files hold full tensors, so any number of ranks can resume from them. Rank 0 writes and
+reads them, a tensor at a time: the others need no access to its disk. Learning rate and beta are functions of the step
+and need no state; the optimiser's settings come from the configuration, also after a resume.
 """
 
 import contextlib
@@ -73,15 +73,6 @@ class Checkpoint:
     """Settings and base of the adapters; None for a full model."""
     tensors: dict[str, dict[str, tuple[str, list[int]]]] = field(default_factory=dict)
     """Type and shape of each tensor, by file and name."""
-
-    def names(self, file: str) -> dict[str, list[int]]:
-        """Return the shapes of the tensors of a file by name; {} if there is no such file."""
-        return {name: shape for name, (_, shape) in self.tensors.get(file, {}).items()}
-
-    def on_meta(self, file: str, name: str) -> Tensor:
-        """Return a tensor of the same type and shape, without values."""
-        dtype, shape = self.tensors[file][name]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -227,13 +218,13 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
             f"{learner.reference.description}: [reference] must stay what it was"
         )
     load_weights(checkpoint, learner.policy, learner.masters(), learner.ranks)
-    if checkpoint.names(_REFERENCE):
+    if _REFERENCE in checkpoint.tensors:
         with _reader(checkpoint, _REFERENCE, learner.ranks) as read_tensor:
             learner.reference.restore(read_tensor)
     with _reader(checkpoint, _OPTIMIZER, learner.ranks) as read_tensor:
         _restore_log_z(checkpoint, read_tensor, learner)
         torch.set_rng_state(read_tensor("rng.cpu"))
-        if learner.policy.device.type == "cuda" and "rng.cuda" in checkpoint.names(_OPTIMIZER):
+        if learner.policy.device.type == "cuda" and "rng.cuda" in checkpoint.tensors[_OPTIMIZER]:
             torch.cuda.set_rng_state(read_tensor("rng.cuda"), learner.policy.device)
         learner.resume(checkpoint.step, _optimizer_state(checkpoint, read_tensor, learner))
 
@@ -244,7 +235,8 @@ def load_weights(
 ) -> None:
     """Load the weights of a checkpoint into a policy, or into its float32 `masters`. Raises CheckpointMismatch."""
     expected = _trained(policy, checkpoint.adapter)
-    if checkpoint.names(MODEL) != {name: list(tensor.shape) for name, tensor in expected.items()}:
+    shapes = {name: shape for name, (_, shape) in checkpoint.tensors[MODEL].items()}
+    if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
         raise CheckpointMismatch(f"{checkpoint.path} is of another model than model.path: set it to that of the run")
     with _reader(checkpoint, MODEL, ranks) as read_tensor:
         for name, tensor in expected.items():
@@ -258,11 +250,14 @@ def load_weights(
 @contextlib.contextmanager
 def _reader(checkpoint: Checkpoint, file: str, ranks: Ranks) -> Iterator[ReadTensor]:
     """Read tensors of a file on rank 0, which sends them. All ranks must ask for the same ones in the same order."""
-    if ranks.rank:
-        yield lambda name, like=None: ranks.from_rank_0(checkpoint.on_meta(file, name), like)
-        return
-    with safe_open(checkpoint.path / file, framework="pt") as tensors:
-        yield lambda name, like=None: ranks.from_rank_0(tensors.get_tensor(name), like)
+    with contextlib.nullcontext() if ranks.rank else safe_open(checkpoint.path / file, framework="pt") as opened:
+
+        def read_tensor(name: str, like: Tensor | None = None) -> Tensor:
+            dtype, shape = checkpoint.tensors[file][name]
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            return ranks.from_rank_0(opened.get_tensor(name) if opened else empty, like)
+
+        yield read_tensor
 
 
 def read(path: Path) -> Checkpoint:
@@ -276,7 +271,9 @@ def read(path: Path) -> Checkpoint:
             if sha256_of(path / name) != digest:
                 raise _Damaged(f"{name} does not hash to what the manifest says")
         values = [manifest[key] for key in ("step", "run", "reference", "unreported", "adapter")]
-        return Checkpoint(path, *values, {file: _index(path / file) for file in manifest["files"]})
+        return Checkpoint(
+            path, *values, {file: _index(path / file) for file in {MODEL, _OPTIMIZER, *manifest["files"]}}
+        )
     # Those of a manifest of another form, also of one that nests without end.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
@@ -292,7 +289,7 @@ def _index(file: Path) -> dict[str, tuple[str, list[int]]]:
 def _optimizer_state(checkpoint: Checkpoint, read_tensor: ReadTensor, learner: Learner) -> dict[int, dict[str, Tensor]]:
     on_host = isinstance(learner.optimizer, HostAdamW)
     state: dict[int, dict[str, Tensor]] = {}
-    for key in checkpoint.names(_OPTIMIZER):
+    for key in checkpoint.tensors[_OPTIMIZER]:
         number, _, name = key.partition(".")
         if number.isdecimal():
             index = int(number)
@@ -303,7 +300,7 @@ def _optimizer_state(checkpoint: Checkpoint, read_tensor: ReadTensor, learner: L
 
 
 def _restore_log_z(checkpoint: Checkpoint, read_tensor: ReadTensor, learner: Learner) -> None:
-    found = [name.removeprefix(_LOG_Z) for name in checkpoint.names(_OPTIMIZER) if name.startswith(_LOG_Z)]
+    found = [name.removeprefix(_LOG_Z) for name in checkpoint.tensors[_OPTIMIZER] if name.startswith(_LOG_Z)]
     if bool(found) != (learner.log_z is not None):
         raise CheckpointMismatch(
             f"{checkpoint.path} {'has' if found else 'lacks'} a learned log Z: objective.name must stay what it was"

@@ -270,10 +270,11 @@ def read(path: Path) -> Checkpoint:
         for name, digest in manifest["files"].items():
             if sha256_of(path / name) != digest:
                 raise _Damaged(f"{name} does not hash to what the manifest says")
-        values = [manifest[key] for key in ("step", "run", "reference", "unreported", "adapter")]
+        tensors = {file: _index(path / file) for file in {MODEL, _OPTIMIZER, *manifest["files"]}}
         return Checkpoint(
-            path, *values, {file: _index(path / file) for file in {MODEL, _OPTIMIZER, *manifest["files"]}}
-        )
+            path, manifest["step"], manifest["run"], manifest["reference"], manifest["unreported"],
+            manifest["adapter"], tensors,
+        )  # fmt: skip
     # Those of a manifest of another form, also of one that nests without end.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error

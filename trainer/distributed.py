@@ -19,18 +19,20 @@ in bfloat16; it is added over micro-batches and over the ranks in float32.
 """
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
 import msgpack
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -49,6 +51,8 @@ _SILENT_SECONDS = 60
 _PROBES = 4
 _POLL_SECONDS = 0.2
 _PORT = "29500"
+# ioctl(2): the IPv4 address of an interface, netdevice(7).
+_SIOCGIFADDR = 0x8915
 # What `shard` calls on each FSDPModule.
 _FSDP_METHODS = ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
 RESUME, STEP, PUBLISH, SAVE, END = "resume", "step", "publish", "save", "end"
@@ -158,12 +162,12 @@ def join(device: torch.device, stop: Callable[[], bool] = lambda: False) -> Rank
     if size % local:
         raise ConfigError(f"WORLD_SIZE = {size} is no multiple of LOCAL_WORLD_SIZE = {local}: nodes have equally many")
     file, address = os.environ.get(RENDEZVOUS_VARIABLE), os.environ.get("MASTER_ADDR", "127.0.0.1")
-    place, store = f"file://{file}" if file else "env://", None
     # torchrun has a store of its own, and has started all ranks.
-    if not file and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        place, store = None, _meet(address, rank, size, stop)
+    meets = not file and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _meet(address, rank, size, stop) if meets else None
     if not file:
         _choose_interface(address)
+    place = None if meets else f"file://{file}" if file else "env://"
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, place, store=store, rank=rank, world_size=size)
     ranks = Ranks(rank, size, init_device_mesh(device.type, (size,)), size // local)
@@ -171,7 +175,7 @@ def join(device: torch.device, stop: Callable[[], bool] = lambda: False) -> Rank
     return ranks
 
 
-def _meet(host: str, rank: int, size: int, stop: Callable[[], bool]) -> dist.TCPStore:
+def _meet(host: str, rank: int, size: int, stop: Callable[[], bool]) -> TCPStore:
     """Wait for all ranks at MASTER_PORT of a host. Returns the store, which rank 0 serves at this address alone."""
     port = int(os.environ.get("MASTER_PORT", _PORT))
     log.info("waiting for all processes of this trainer", address=f"{host}:{port}", rank=rank, processes=size)
@@ -181,7 +185,7 @@ def _meet(host: str, rank: int, size: int, stop: Callable[[], bool]) -> dist.TCP
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_SILENT_SECONDS):
             break
         _wait(stop)
-    store = dist.TCPStore(host, port, size, rank == 0, _TIMEOUT, False, master_listen_fd=listener)
+    store = TCPStore(host, port, size, rank == 0, _TIMEOUT, False, master_listen_fd=listener)
     first = store.compare_set("size", "", str(size)).decode()
     if first != str(size):
         raise ConfigError(f"{first} processes train at {host}:{port}, here {size}: give all nodes the same number")
@@ -220,10 +224,13 @@ def _choose_interface(host: str) -> None:
         # Nothing is sent.
         probe.connect(address)
         own = probe.getsockname()[0]
-    for name, held in psutil.net_if_addrs().items():
-        if own in [one.address for one in held]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+        for _, name in socket.if_nameindex():
+            # Some have no IPv4 address.
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode())
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == own:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def _notice_silence() -> None:
@@ -239,10 +246,13 @@ def _notice_silence() -> None:
         # For data that has been sent and not acknowledged; in milliseconds.
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_SECONDS * 1000),
     ]
-    for connection in psutil.Process().net_connections("tcp"):
-        with socket.socket(fileno=os.dup(connection.fd)) as own:
-            for option in options:
-                own.setsockopt(*option)
+    for name in os.listdir("/proc/self/fd"):
+        # Sockets of other kinds do not have the options.
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as own:
+                    for option in options:
+                        own.setsockopt(*option)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from tba.tests.helpers.namespaces import address, cut, inside, namespaces
 from tba.tests.helpers.trainer import TrainRun
 from tba.tests.process.test_train_ranks import STEPS, assert_same_training, children_of, train_here
 
-TRAIN = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 40, "checkpoint_every": 10}
+TRAIN: dict[str, Any] = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 40, "checkpoint_every": 10}
 # One of two ranks, which works until it loses the other. It allows a node 4 seconds of silence.
 RANK = """
 import sys, torch
@@ -56,7 +56,7 @@ class Nodes:
     def make(self, name: str, **lora: Any) -> TrainRun:
         """Make a run; keyword arguments are keys of [lora]."""
         buffer = {"address": f"ipc://{self._root}/{name}.sock"}
-        sizes = {"steps": STEPS, "micro_batch_tokens": 30}
+        sizes: dict[str, Any] = {"steps": STEPS, "micro_batch_tokens": 30}
         run = TrainRun(self._root / name, self._make, self._start, lora=lora, buffer=buffer, **TRAIN | sizes)
         other = self._root / "other"
         (other / "model").mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ def port(monkeypatch):
 def test_ranks_meet_at_one_address_and_expect_the_same_number(port):
     with pytest.raises(ConfigError, match="2 processes train at .*, here 3: give all nodes the same number"):
         _meet("127.0.0.1", 1, 3, lambda: False)
-    # Whoever listens on all interfaces answers here, too.
+    # A socket of all interfaces would answer here, too.
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
 

@@ -317,28 +317,24 @@ def archive(
     config: ConfigFile = None,
     sets: Sets = None,
     buffer: Database = None,
-    run: Annotated[str | None, typer.Option(help="The run, if the database has several.")] = None,
     keep_steps: KeepSteps = 1000,
-    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Move tokens of trajectories that can no longer be sampled to Parquet files. Works while the server runs.
 
     Rewards, texts and history stay in the database, and whatever shows or trains on old trajectories reads the files.
     Steps that a checkpoint next to the database may repeat keep their tokens. The file shrinks if the server is
-    stopped; else its freed space is used again. As for `prune --tokens`, the settings that the run was last served with
-    count. May be killed and repeated at any moment.
+    stopped; else its freed space is used again. Settings count as for `prune --tokens`. May be killed at any moment.
     """
-    settings = _as_served(ConfigOptions.next_to(destination, config, sets, has_database=True), buffer, run)
+    settings = _as_served(ConfigOptions.next_to(destination, config, sets, has_database=True), buffer, None)
     from tba.buffer.tools.archive import archive as run_archive
-
-    with row_progress() as on_progress:
-        done = run_archive(settings, destination, keep_steps=keep_steps, dry_run=dry_run, on_progress=on_progress)
     from tba.buffer.tools.printing import print_fields
 
+    with row_progress() as on_progress:
+        done = run_archive(settings, destination, keep_steps=keep_steps, on_progress=on_progress)
     if as_json:
         return print_json(done)
-    return print_fields({name.replace("_", " "): value for name, value in done.items()})
+    return print_fields({name.replace("_", " "): value for name, value in done.items()} | {"files": len(done["files"])})
 
 
 @app.command()

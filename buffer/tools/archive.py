@@ -9,11 +9,10 @@ next.
 
 import contextlib
 import itertools
-import json
 import secrets
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,14 @@ from tba.common.system import durable
 from tba.common.wire.archive_messages import MAX_ARCHIVED, Archive, Movable
 from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE
 
-# Bytes of tokens of a file, and of a part of it that is read at once.
-_FILE_BYTES = 256 << 20
-_GROUP_BYTES = 8 << 20
-_SIZES = "SELECT t.id, t.payload_bytes FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value"
+# Bytes of tokens that are read together, and how many such groups are in a file.
+_GROUP_BYTES, _FILE_GROUPS = 8 << 20, 32
 _STEPS_DONE = "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE run = ? AND trained_at IS NOT NULL"
-# Trajectories that are read together, and the bytes of their tokens.
-_Group = tuple[list[int], int]
+# Rows of `archive_schema`.
+_Records = list[dict[str, Any]]
 
 
-def archive(
-    config: Config, destination: str, *, keep_steps: int, dry_run: bool, on_progress: OnProgress
-) -> dict[str, Any]:
+def archive(config: Config, destination: str, *, keep_steps: int, on_progress: OnProgress) -> dict[str, Any]:
     """Move the tokens that `prune_tokens` would drop to files below a directory or URL, and say what was moved.
 
     Raises UsageError if the database or the run does not exist or the URL means nothing here, MissingExtra without
@@ -60,11 +55,11 @@ def archive(
         since_step = first_kept(path, reader.execute(_STEPS_DONE, (run,)).fetchone()[0], keep_steps)
         before = path.stat().st_size
         with open_target(config) as target:
-            mover = _Mover(target, reader, system, f"{root.rstrip('/')}/{config.run.name}-{uuid[:8]}", since_step)
-            done = mover.count() if dry_run else mover.move(on_progress)
-    if not dry_run and not isinstance(target, ServerTarget):
+            root = f"{root.rstrip('/')}/{config.run.name}-{uuid[:8]}"
+            moved = _Mover(target, reader, system, root, since_step).move(on_progress)
+    if not isinstance(target, ServerTarget):
         _shrink(path)
-    return {"run": config.run.name, **done, "file_bytes_before": before, "file_bytes_after": path.stat().st_size}
+    return {"run": config.run.name, **moved, "file_bytes_before": before, "file_bytes_after": path.stat().st_size}
 
 
 class _Mover:
@@ -80,11 +75,6 @@ class _Mover:
         self._root = root
         self._since_step = since_step
 
-    def count(self) -> dict[str, Any]:
-        """Return what would be moved."""
-        groups = list(self._groups())
-        return {"would_move": sum(len(ids) for ids, _ in groups), "token_bytes": sum(size for _, size in groups)}
-
     def move(self, on_progress: OnProgress) -> dict[str, Any]:
         """Move all that may go. Returns what was moved."""
         with archive_errors(self._root):
@@ -95,12 +85,12 @@ class _Mover:
             self._system.invalidate_cache()
             there = {self._url(path) for path in self._system.glob(f"{self._root}/*.parquet")}
         known = {url for (url,) in self._reader.execute("SELECT url FROM archives WHERE complete")}
-        groups, moved, urls = self._groups(), 0, []
+        groups, moved, files = self._groups(), 0, []
         for url in itertools.chain(sorted(there - known), iter(lambda: self._write(groups), "")):
-            moved += self._adopt(url)
-            urls.append(url)
+            moved += self._adopt(url, is_new=url not in there)
+            files.append(url)
             on_progress("archiving", moved, None)
-        return {"moved": moved, "files": urls}
+        return {"moved": moved, "files": files}
 
     def _url(self, path: str) -> str:
         return str(self._system.unstrip_protocol(path))
@@ -110,38 +100,35 @@ class _Mover:
         assert isinstance(reply, Movable)
         return reply
 
-    def _groups(self) -> Iterator[_Group]:
-        """Yield trajectories that may go."""
-        reply, group, total = Movable([], 0), list[int](), 0
+    def _groups(self) -> Iterator[_Records]:
+        """Yield what may go, as rows that are read together."""
+        reply, group, size = Movable([], 0), _Records(), 0
         while reply.after is not None:
             reply = self._ask(Archive(since_step=self._since_step, after=reply.after))
-            for id_, size in self._reader.execute(_SIZES, (json.dumps(reply.trajectories),)).fetchall():
-                if group and (total + size > _GROUP_BYTES or len(group) == MAX_ARCHIVED):
-                    yield group, total
-                    group, total = [], 0
-                group.append(id_)
-                total += size
+            for record in filter(None, (archive_record(self._reader, id_) for id_ in reply.trajectories)):
+                group.append(record)
+                size += 4 * len(record["prompt_ids"]) + 8 * len(record["response_ids"])
+                if size >= _GROUP_BYTES or len(group) == MAX_ARCHIVED:
+                    yield group
+                    group, size = [], 0
         if group:
-            yield group, total
+            yield group
 
-    def _write(self, groups: Iterator[_Group]) -> str:
+    def _write(self, groups: Iterator[_Records]) -> str:
         """Write the next file. Returns its URL, empty if no group is left."""
         pa, parquet = data_files.pyarrow()
         if (first := next(groups, None)) is None:
             return ""
         # Never the name of another file: a copy of this database may refer to that one.
-        name = f"{first[0][0]:012d}-{secrets.token_hex(4)}.parquet"
-        schema, total = archive_schema(pa).with_metadata({NAME_KEY: name}), 0
+        name = f"{first[0]['id']:012d}-{secrets.token_hex(4)}.parquet"
+        schema = archive_schema(pa).with_metadata({NAME_KEY: name})
         with (
             archive_errors(url := self._url(f"{self._root}/{name}")),
             self._writing(name) as file,
             parquet.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
         ):
-            for ids, size in itertools.chain([first], groups):
-                writer.write_table(pa.Table.from_pylist([*self._stored(ids).values()], schema=schema))
-                total += size
-                if total >= _FILE_BYTES:
-                    break
+            for records in itertools.chain([first], itertools.islice(groups, _FILE_GROUPS - 1)):
+                writer.write_table(pa.Table.from_pylist(records, schema=schema))
         return url
 
     @contextlib.contextmanager
@@ -155,24 +142,21 @@ class _Mover:
             with self._system.transaction, self._system.open(path, "wb") as file:
                 yield file
 
-    def _stored(self, ids: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """Return the rows of a file for those of the trajectories whose tokens the database has."""
-        found = {id_: archive_record(self._reader, id_) for id_ in ids}
-        return {id_: record for id_, record in found.items() if record is not None}
+    def _adopt(self, url: str, *, is_new: bool) -> int:
+        """Read a file back, and have the database drop what both have. Returns the number of trajectories.
 
-    def _adopt(self, url: str) -> int:
-        """Read a file back, and have the database drop what it has of it. Returns the number of trajectories.
-
-        Raises StorageError if the file and the database differ.
+        Raises StorageError if a new file and the database differ. An old one may be of another copy of the database,
+        which had other trajectories of the same ids.
         """
         file, dropped = ArchiveFile(url), 0
         for number in range(len(file.groups)):
             archived = file.read(number)
-            stored = self._stored(archived)
-            if wrong := [id_ for id_, record in stored.items() if archived[id_] != _as_read(record)]:
-                raise StorageError(f"the archive {url} has other tokens of trajectory {wrong[0]} than the database")
+            stored = {id_: record for id_ in archived if (record := archive_record(self._reader, id_))}
+            same = [id_ for id_, record in stored.items() if archived[id_] == _as_read(record)]
+            if is_new and len(same) < len(stored):
+                raise StorageError(f"the archive {url} has other tokens than the database: nothing of it was dropped")
             is_last = number + 1 == len(file.groups)
-            message = Archive(since_step=self._since_step, url=url, trajectories=list(stored), complete=is_last)
+            message = Archive(since_step=self._since_step, url=url, trajectories=same, complete=is_last)
             dropped += len(self._ask(message).trajectories)
         return dropped
 

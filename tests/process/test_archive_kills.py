@@ -17,14 +17,15 @@ from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.puts import make_trajectory
 from tba.tests.process.conftest import clean_environment
 
-KILLS, ROWS, SAMPLEABLE = 20, 4000, 16
+# Of each of the two tests.
+KILLS, ROWS, SAMPLEABLE = 10, 4000, 16
 # Files of a few trajectories, so that there are many moments at which a command has just done something.
 _PROGRAM = """
 from tba.buffer.tools import archive
 from tba.cli import main
 from tba.common.system.process import die_with_parent
 die_with_parent()
-archive._FILE_BYTES, archive._GROUP_BYTES = 80_000, 20_000
+archive._FILE_GROUPS, archive._GROUP_BYTES = 4, 20_000
 main()
 """
 PLACES = "SELECT t.id, y.trajectory, t.archive FROM trajectories t LEFT JOIN payloads y ON y.trajectory = t.id"
@@ -78,7 +79,7 @@ def test_after_any_kill_tokens_are_in_exactly_one_place(config, make_config, sta
         places = ask(config.database, PLACES)
         assert [id_ for id_, here, archived in places if (here is None) == (archived is None)] == []
         moved.append(sum(here is None for _, here, _ in places))
-    assert (killed, len(set(moved)) > KILLS / 4) == (KILLS, True)
+    assert (killed, len(set(moved)) > 1) == (KILLS, True)
     done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     places, archives = ask(config.database, PLACES), Archives()

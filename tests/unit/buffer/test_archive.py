@@ -14,6 +14,7 @@ from tba.buffer.tools.check import check
 from tba.buffer.tools.show import describe
 from tba.common import data_files
 from tba.common.config import Config
+from tba.common.errors import StorageError
 from tba.tests.helpers.buffer import BufferThread, ask, change
 from tba.tests.helpers.puts import log_ratios, make_episode, numbers_of
 
@@ -75,7 +76,7 @@ def test_an_archive_is_at_any_place_that_fsspec_knows(move, capped, tmp_path, de
 
 
 def test_several_files_and_groups_hold_everything_once(move, capped, monkeypatch):
-    monkeypatch.setattr(tool, "_FILE_BYTES", 40_000)
+    monkeypatch.setattr(tool, "_FILE_GROUPS", 2)
     monkeypatch.setattr(tool, "_GROUP_BYTES", 17_000)
     before = ask(capped, PAYLOADS)
     done = move("old", "--json").json
@@ -118,13 +119,6 @@ def test_files_that_were_moved_are_read_once_the_database_knows_where(move, capp
     assert read_all(capped) == before[:8]
 
 
-def test_a_dry_run_counts_and_changes_nothing(move, capped, tmp_path):
-    done = move("old", "--dry-run", "--json").json
-    assert done["would_move"] == 8
-    assert not (tmp_path / "old").exists()
-    assert len(ask(capped, PAYLOADS)) == 10
-
-
 def test_a_running_server_drops_what_left_its_sampling(harness, trajectory, tmp_path):
     buffer = harness(tmp_path / "run/buffer.sqlite", buffer={"prompt_cap": 2}, fill=(1, 5))
     buffer.store.close()
@@ -136,9 +130,7 @@ def test_a_running_server_drops_what_left_its_sampling(harness, trajectory, tmp_
     server = BufferThread(Config.model_validate(config))
     config["buffer"]["address"] = server.address
     try:
-        done = archive(
-            Config.model_validate(config), str(tmp_path / "old"), keep_steps=0, dry_run=False, on_progress=print
-        )
+        done = archive(Config.model_validate(config), str(tmp_path / "old"), keep_steps=0, on_progress=print)
     finally:
         server.stop()
     assert done["moved"] == 3
@@ -154,7 +146,7 @@ def test_what_a_resumed_trainer_may_ask_for_stays(move, capped):
 def test_a_file_without_a_record_is_used_by_the_next_command(move, capped, monkeypatch):
     before = ask(capped, PAYLOADS)
 
-    def cut_off(*_: object) -> None:
+    def cut_off(*_: object, **__: object) -> None:
         raise RuntimeError("cut off")
 
     with monkeypatch.context() as patched:
@@ -171,8 +163,20 @@ def test_a_file_without_a_record_is_used_by_the_next_command(move, capped, monke
 
 def test_a_file_that_differs_from_the_database_drops_nothing(move, capped, monkeypatch):
     monkeypatch.setattr(tool, "_as_read", lambda _: None)
-    assert "has other tokens of trajectory 1 than the database" in move("old").message
+    assert "has other tokens than the database: nothing of it was dropped" in move("old").message
     assert len(ask(capped, PAYLOADS)) == 10
+
+
+def test_a_file_of_another_copy_of_the_database_does_not_replace_other_tokens(move, capped):
+    backup = capped.read_bytes()
+    move("old")
+    capped.write_bytes(backup)
+    # What came after the backup has ids that the lost database had used.
+    change(capped, "UPDATE payloads SET logprobs = zeroblob(8000) WHERE trajectory = 1")
+    before = ask(capped, PAYLOADS)
+    done = move("old", "--json").json
+    assert (done["moved"], len(done["files"])) == (8, 2)
+    assert read_all(capped) == before[:8]
 
 
 def removed(file: Path) -> None:
@@ -203,7 +207,7 @@ def swapped(file: Path) -> None:
     [(removed, "is not there"), (damaged, "cannot be read"), (cut, "cannot be read"), (swapped, "is another file")],
 )
 def test_a_file_that_cannot_be_read_is_named_everywhere(move, capped, tba_buffer, monkeypatch, harm, sentence):
-    monkeypatch.setattr(tool, "_FILE_BYTES", 20_000)
+    monkeypatch.setattr(tool, "_FILE_GROUPS", 1)
     monkeypatch.setattr(tool, "_GROUP_BYTES", 10_000)
     url = move("old", "--json").json["files"][0]
     harm(Path(url.removeprefix("file://")))

@@ -2,6 +2,7 @@
 
 import html
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,3 +91,15 @@ def test_a_strip_of_no_such_colour_step_or_token_is_refused(filled, query):
     page = client(filled).get(f"/r/test/trajectories/1?{query}")
     assert page.status_code == 400
     assert "colour is logprob, version or mismatch, step and token are numbers" in page.text
+
+
+def test_an_archived_trajectory_has_the_page_that_it_had_and_says_if_its_file_is_gone(trained_twice, tba_buffer):
+    addresses = ["/r/test/trajectories/1", *(f"/r/test/trajectories/1?colour=mismatch&step={step}" for step in (0, 2))]
+    before = [strip_of(client(trained_twice).get(address)) for address in addresses]
+    named = ("-b", trained_twice, "--set", "run.name=test", "--set", "buffer.prompt_cap=1", "--keep-steps", 0)
+    done = tba_buffer("archive", "old", *named, "--json").json
+    assert done["moved"] == 1
+    assert [strip_of(client(trained_twice).get(address)) for address in addresses] == before
+    Path(done["files"][0].removeprefix("file://")).unlink()
+    page = client(trained_twice).get(addresses[0])
+    assert (page.status_code, f"Its tokens cannot be read: the archive {done['files'][0]}" in page.text) == (200, True)

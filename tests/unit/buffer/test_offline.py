@@ -15,14 +15,18 @@ import pytest
 from tba.buffer.offline.offline_buffer import OfflineBuffer
 from tba.buffer.offline.recorded_run import read_recorded_run
 from tba.buffer.server.start import serve
+from tba.buffer.store.archives import NAME_KEY
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
 from tba.buffer.store.starts import IMPORT, as_recorded
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
+from tba.buffer.tools.export import archive_record, archive_schema
+from tba.common import data_files
 from tba.common.config import Config
 from tba.common.config.layers import resolve
-from tba.common.errors import ConfigError, UsageError
+from tba.common.errors import ConfigError, Refused, StorageError, UsageError
 from tba.common.wire import messages
+from tba.common.wire.archive_messages import Archive
 from tba.tests.helpers.buffer import ServiceHarness, change
 from tba.tests.helpers.buffer import ask as ask_file
 from tba.tests.helpers.puts import make_trajectory
@@ -280,6 +284,45 @@ def test_a_replay_that_needs_compacted_tokens_is_refused_before_its_first_step(o
         offline(replay=True)
     assert not (tmp_path / "offline").exists()
     train(offline(replay=True, as_of=1), 0)
+
+
+def archive_all_but(source: ServiceHarness, kept: set[int], url: str) -> None:
+    """Move tokens to a file, while the recorded run goes on."""
+    reader = closing(sqlite3.connect(source.store.path))
+    moved = sorted(set(range(1, STEPS * ROUND + 1)) - kept)
+    with reader as connection:
+        pa, parquet = data_files.pyarrow()
+        schema = archive_schema(pa).with_metadata({NAME_KEY: url.rpartition("/")[2]})
+        rows = [archive_record(connection, id_) for id_ in moved]
+        parquet.write_table(pa.Table.from_pylist(rows, schema=schema), url.removeprefix("file://"))
+    message = Archive(since_step=STEPS, url=url, trajectories=moved, complete=True)
+    with source.store.transaction():
+        source.store.trajectories.archive(source.run, message, moved, 1.0)
+
+
+def test_archived_tokens_are_replayed_and_sampled_as_if_they_were_there(offline, source, tmp_path):
+    def all_frames(at: str, **settings: Any) -> list[Any]:
+        buffer = offline(at, **settings)
+        asked = [
+            messages.SampleBatch(step=step, prompts=2, samples=2, reference="initial", wait_seconds=0.0)
+            for step in range(STEPS)
+        ]
+        replies = [buffer.client("trainer", "t").call(one, messages.Batch) for one in asked]
+        return [(batch, [bytes(frame) for frame in frames]) for batch, frames in replies]
+
+    before = all_frames("a", replay=True), all_frames("b", **EVERYTHING)
+    url = (tmp_path / "old.parquet").as_uri()
+    archive_all_but(source, batch_of(source, 1), url)
+    assert (all_frames("c", replay=True), all_frames("d", **EVERYTHING)) == before
+    (tmp_path / "old.parquet").unlink()
+    with pytest.raises(StorageError, match=f"the archive {url} is not there"):
+        all_frames("e", replay=True)
+
+
+def test_a_server_refuses_a_batch_whose_tokens_are_archived(source, tmp_path):
+    archive_all_but(source, set(), (tmp_path / "old.parquet").as_uri())
+    with pytest.raises(Refused, match="or moved by `tba buffer archive`, so it cannot be repeated"):
+        source.sample(0, prompts=2, samples=2)
 
 
 def test_a_replay_needs_only_the_tokens_of_its_batches(offline, source):

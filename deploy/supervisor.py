@@ -29,11 +29,13 @@ from tba.common.log import get_logger
 from tba.common.system.background import backoff
 from tba.common.system.orphan_guard import SessionGuard, session_of
 from tba.common.system.process import (
+    EXTENSION,
     KV_CACHE_NOTICE,
     PARENT_VARIABLE,
     NotifySocket,
     adopt_orphans,
     child_pids,
+    extend_start,
     starting_on,
 )
 from tba.common.wire import fields, messages
@@ -178,6 +180,8 @@ class Supervisor:
         for notice in child.notices:
             if notice.startswith(KV_CACHE_NOTICE):
                 child.kv_cache_gib = notice.removeprefix(KV_CACHE_NOTICE)
+            elif notice.startswith(EXTENSION):
+                extend_start()
 
     def _check_running(self, child: Child) -> None:
         """Process the end of a child's process, if it has ended."""

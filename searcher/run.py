@@ -10,7 +10,7 @@ from tba.common.config import Config
 from tba.common.log import get_logger
 from tba.common.run_snapshots import weights_directory
 from tba.common.system.devices import CPU
-from tba.common.system.process import StopSignal, give_way
+from tba.common.system.process import StopSignal, extend_start, give_way
 from tba.common.weights.node_store import clear, make_directory
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
@@ -60,6 +60,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         # Before the engine, too: it tells that there are no weights yet.
         if (endpoint := open_endpoint(config, loaded, lambda: client.run)) is not None:
             ending.callback(endpoint.close)
+        extend_start()
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
             prompt_tokens = mean_tokens(task.prompts(), loaded.renderer)

@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # vLLM and its libraries warn of each other; of ours every warning stays an error.
             item.add_marker(pytest.mark.filterwarnings("default"))
             item.add_marker(pytest.mark.filterwarnings(r"error:::tba\b"))
-        if folder in {"vllm", "gpu", "process"}:
+        if folder in {"vllm", "gpu", "process", "fleet"}:
             item.add_marker("slow")
         if isinstance(module := getattr(item, "module", None), ModuleType) and hasattr(module, "torch"):
             item.add_marker("torch")

@@ -6,7 +6,6 @@ Step s comes after s updates: its batch makes update s + 1, and weights publishe
 import contextlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import torch
@@ -26,7 +25,7 @@ from tba.common.errors import (
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.system.durable import exclusive_lock
-from tba.common.system.process import keep_freed_memory, notify_systemd, objects_frozen
+from tba.common.system.process import extend_start, keep_freed_memory, notify_systemd, objects_frozen
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.model_files import model_directory
 from tba.common.wire import messages
@@ -75,7 +74,7 @@ def train(
     keep_freed_memory()
     lock, holder = config.run.dir / run_files.TRAINER_LOCK, f"another trainer works in {config.run.dir}: stop it first"
     with until_lost():
-        ranks = join(torch.device(device))
+        ranks = join(torch.device(device), stop)
         report = require_memory(config, torch.device(device), ranks)
         if ranks.rank > 0:
             _train_other_rank(config, torch.device(device), ranks, report)
@@ -85,7 +84,7 @@ def train(
             if found is not None:
                 refuse_other_run(found.path, [RunIdentity(found.run)], RunIdentity(config.run.name))
             log.info("starting", model=config.model.path, buffer=config.address if dial is None else "offline")
-            ranks.send(str(found.path) if found else "")
+            checkpoint.share(found, ranks)
             trainer = Trainer(
                 config, found, torch.device(device), stop, dial=dial, last_step=last_step, ranks=ranks, report=report
             )
@@ -94,10 +93,11 @@ def train(
 
 
 def _train_other_rank(config: Config, device: torch.device, ranks: Ranks, report: Report) -> None:
-    path, _ = ranks.receive()
+    found = checkpoint.share(None, ranks)
     learner, _ = build(config, model_directory(config.model.path), device, ranks, report)
-    if path:
-        checkpoint.restore(checkpoint.read(Path(path)), learner)
+    if found is not None:
+        checkpoint.restore(found, learner)
+    notify_systemd("READY=1")
     with objects_frozen():
         run_other_rank(learner, ranks)
     ranks.close()
@@ -156,6 +156,8 @@ class Trainer:
         self._published = HostBuffers(device, gathered=bool(config.lora.rank) or ranks.size > 1)
         saved = HostBuffers(device, gathered=ranks.size > 1)
         self._model_files = model_directory(config.model.path)
+        # After a download, and before the model is loaded.
+        extend_start()
         self.learner, self._unwrapped = build(
             config, self._model_files, device, ranks, report, watch=self._watch, copies=(self._published, saved)
         )

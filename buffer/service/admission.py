@@ -10,6 +10,7 @@ from tba.buffer.service.clients import Clients
 from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.wire import messages
+from tba.common.wire.archive_messages import Archive
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.fields import Role
@@ -27,6 +28,7 @@ MAY_SEND: dict[str, tuple[Role, ...]] = {
     messages.RegisterPrompts.TYPE: ("searcher",),
     messages.LeasePrompts.TYPE: ("searcher",),
     messages.PutTrajectories.TYPE: ("searcher", "importer"),
+    Archive.TYPE: ("importer",),
     PutEvaluation.TYPE: ("evaluator",),
     messages.SampleBatch.TYPE: ("trainer",),
     messages.ReportStep.TYPE: ("trainer",),
@@ -67,7 +69,10 @@ class Admission:
             raise Refused("not_allowed", f"{header.type} is refused from a {header.role}: {' or '.join(allowed)} only")
 
     def _check_key(self, peer: Peer, header: RequestHeader) -> None:
-        """A key that was revoked is refused here on the connections that it has opened before."""
+        """Refuse a key that was revoked, on the connections that it has opened before, or that has other roles.
+
+        Its client waits: both are repaired in a file of this node.
+        """
         if self._keys is None:
             return
         known = self._keys.find(peer.key)
@@ -79,7 +84,7 @@ class Admission:
             )
         if not known.speaks_as(header.role):
             roles = ", ".join(known.roles)
-            raise Refused("not_allowed", f"{header.type} is refused: the key of {known.name} is for {roles} only")
+            raise Refused("not_authorised", f"{header.type} is refused: the key of {known.name} is for {roles} only")
 
     def _name(self, peer: Peer) -> str:
         known = self._keys.find(peer.key) if self._keys else None

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
+from tba.common.errors import UsageError
 from tba.common.system.orphan_guard import kill_all, session_of
 
 # Options of prctl(2).
@@ -34,7 +36,7 @@ _SHORT = 80
 PARENT_VARIABLE = "TBA_PARENT_PID"
 # Python's variable that keeps the working directory, and that of a script, out of `sys.path`.
 SAFE_PATH = "PYTHONSAFEPATH"
-# The file through which the ranks of a trainer find each other.
+# The file through which the ranks of a trainer on one node find each other.
 RENDEZVOUS_VARIABLE = "TBA_RENDEZVOUS"
 # What an engine tells its supervisor: the size of its KV cache. systemd ignores names with X_.
 KV_CACHE_NOTICE = "X_KV_CACHE_GIB="
@@ -134,7 +136,7 @@ class StopSignal:
             with contextlib.suppress(OSError):
                 os.write(2, b"second signal: ended without waiting for the work under way\n")
             os._exit(128 + number)
-        more = f"\nEXTEND_TIMEOUT_USEC={self.drain_seconds * 1e6:.0f}" if self.drain_seconds else ""
+        more = f"\n{EXTENSION}{self.drain_seconds * 1e6:.0f}" if self.drain_seconds else ""
         notify_systemd(f"STOPPING=1{more}")
         if self._exits_immediately:
             self._exit()
@@ -244,8 +246,26 @@ class NotifySocket:
         self._directory.cleanup()
 
 
+EXTENSION = "EXTEND_TIMEOUT_USEC="
+# As TimeoutStartSec= of the units.
+_START_SECONDS = 3600
+_has_started = threading.Event()
+
+
+def extend_start() -> None:
+    """Tell systemd that the start goes on: its limit counts from now. Does nothing once the process is ready or stops.
+
+    At the beginning of a phase that may take long, and while a phase waits for another process.
+    """
+    # Later it would extend the limits of the watchdog, and of the stop.
+    if not _has_started.is_set():
+        notify_systemd(f"{EXTENSION}{_START_SECONDS * 1_000_000}")
+
+
 def notify_systemd(state: str) -> None:
     """Send `READY=1`, `WATCHDOG=1` or `STATUS=...` to systemd. Does nothing outside a Type=notify unit."""
+    if state.startswith(("READY=1", "STOPPING=1")):
+        _has_started.set()
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -304,6 +324,22 @@ def partition_cores(processes: int) -> list[list[int]]:
         return [cores] * processes
     bounds = [len(cores) * part // processes for part in range(processes + 1)]
     return [cores[first:last] for first, last in pairwise(bounds)]
+
+
+def node_number() -> tuple[int, int]:
+    """Return the number of this node, from 0, and how many train together: NODE_RANK (or Slurm's) and NNODES.
+
+    Raises UsageError if they do not fit.
+    """
+    nodes = os.environ.get("NNODES", "1")
+    node = "0" if nodes == "1" else os.environ.get("NODE_RANK", os.environ.get("SLURM_NODEID", ""))
+    fits = node.isdecimal() and nodes.isdecimal() and int(node) < int(nodes)
+    if not fits or (nodes != "1" and "MASTER_ADDR" not in os.environ):
+        raise UsageError(
+            f'NNODES is "{nodes}" and NODE_RANK "{node}": to train on several nodes set NNODES to their number, '
+            "NODE_RANK to that of each, from 0, and MASTER_ADDR to the address of node 0"
+        )
+    return int(node), int(nodes)
 
 
 def openmp_threads(parts: Sequence[Sequence[int]]) -> int:

@@ -19,6 +19,7 @@ from typing import TypeVar
 from tba.common.clock import Clock, SystemClock
 from tba.common.errors import BufferUnavailable, Refused, WireError
 from tba.common.log import get_logger
+from tba.common.system.process import extend_start
 from tba.common.wire.channels import ClientChannel, new_secret
 from tba.common.wire.codec import (
     MAX_FRAME_BYTES,
@@ -35,8 +36,9 @@ from tba.common.wire.messages import PROTOCOL_VERSION, Failure, Hello, Message, 
 
 log = get_logger(__name__)
 
-# Transient failures, such as a full disk: the request is sent again.
-TRANSIENT = frozenset({"storage", "not_authorised"})
+# What is repaired on the node of the buffer: a full disk, a key that was revoked, another database in the place of the
+# run's. The request is sent again.
+TRANSIENT = frozenset({"storage", "not_authorised", "wrong_run"})
 _RESEND_SECONDS = 3.0
 _LONGEST_TIMEOUT_SECONDS = 30.0
 _POLL_SECONDS = 0.2
@@ -205,11 +207,12 @@ class BufferClient:
             late = deadline_seconds is not None and now - started > deadline_seconds
             if reply is None and (late or stop()):
                 self._pending.pop(wanted, None)
-                why = self._obstacle or f"no answer for {self.silent_seconds:.0f} s: is `tba buffer serve` running?"
+                why = self.obstacle or f"no answer for {self.silent_seconds:.0f} s: is `tba buffer serve` running?"
                 raise BufferUnavailable(f"the buffer at {self.address}: {why}")
             if reply is None and deadline_seconds is None and now > warn_at:
-                reason = self._obstacle or f"{self.address} does not answer: is `tba buffer serve` running?"
+                reason = self.obstacle or f"{self.address} does not answer: is `tba buffer serve` running?"
                 log.warning("waiting for the buffer", silent_seconds=self.silent_seconds, reason=reason)
+                extend_start()
                 warn_at = now + _WARN_SECONDS
         if isinstance(reply.message, Failure):
             raise Refused(reply.message.code, reply.message.message)
@@ -222,7 +225,7 @@ class BufferClient:
         self._channel.close()
 
     @property
-    def _obstacle(self) -> str:
+    def obstacle(self) -> str:
         """Why requests are not answered, empty if that is not known."""
         return self.trouble or self._channel.trouble
 
@@ -282,7 +285,9 @@ class BufferClient:
             return self._unreadable(frames, error)
         self._last_reply_at = self._clock.monotonic()
         self.run = self.run or reply.header.run
-        self.state = reply.header.state
+        # Not that of another run.
+        if reply.header.run in ("", self.run):
+            self.state = reply.header.state
         if isinstance(reply.message, Failure) and reply.message.code in TRANSIENT:
             self.trouble = reply.message.message
             log.warning("the buffer refuses a request, which is sent again", by=self.address, reason=self.trouble)

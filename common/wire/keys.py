@@ -6,6 +6,7 @@
     buffer.pub             the public key of the buffer's node; without this file the buffer is on this node
     authorized/NAME.pub    the public keys that this node's servers admit, and their roles
 
+Where systemd passes `node.key` as a credential (`LoadCredential=`, systemd.exec(5)), only root need read that file.
 A key is 32 bytes, in hex. ZeroMQ encrypts with CURVE (https://rfc.zeromq.org/spec/26).
 """
 
@@ -38,6 +39,9 @@ _ROLES_OF_MESSAGES: dict[KeyRole, tuple[Role, ...]] = {
     "monitor": ("monitor",),
 }
 OWN, BUFFER, AUTHORIZED = "node.key", "buffer.pub", "authorized"
+# Modes that a file may not have: a user who can write to a key could exchange it. Of a credential systemd lists its
+# reader in an access control list, whose mask is shown as the mode of the group.
+_SECRET, _CREDENTIAL, _PUBLIC = 0o077, 0o037, 0o022
 # A revoked key is refused after this time.
 _RELOAD_SECONDS = 1.0
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -132,7 +136,7 @@ def read_authorized(directory: Path) -> list[tuple[Authorized, str]]:
     found = []
     for path in sorted(directory.glob("*.pub")):
         try:
-            values = _read(path, writable_only=True)
+            values = _read(path, _PUBLIC)
             roles = values.get("roles")
             if not isinstance(roles, list) or not all(role in KEY_ROLES for role in roles):
                 raise ConfigError(f"{path}: roles must be a list of {', '.join(KEY_ROLES)}")
@@ -144,8 +148,12 @@ def read_authorized(directory: Path) -> list[tuple[Authorized, str]]:
 
 def own_pair(directory: Path) -> KeyPair:
     """Return the key pair of this node. Raises ConfigError if there is none, or if others may read it."""
-    path = directory / OWN
-    values = _read(path)
+    path = Path(os.environ.get("CREDENTIALS_DIRECTORY", "/nonexistent")) / OWN
+    # The units pass one without values where the file does not exist.
+    values = _read(path, _CREDENTIAL) if path.exists() else {}
+    if not values:
+        path = directory / OWN
+        values = _read(path)
     return KeyPair(str(values.get("name", "")), _hex(values, "public", path), _hex(values, "secret", path))
 
 
@@ -157,14 +165,14 @@ def node_pair(directory: Path | None) -> KeyPair | None:
 def buffer_key(directory: Path) -> str:
     """Return the public key of the buffer's node. Raises ConfigError."""
     path = directory / BUFFER
-    return _hex(_read(path, writable_only=True), "public", path) if path.exists() else own_pair(directory).public
+    return _hex(_read(path, _PUBLIC), "public", path) if path.exists() else own_pair(directory).public
 
 
 def write_pair(directory: Path, pair: KeyPair) -> Path:
     """Write the key pair of a node, for this user alone. Raises ConfigError if it has one, or cannot be written."""
     path = directory / OWN
     with _write_errors(path):
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_directory(directory)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(_toml(name=pair.name, public=pair.public, secret=pair.secret))
@@ -174,9 +182,11 @@ def write_pair(directory: Path, pair: KeyPair) -> Path:
 def write_public(path: Path, **values: str | Sequence[str]) -> None:
     """Write a public key and what belongs to it, in one step. Raises ConfigError."""
     with _write_errors(path):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_directory(path.parent)
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(_toml(**values), encoding="ascii")
+        # Root may write what another user's servers read, and no group may change it, whatever the umask.
+        temporary.chmod(0o644)
         temporary.replace(path)
 
 
@@ -239,17 +249,17 @@ def announced(address: str, own: KeyPair | None) -> tuple[str, ClientKeys | None
     return endpoint, ClientKeys(own, check_public(public))
 
 
-def _read(path: Path, *, writable_only: bool = False) -> dict[str, object]:
+def _read(path: Path, forbidden: int = _SECRET) -> dict[str, object]:
     """Return the values of a key file. Raises ConfigError if it is not there, not valid, or open to others."""
     try:
         with open_regular(path) as file:
             state = os.fstat(file.fileno())
-            # A user who can write it could exchange the key.
-            if state.st_mode & (0o022 if writable_only else 0o077) or state.st_uid not in (os.getuid(), 0):
+            if state.st_mode & forbidden or state.st_uid not in (os.getuid(), 0):
                 raise ConfigError(f"{path} is open to other users: it must belong to this user (chmod 600 {path})")
             return tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): `tba keys new` creates keys") from error
+        remedy = "run this as its owner" if isinstance(error, PermissionError) else "`tba keys new` creates keys"
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a key file: {first_line(error)}") from error
 
@@ -259,6 +269,13 @@ def _hex(values: dict[str, object], name: str, path: Path) -> str:
     if not isinstance(value, str) or not _HEX.fullmatch(value):
         raise ConfigError(f"{path} has no {name} key of 64 hexadecimal digits")
     return value
+
+
+def _make_directory(path: Path) -> None:
+    if not path.is_dir():
+        path.mkdir(parents=True)
+        # Servers of another user than root read the public keys.
+        path.chmod(0o755)
 
 
 def _toml(**values: str | Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""No reply leaves before its transaction is on the disk, and a failed sync ends the server instead of hanging it."""
+"""No reply leaves before its transaction is on the disk; requests that wait; queries in a process of their own."""
 
 import sqlite3
 import threading

@@ -1,7 +1,10 @@
 """An attacker at the port of a server with keys: without one, with a foreign, a revoked, or another's."""
 
+import os
 import random
 import socket
+import stat
+import tomllib
 from contextlib import closing
 from dataclasses import replace
 from urllib.parse import urlsplit
@@ -16,7 +19,7 @@ from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.curve import new_pair
-from tba.common.wire.keys import AUTHORIZED, OWN, own_pair, server_keys
+from tba.common.wire.keys import AUTHORIZED, OWN, KeyPair, own_pair, server_keys, write_pair
 from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.weights.fetch import Fetcher, Progress
 from tba.tests.helpers.buffer import BufferThread
@@ -56,7 +59,7 @@ def status(client, stop=lambda: False) -> Status:
 
 def status_or_obstacle(client) -> Status:
     """The status, or the error of a client that gives up as soon as it knows why it is not answered."""
-    return status(client, lambda: bool(client._obstacle))
+    return status(client, lambda: bool(client.obstacle))
 
 
 def lines(caplog, event):
@@ -101,7 +104,15 @@ def test_a_revoked_key_is_refused_on_an_open_connection(buffer, keyring, caplog)
         assert lines(caplog, "request refused")[0]["role"] == "searcher"
 
 
+def give_role(file, old, new):
+    file.write_text(file.read_text().replace(old, new))
+
+
 HANDS = {
+    "a file with another role": (lambda keys, _: give_role(keys / "node1.pub", "searcher", "monitor"),
+                                 lambda keys, _: give_role(keys / "node1.pub", "monitor", "searcher")),
+    "a file that a group may write": (lambda keys, _: keys.joinpath("node1.pub").chmod(0o664),
+                                      lambda keys, _: keys.joinpath("node1.pub").chmod(0o644)),
     "a file that others may write": (lambda keys, _: keys.joinpath("node1.pub").chmod(0o666),
                                      lambda keys, _: keys.joinpath("node1.pub").chmod(0o600)),
     "a file that was moved": (lambda keys, aside: keys.joinpath("node1.pub").rename(aside),
@@ -122,7 +133,7 @@ def test_a_key_that_was_made_unreadable_is_refused_and_admitted_again_after_the_
     with connect(buffer, keys) as client:
         status(client)
         hand(keyring.directory / AUTHORIZED, tmp_path / "aside")
-        with pytest.raises(BufferUnavailable, match="not authorised any more"):
+        with pytest.raises(BufferUnavailable, match="not authorised any more|the key of node1 is for monitor only"):
             status_or_obstacle(client)
         repair(keyring.directory / AUTHORIZED, tmp_path / "aside")
         status(client)
@@ -131,8 +142,8 @@ def test_a_key_that_was_made_unreadable_is_refused_and_admitted_again_after_the_
 def test_a_key_is_for_its_roles_only(buffer, keyring, caplog):
     announcement = messages.AnnounceSnapshot(weights=reference(0, 0), bytes=1)
     sentence, keys = "the key of node1 is for searcher, importer only", keyring.client("node1", "searcher", "importer")
-    with connect(buffer, keys, "publisher") as client, pytest.raises(Refused, match=sentence):
-        client.call(announcement, messages.Done, deadline_seconds=PATIENCE_SECONDS)
+    with connect(buffer, keys, "publisher") as client, pytest.raises(BufferUnavailable, match=sentence):
+        client.call(announcement, messages.Done, stop=lambda: bool(client.obstacle))
     assert lines(caplog, "request refused")[0]["by"] == "node1 at 127.0.0.1"
 
 
@@ -176,6 +187,59 @@ def test_a_server_that_others_can_reach_needs_keys_and_a_private_file(keyring):
     (keyring.directory / OWN).chmod(0o640)
     with pytest.raises(ConfigError, match="is open to other users"):
         own_pair(keyring.directory)
+
+
+def test_the_key_that_systemd_passes_is_used_before_that_of_the_directory(keyring, tmp_path, monkeypatch):
+    passed, own = tmp_path / "credentials" / OWN, keyring.directory / OWN
+    other = write_pair(passed.parent, new_pair("node0"))
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(passed.parent))
+    # With an access control list systemd leaves the file to root, and the mode shows that somebody else reads it.
+    other.chmod(0o440)
+    assert own_pair(keyring.directory) == own_pair(passed.parent) != read_pair(own)
+    other.chmod(0o444)
+    with pytest.raises(ConfigError, match="is open to other users"):
+        own_pair(keyring.directory)
+    # As the units pass it where there is none.
+    passed.unlink()
+    passed.write_text("# Without that file, the one in security.keys is used")
+    passed.chmod(0o400)
+    assert own_pair(keyring.directory) == read_pair(own)
+
+
+def read_pair(file):
+    values = tomllib.loads(file.read_text())
+    return KeyPair(values["name"], values["public"], values["secret"])
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o002])
+def test_root_makes_keys_whose_public_part_other_users_read_and_none_writes(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        keyring = Keyring(tmp_path / "keys")
+        keyring.client("node1", "searcher")
+    finally:
+        os.umask(before)
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode) for path in [tmp_path / "keys", *(tmp_path / "keys").rglob("*")]
+    }
+    assert modes == {"keys": 0o755, "node.key": 0o600, "authorized": 0o755, "node1.pub": 0o644}
+
+
+def test_a_client_waits_while_the_buffer_serves_another_database_and_takes_no_state_from_it(buffer, keyring, tmp_path):
+    # `stop` closes the database, and the file is the whole of it.
+    path, aside = buffer.config.database, tmp_path / "aside.sqlite"
+    with connect(buffer, keyring.client("node1", "searcher")) as client:
+        run, state = status(client).run_name, client.state
+        buffer.stop()
+        path.rename(aside)
+        buffer.start()
+        with pytest.raises(BufferUnavailable, match="put the database back, or restart this process"):
+            status_or_obstacle(client)
+        assert client.state is state
+        buffer.stop()
+        aside.replace(path)
+        buffer.start()
+        assert status(client).run_name == run
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Memory, garbage collection and signals of a process, and the command that started it."""
+"""A process: its memory, signals, cores, watchdog, background threads, and the command that started it."""
 
 import logging
 import os
@@ -42,6 +42,23 @@ def test_a_stopped_process_asks_systemd_for_the_time_that_its_work_may_take(monk
         for number, handler in handlers.items():
             signal.signal(number, handler)
         systemd.close()
+
+
+STARTS = """
+from tba.common.system.process import extend_start, notify_systemd
+for state in ("", "STATUS=loading", "", "{left}=1", ""):
+    notify_systemd(state) if state else extend_start()
+"""
+
+
+@pytest.mark.parametrize("left", ["READY", "STOPPING"])
+def test_a_process_asks_systemd_for_more_time_until_it_is_ready_or_stops(left):
+    systemd = NotifySocket()
+    environment = os.environ | {"NOTIFY_SOCKET": systemd.address}
+    subprocess.run([sys.executable, "-c", STARTS.replace("{left}", left)], env=environment, check=True)
+    hour = "EXTEND_TIMEOUT_USEC=3600000000"
+    assert systemd.receive() == [hour, "STATUS=loading", hour, f"{left}=1"]
+    systemd.close()
 
 
 DRAINS = """

@@ -14,12 +14,15 @@ UNITS = Path(__file__).parents[3] / "deploy/systemd"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.parametrize("folder", [".", "user"])
 @pytest.mark.parametrize("unit", ["tba-buffer.service", "tba-search@0-6.service", "tba-train@7.service", "tba.target"])
-def test_systemd_accepts_a_unit(unit, tmp_path):
-    for source in UNITS.iterdir():
+def test_systemd_accepts_a_unit(unit, folder, tmp_path):
+    for source in (UNITS / folder).glob("tba*"):
         text = source.read_text()
         # The program is installed only on a node: any executable stands for it here.
-        (tmp_path / source.name).write_text(text.replace("/opt/tba/bin/tba", "/bin/true"))
+        (tmp_path / source.name).write_text(
+            text.replace("/opt/tba/bin/tba", "/bin/true").replace("%h/tba/bin/tba", "/bin/true")
+        )
     if "@" in unit:
         template = f"{unit.split('@')[0]}@.service"
         (tmp_path / unit).write_text((tmp_path / template).read_text())
@@ -29,9 +32,45 @@ def test_systemd_accepts_a_unit(unit, tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.parametrize(
+    ("unit", "most"), [("tba-buffer.service", 4.5), ("tba-search@.service", 6), ("tba-train@.service", 6)]
+)
+def test_a_unit_exposes_little_by_the_measure_of_systemd(unit, most, tmp_path):
+    file = tmp_path / unit.replace("@", "@7")
+    file.write_text((UNITS / unit).read_text())
+    command = ["systemd-analyze", "security", "--offline=true", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if "unrecognized option" in result.stderr:
+        pytest.skip("systemd-analyze is older than 250")
+    exposures = re.findall(r"Overall exposure level for \S+: ([\d.]+)", result.stdout)
+    assert [exposure for exposure in exposures if float(exposure) <= most], result.stdout + result.stderr
+
+
+def settings_of(unit):
+    """The settings of a unit: those that are repeated keep their last value."""
+    return dict(
+        line.split("=", 1) for line in (UNITS / unit).read_text().splitlines() if "=" in line and line[0] != "#"
+    )
+
+
+@pytest.mark.parametrize("unit", ["tba-search@.service", "tba-train@.service"])
+def test_nothing_in_a_unit_closes_the_devices_of_a_gpu_or_forbids_compiled_kernels(unit):
+    # ProtectClock= admits a device by name, so that all others are closed: systemd.exec(5).
+    closing = {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock", "MemoryDenyWriteExecute"}
+    assert not closing & settings_of(unit).keys()
+
+
+@pytest.mark.parametrize("unit", ["tba-buffer.service", "tba-search@.service", "tba-train@.service"])
+def test_a_users_unit_differs_from_that_of_the_system_only_in_its_places(unit):
+    system, users = settings_of(unit), settings_of(f"user/{unit}")
+    different = {key for key, value in users.items() if system.get(key) != value}
+    assert different <= {"Environment", "EnvironmentFile", "ExecStart", "After", "KillMode", "LimitCORE"}
+
+
 def test_no_role_is_restarted_after_a_configuration_error():
-    services = sorted(UNITS.glob("*.service"))
-    assert len(services) == 3
+    services = sorted(UNITS.rglob("*.service"))
+    assert len(services) == 6
     for service in services:
         assert "RestartPreventExitStatus=78 2" in service.read_text(), service
 
@@ -47,9 +86,7 @@ def test_the_watchdog_of_searchers_waits_longer_than_a_searcher_waits_for_its_en
 
 @pytest.mark.parametrize("unit", ["tba-search@.service", "tba-train@.service"])
 def test_the_weights_directory_is_shared_by_all_units(unit):
-    settings = dict(
-        line.split("=", 1) for line in (UNITS / unit).read_text().splitlines() if "=" in line and line[0] != "#"
-    )
+    settings = settings_of(unit)
     assert (settings["User"], settings["StateDirectory"]) == ("tba", "tba")
     # Each of these would hide /dev/shm or the state directory, give them another owner, or delete files there.
     hiding = {"DynamicUser", "RemoveIPC", "PrivateIPC", "PrivateUsers", "TemporaryFileSystem", "InaccessiblePaths"}

@@ -17,6 +17,7 @@ from tba.common.terminal import (
     FileArgument,
     Json,
     Sets,
+    need,
     not_both,
     note,
     print_columns,
@@ -326,7 +327,9 @@ def archive(
     Steps that a checkpoint next to the database may repeat keep their tokens. The file shrinks if the server is
     stopped; else its freed space is used again. Settings count as for `prune --tokens`. May be killed at any moment.
     """
-    settings = _as_served(ConfigOptions.next_to(destination, config, sets, has_database=True), buffer, None)
+    options = ConfigOptions.next_to(destination, config, sets, has_database=True)
+    need("fsspec", "archive")
+    settings = _as_served(options, buffer, None)
     from tba.buffer.tools.archive import archive as run_archive
     from tba.buffer.tools.printing import print_fields
 

@@ -59,6 +59,7 @@ def dropped(_: Path, database: Path) -> object:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("fsspec", "pyarrow")
 @pytest.mark.parametrize("served", [False, True])
 def test_after_any_kill_tokens_are_in_exactly_one_place(config, make_config, start_tba, tmp_path, served):
     before = ask(config.database, "SELECT * FROM payloads")

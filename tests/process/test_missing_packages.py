@@ -52,6 +52,7 @@ def hidden(modules: tuple[str, ...], *command: str, cwd: Path) -> "subprocess.Co
         ("starlette", "ui", ["ui", "."], []),
         ("jinja2", "ui", ["report", "."], []),
         ("pyarrow", "parquet", ["buffer", "export", "rows.parquet"], []),
+        ("fsspec", "archive", ["buffer", "archive", "old"], []),
     ],
 )
 def test_a_missing_extra_is_reported_in_one_sentence(module, extra, command, settings, make_config, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tba.tests.helpers.buffer import ask
 from tba.tests.process.conftest import arithmetic
 
 STEPS = 8
@@ -61,6 +62,20 @@ def test_a_replay_reproduces_the_recorded_losses_bit_for_bit(recorded, offline):
     assert losses(again) == losses(recorded)
     assert again.query(BATCHES) == recorded.query(BATCHES)
     assert hashlib.sha256(recorded.database.read_bytes()).hexdigest() == before
+
+
+def test_a_replay_of_archived_tokens_reproduces_the_losses_bit_for_bit(recorded, tba_here, tmp_path):
+    (tmp_path / "copy").mkdir()
+    copy = tmp_path / "copy/buffer.sqlite"
+    assert tba_here("buffer", "backup", copy, "-b", recorded.database).exit_code == 0
+    few = ("--set", "search.samples_per_prompt=4", "--set", "buffer.max_trajectories=64", "--keep-steps", 0)
+    moved = tba_here("buffer", "archive", "old", "-b", copy, *few)
+    assert moved.exit_code == 0, moved.message
+    used = "SELECT COUNT(*) FROM consumption c JOIN trajectories t ON t.id = c.trajectory WHERE t.archive IS NOT NULL"
+    assert ask(copy, used)[0][0] > 0
+    where = ("--config", recorded.file, "--set", f"run.dir={tmp_path / 'replay'}")
+    done = tba_here("train", "--cpu", *where, "--offline", "--buffer", copy, "--replay")
+    assert f"replayed {STEPS} steps; losses: bit for bit the same" in done.output
 
 
 def test_a_replay_with_another_learning_rate_reports_the_largest_difference(offline):

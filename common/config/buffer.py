@@ -13,6 +13,7 @@ class BufferSection(Section):
 
     address: Annotated[str, Field(pattern=r"^(auto|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = "auto"
     """ZeroMQ endpoint that the buffer binds and all clients connect to: tcp://HOST:PORT, or ipc://PATH for one machine.
+    At the host name of its own machine the buffer listens on all interfaces.
     auto is a socket file in run.dir that only this user can connect to (in /dev/shm if the path is too long)."""
     database: Path | None = None
     """SQLite file; by default `buffer.sqlite` in run.dir."""

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import math
 import os
+import re
 import socket as sockets
 import struct
 import threading
@@ -25,7 +26,7 @@ from tba.common.system.process import allow_many_files
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_FRAME_BYTES
 from tba.common.wire.curve import ZapHandler, encrypt_client, explain_failure
 from tba.common.wire.keys import ClientKeys, ServerKeys
-from tba.common.wire.socket_files import free_socket_file, keep_private, own_socket_directory
+from tba.common.wire.socket_files import free_socket_file, is_local, keep_private, own_socket_directory
 from tba.common.wire.trajectory import ARRAY_KINDS
 
 Socket = zmq.Socket[bytes]
@@ -255,7 +256,7 @@ class ServerChannel:
         self._zap = ZapHandler(self._context, self._socket, keys) if keys else None
         try:
             with free_socket_file(address):
-                self._socket.bind(address)
+                self._socket.bind(_interfaces(address))
                 keep_private(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         except (OSError, zmq.ZMQError) as error:
             self.close()
@@ -464,6 +465,15 @@ def _set_limits(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _CONNECT_TIMEOUT_MS)
+
+
+def _interfaces(address: str) -> str:
+    """Return what a server binds: for the name of this machine, all interfaces.
+
+    Many distributions give that name an address of loopback in /etc/hosts, where other nodes could not connect.
+    """
+    name = sockets.gethostname()
+    return address if is_local(address) else re.sub(rf"^tcp://{re.escape(name)}:", "tcp://*:", address)
 
 
 def _bind_error(setting: str, address: str, error: OSError | zmq.ZMQError) -> TbaError:

@@ -28,6 +28,7 @@ WHEELS, PLAYBOOK = FLEET / "wheels", FLEET / "ansible/bin/ansible-playbook"
 DATABASE = "var/lib/tba/runs/demo/buffer.sqlite"
 # Steps without end, and searchers that wait for the trainer: the cores are those of four nodes and of Ansible.
 SETTINGS = {
+    "cpu_searchers = 2": "cpu_searchers = 1",
     "steps = 80": "steps = 1000000",
     "prompts_per_step = 32": "prompts_per_step = 8",
     "max_in_flight = 256": "max_in_flight = 32",
@@ -45,6 +46,7 @@ ansible_user=root
 tba_wheelhouse={wheels}
 tba_package="tba[train]"
 tba_files=["examples/arithmetic/model"]
+tba_ready_seconds=600
 tba_environment={{"OMP_NUM_THREADS": "1"}}
 """
 

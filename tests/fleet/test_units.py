@@ -218,7 +218,7 @@ def test_the_target_is_stopped_when_all_have_stopped_the_buffer_last(units):
     units("stop", "tba.target")
     assert units.states() == {"inactive"}
     stopped = {unit: int(units.show(unit, "InactiveEnterTimestampMonotonic")) for unit in ROLES}
-    assert max(stopped, key=stopped.get) == "tba-buffer"
+    assert max(stopped, key=lambda unit: stopped[unit]) == "tba-buffer"
     units("start", "tba.target")
     wait_until("all start with the target", lambda: units.states() == {"active"}, PATIENCE_SECONDS)
     units.wait_for_steps()

@@ -193,7 +193,7 @@ def test_the_key_that_systemd_passes_is_used_before_that_of_the_directory(keyrin
     passed, own = tmp_path / "credentials" / OWN, keyring.directory / OWN
     other = write_pair(passed.parent, new_pair("node0"))
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(passed.parent))
-    # With an access control list systemd leaves the file to root, and the mode shows that somebody else reads it.
+    # With an access control list systemd leaves the file to root, and the mode shows that another user reads it.
     other.chmod(0o440)
     assert own_pair(keyring.directory) == own_pair(passed.parent) != read_pair(own)
     other.chmod(0o444)

@@ -211,10 +211,6 @@ def _scoring_model(name: str, plan: Plan) -> Result:
         return "unchecked", f"{error}; start the server before the run"
 
 
-def _disk(plan: Plan) -> Result:
-    return doctor.check_disk(plan.config, model_parameters, here=plan.here)
-
-
 def _memory(plan: Plan) -> Result:
     report = trainer_memory(plan.config, plan.assumed)
     if isinstance(report, str):
@@ -261,7 +257,7 @@ CHECKS = (
     Check("compiler", _of_machine(doctor.check_compiler)),
     Check("caches", _of_machine(doctor.check_caches)),
     Check("topology", _of_machine(doctor.check_topology)),
-    Check("disk", _disk, anywhere=True),
+    Check("disk", lambda plan: doctor.check_disk(plan.config, model_parameters, here=plan.here), anywhere=True),
     Check("weights directory", _of_machine(doctor.check_weights_directory)),
     Check("trainer memory", _memory, anywhere=True),
     Check("buffer address", _of_machine(doctor.check_address)),

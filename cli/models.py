@@ -1,7 +1,6 @@
 """The commands on the models of a run: `tba eval`, `tba generate` and `tba export-model`."""
 
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,7 +87,11 @@ def _evaluate(config: "Config", snapshot: Path | None, *, every: bool, again: bo
     known = {key_of(row): row for row in earlier if is_measured(row)}
     rows, stored = [], True
     with row_progress() as show:
-        report = _reporting(show)
+
+        def report(doing: str, done: int, total: int) -> bool:
+            show(doing, done, total)
+            return True
+
         for row, is_new in evaluate_snapshots(config, snapshot, every=every, device=device, known=known, report=report):
             rows.append({name: value for name, value in row.items() if name != "responses"})
             if is_new:
@@ -121,14 +124,6 @@ def _choose_device(config: "Config") -> str:
         return CPU
     choose_and_pin(config.search.gpus, "search.gpus", most=config.search.tensor_parallel)
     return "cuda"
-
-
-def _reporting(show: Callable[[str, int, int | None], None]) -> Callable[[str, int, int], bool]:
-    def report(doing: str, done: int, total: int) -> bool:
-        show(doing, done, total)
-        return True
-
-    return report
 
 
 def _headings(rows: list[dict[str, Any]]) -> list[str]:
@@ -185,7 +180,9 @@ def generate(
     if not chat and not play and prompt is None and sys.stdin.isatty():
         raise UsageError("there is no prompt: write it as an argument or to standard input, or use --chat")
     settings, device = _what_generates(options, model, cpu=cpu)
-    text = _read_prompt() if not chat and not play and prompt is None else prompt or ""
+    text = prompt or ""
+    if not chat and not play and prompt is None and not (text := sys.stdin.read().removesuffix("\n")):
+        raise UsageError("the prompt on standard input is empty: write it there or as an argument, or use --chat")
     from tba.common.run_snapshots import held_source
 
     with ExitStack() as held:
@@ -209,13 +206,6 @@ def generate(
         generator = held.enter_context(closing(Generator(settings, directory, device=device, chat=True)))
         for reply in converse(generator, iter(sys.stdin.readline, ""), sampling):
             _print_responses([reply], as_json=as_json)
-
-
-def _read_prompt() -> str:
-    """Return the prompt on standard input. Raises UsageError if it is empty."""
-    if text := sys.stdin.read().removesuffix("\n"):
-        return text
-    raise UsageError("the prompt on standard input is empty: write it there or as an argument, or use --chat")
 
 
 def _what_generates(options: ConfigOptions, model: Path | None, *, cpu: bool) -> tuple["Config", str]:

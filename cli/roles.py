@@ -58,7 +58,7 @@ def search(
 
     if resolved.config.search.gpus == CPU:
         if evaluates or resolved.config.search.cpu_searchers == 1:
-            return _search_here(resolved, CPU, f"cpu{index}", index, evaluates=evaluates)
+            return _search_here(resolved, CPU, f"cpu{index}", evaluates=evaluates)
         return _search_in_children(resolved, options.arguments())
     groups = searcher_groups(resolved.config, "--cpu 1")
     if evaluates and len(groups) > 1:
@@ -66,10 +66,10 @@ def search(
     if len(groups) > 1:
         return _search_in_children(resolved, options.arguments())
     pin(groups[0])
-    return _search_here(resolved, "cuda", label(groups[0]), index, evaluates=evaluates)
+    return _search_here(resolved, "cuda", label(groups[0]), evaluates=evaluates)
 
 
-def _search_here(resolved: "Resolved", device: str, label: str, index: int, *, evaluates: bool) -> None:
+def _search_here(resolved: "Resolved", device: str, label: str, *, evaluates: bool) -> None:
     stop = start_process(f"eval-{label}" if evaluates else f"search-{label}", gpu=label)
     # torch reads it when it is loaded. OpenMP threads that spin while they wait for each other become many times slower
     # as soon as another thread, such as the one that prepares weights, runs on one of their cores (docs/vllm.md).
@@ -80,7 +80,7 @@ def _search_here(resolved: "Resolved", device: str, label: str, index: int, *, e
         return follow(resolved.config, device=device, label=label, stop=stop)
     from tba.searcher.run import search as run_searcher
 
-    return run_searcher(resolved.config, device=device, label=label, stop=stop, index=index)
+    return run_searcher(resolved.config, device=device, label=label, stop=stop)
 
 
 def _search_in_children(resolved: "Resolved", arguments: "Sequence[str]") -> None:
@@ -124,7 +124,8 @@ def train(
     resolved = options.resolve_start({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
     from tba.deploy.child import trainer_drain_seconds
 
-    settings = _check_training(resolved.config)
+    settings = resolved.config
+    _check_training(settings)
     device, count = _choose_device(settings)
     stop = start_process("train", level="INFO" if _is_first_rank() else "ERROR")
     stop.drain_seconds = trainer_drain_seconds(settings)
@@ -144,18 +145,15 @@ def train(
     return train_offline(settings, recorded, run_trainer, replay=replay, origins=resolved.origins)
 
 
-def _check_training(config: "Config") -> "Config":
-    """Return the configuration with its reward floor. Raises TbaError before anything is loaded or created."""
+def _check_training(config: "Config") -> None:
+    """Raise TbaError before anything is loaded or created."""
     from tba.buffer.store.recorded_work import refuse_other_work
     from tba.common.weights.model_files import local_model
-    from tba.searcher.checks import with_reward_floor
 
     need("torch", "train")
-    config = with_reward_floor(config)
     # A trainer needs no tokenizer.
     local_model(config.model.path)
     refuse_other_work(config)
-    return config
 
 
 def _recorded_run(

@@ -44,6 +44,7 @@ if the hanging call holds the interpreter's lock. A run that Ctrl-C stops before
 of shells, so that chained commands do not run; the roles drain and exit with 0.
 """
 
+import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -89,6 +90,13 @@ def problems(error: "ValidationError") -> list[tuple[tuple[str, ...], str]]:
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, for use in a sentence."""
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the kind of another library's error, its first line, and the file of that library that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" in {frames[-1].filename.rpartition('site-packages/')[2]}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{place}"
 
 
 class ConfigError(TbaError):

@@ -303,10 +303,10 @@ def check_endpoint(config: Config) -> Result:
     host, port = config.search.serve_address
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         return "warn", f"search.serve = {config.search.serve} cannot be bound: {error}; is it this run, at work?"
     asks = "with a token" if config.search.serve_token.get_secret_value() else "without a token, from this machine"
-    many = "the first searcher answers there, and the next ones at the ports after it"
+    many = "each searcher takes the first free port from there on"
     return "ok", f"http://{host}:{port}/v1 {asks}; {many if port else 'each searcher takes a free port and logs it'}"
 
 

@@ -108,11 +108,9 @@ def searcher_children(
 
     if config.search.gpus != CPU:
         groups = searcher_groups(config, with_trainer=with_trainer, present=present)
-        # Their ports differ.
-        places = [("--index", str(n)) if config.search.serve else () for n in range(len(groups))]
         return [
-            child(label(group), "--gpus", ",".join(group), "--tp", str(len(group)), *place, gpus=",".join(group))
-            for group, place in zip(groups, places, strict=True)
+            child(label(group), "--gpus", ",".join(group), "--tp", str(len(group)), gpus=",".join(group))
+            for group in groups
         ]
     count = config.search.cpu_searchers
     parts = partition_cores(count + int(with_trainer and config.train.gpu == CPU))

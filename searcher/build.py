@@ -1,6 +1,7 @@
 """Build the parts of a searcher, an evaluation or `tba generate` from the configuration."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,10 +10,12 @@ from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
 from tba.common.errors import ConfigError, MissingExtra
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.model_files import model_directory, read_json
+from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.engines.engine import Engine
-from tba.searcher.engines.stopping import Stopping
+from tba.searcher.engines.stopping import Stopping, read_stopping
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt, Task, has_environment
 
 _MEASURED_PROMPTS = 256
@@ -33,6 +36,21 @@ def context_of(config: Config) -> int | None:
         scaled = model.get("rope_scaling") or "factor" in (model.get("rope_parameters") or {})
         return config.search.max_model_len or (None if scaled else positions)
     return positions
+
+
+class LoadedTask(NamedTuple):
+    """A task with what renders its prompts and what ends their responses."""
+
+    task: Task
+    renderer: PromptRenderer
+    stopping: Stopping
+
+
+def load(config: Config) -> LoadedTask:
+    """Load the task and the tokenizer of the model."""
+    task = load_task(config.task)
+    renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
+    return LoadedTask(task, renderer, read_stopping(config, renderer.tokenizer))
 
 
 def make_rewards(config: Config, task: Task, device: str, stop: Callable[[], bool]) -> Rewards:

@@ -10,7 +10,7 @@ from tba.common.terminal import need
 from tba.common.weights.model_files import model_here
 from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.engines.stopping import read_stopping, unstopped_turn
-from tba.searcher.tasks import declared_floor, load_task
+from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Task, check_prompts, check_rendering, has_environment, is_random
 
 _SERVER_SECONDS = 3.0
@@ -61,27 +61,6 @@ def check_number_of_prompts(config: Config, task: Task | None = None) -> None:
         check_batches(config, len(task.prompts()))
     except ValueError as error:
         raise TaskError(f"task {task.name}: {error}") from error
-
-
-def with_reward_floor(config: Config) -> Config:
-    """Return the configuration with the least reward that the task declares as `objective.reward_floor`, or a lower
-    one of `task.truncated`.
-
-    A task is only asked if the objective depends on it. Raises TaskError if it cannot be loaded here.
-    """
-    objective = config.objective
-    if objective.reward_floor != "task" or not objective.imitation_weight:
-        return config
-    try:
-        floor = declared_floor(config.task)
-    except TaskError as error:
-        raise TaskError(
-            f'objective.reward_floor = "task" needs the task of the searchers here: {error}; or set it to the least '
-            "reward of the task"
-        ) from error
-    if not isinstance(config.task.truncated, str):
-        floor = min(floor, config.task.truncated)
-    return config.model_copy(update={"objective": objective.model_copy(update={"reward_floor": floor})})
 
 
 def check_reward_model(config: ScoringModelSection, section: str) -> str:

@@ -111,10 +111,6 @@ class HttpError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": int(self.status)}}
 
 
-# A response, or why the engine refuses to generate it.
-_Result = Future[Generation | HttpError]
-
-
 class _Fields(msgspec.Struct):
     """The fields of a request to either route that have an effect. Those of `sampling_params` are among them."""
 
@@ -298,7 +294,7 @@ class Endpoint:
     def __init__(self, host: str, port: int, *, token: str, completions: Completions) -> None:
         self._token = token
         self._completions = completions
-        self._waiting: deque[tuple[Int32, SamplingSettings, _Result]] = deque()
+        self._waiting: deque[tuple[Int32, SamplingSettings, Future[Generation]]] = deque()
         self._generating = self._connections = 0
         # Of the weights that serve; None before the first ones.
         self._version: int | None = None
@@ -326,12 +322,12 @@ class Endpoint:
             except EngineFaulty:
                 raise
             except EngineError as error:
-                result.set_result(HttpError(str(error)))
+                result.set_exception(HttpError(str(error)))
             else:
                 self._generating += 1
         return self._generating
 
-    def _take(self, result: _Result, generation: Generation) -> None:
+    def _take(self, result: Future[Generation], generation: Generation) -> None:
         self._generating -= 1
         result.set_result(generation)
 
@@ -371,7 +367,14 @@ class Endpoint:
                 body = await _body(reader, headers) if _METHODS[route] == "POST" else b""
             # Nothing of this request is left to be read.
             keep = persists
-            content = await self._reply(route, body, lambda: not (reader.at_eof() or writer.is_closing()))
+            if self._version is None:
+                raise _unavailable("the searcher has no weights yet")
+            if _METHODS[route] == "GET":
+                content = self._completions.models(self._version) if route == _MODELS else {}
+            else:
+                question = self._completions.read(route, body)
+                generations = await self._generate(question, lambda: not (reader.at_eof() or writer.is_closing()))
+                content = self._completions.answer(question, generations)
         except _ENDED:
             raise
         except HttpError as error:
@@ -398,17 +401,9 @@ class Endpoint:
             sentence = "this address answers only requests to 127.0.0.1 or localhost"
             raise HttpError(sentence, status=HTTPStatus.FORBIDDEN)
 
-    async def _reply(self, route: str, body: bytes, is_there: Callable[[], bool]) -> dict[str, Any]:
-        """Return the reply to a request. Raises HttpError, or ConnectionError for a client that is not there."""
-        if self._version is None:
-            raise _unavailable("the searcher has no weights yet")
-        if route in (_HEALTH, _MODELS):
-            return self._completions.models(self._version) if route == _MODELS else {}
-        question = self._completions.read(route, body)
-        return self._completions.answer(question, await self._generate(question, is_there))
-
     async def _generate(self, question: Question, is_there: Callable[[], bool]) -> list[Generation]:
-        results: list[_Result] = [Future() for _ in question.sampling]
+        """Return the responses to a question. Raises HttpError, or ConnectionError for a client that is not there."""
+        results: list[Future[Generation]] = [Future() for _ in question.sampling]
         if len(self._waiting) + self._generating + len(results) > _MOST_PENDING:
             raise _unavailable(f"{_MOST_PENDING} responses are pending")
         self._waiting.extend([(question.ids, *one) for one in zip(question.sampling, results, strict=True)])
@@ -422,12 +417,10 @@ class Endpoint:
         finally:
             for one in pending:
                 one.cancel()
-        generations = []
-        for result in results:
-            if isinstance(generation := result.result(), HttpError):
-                raise generation
-            generations.append(generation)
-        return generations
+        # Of all: asyncio logs an error that was not asked for.
+        if error := next(filter(None, [one.exception() for one in pending]), None):
+            raise error
+        return [one.result() for one in pending]
 
 
 def _parse(head: bytes) -> tuple[str, Message, bool]:

@@ -24,7 +24,7 @@ import numpy as np
 from tba.common.config import Config
 from tba.common.errors import EngineError
 from tba.common.rendering import Message, PromptRenderer
-from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns
+from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns, one_turn
 from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, MAX_TURN_MESSAGES, ErrorKind
 from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Int32
 from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSettings
@@ -113,10 +113,8 @@ class Episode:
         """Return the token fields of its row; of an episode without a turn, those of an empty response."""
         if self.turns:
             return join_turns(self.turns)
-        nothing = np.zeros(0, np.int32)
         runs = np.array([[self.version, 0]], np.int32)
-        prompt = np.asarray(self.context, np.int32)
-        return EpisodeTokens(prompt, nothing, np.zeros(0, np.uint8), np.zeros(0, np.float32), runs, nothing, [])
+        return one_turn(np.asarray(self.context, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), runs)
 
 
 class Episodes:

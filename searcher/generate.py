@@ -1,6 +1,6 @@
 """`tba generate`: answer a prompt, or hold a conversation, with any model directory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +11,9 @@ from tba.common.config import Config, LoraSection
 from tba.common.errors import TaskError, UsageError, quantity
 from tba.common.rendering import Message, PromptRenderer
 from tba.common.weights.pretrained import load_tokenizer
-from tba.common.wire.trajectory import STOP_EOS, Int32
+from tba.common.wire.trajectory import STOP_EOS
 from tba.searcher.build import make_engine
-from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
+from tba.searcher.engines.engine import Engine, Generation, Requests, SamplingSettings
 from tba.searcher.engines.stopping import read_stopping
 from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.scoring.rewards import Rewards
@@ -50,7 +50,7 @@ class Generator:
         self._renderer = PromptRenderer(tokenizer, task)
         self._stopping = read_stopping(own, self._renderer.tokenizer)
         self._engine: Engine = make_engine(own, self._stopping, device=device, name="generate")
-        self._next_id = 0
+        self._requests = Requests(self._engine)
 
     def close(self) -> None:
         """Free the device."""
@@ -65,36 +65,29 @@ class Generator:
             ids = np.asarray(self._renderer.ids(prompt), np.int32)
         except ValueError as error:
             raise TaskError(f"the prompt cannot be rendered: {error}") from error
+        done: list[Generation] = []
         for _ in range(samples):
-            self._engine.submit(GenerationRequest(self._next_id, ids, sampling))
-            self._next_id += 1
-        responses = []
+            self._requests.ask(ids, sampling, done.append, first=False)
         while self._engine.in_flight:
-            for generation in self._engine.step():
-                tokens = generation.response_ids.tolist()
-                text = self._stopping.scored_text(tokens)
-                logprob = float(generation.logprobs.astype(np.float64).sum())
-                responses.append(Generated(text, len(tokens), logprob, generation.stop_reason == STOP_EOS))
-        return responses
+            self._requests.step()
+        return [self._read(generation) for generation in done]
+
+    def _read(self, generation: Generation) -> Generated:
+        tokens = generation.response_ids.tolist()
+        logprob = float(generation.logprobs.astype(np.float64).sum())
+        return Generated(self._stopping.scored_text(tokens), len(tokens), logprob, generation.stop_reason == STOP_EOS)
 
     def play(
         self, rewards: Rewards, prompt: Prompt, sampling: SamplingSettings, limits: Limits
     ) -> Iterator[tuple[str, str]]:
         """Yield the turns of an episode as they happen: see `play_one`."""
-        asked: dict[int, Callable[[Generation], None]] = {}
-
-        def ask(ids: Int32, settings: SamplingSettings, on_done: Callable[[Generation], None], _first: bool) -> None:
-            self._engine.submit(GenerationRequest(self._next_id, ids, settings))
-            asked[self._next_id] = on_done
-            self._next_id += 1
-
-        episodes = Episodes(ask, rewards, self._renderer, self._stopping, limits, lambda: self._engine.weights_version)
+        parts = (self._requests.ask, rewards, self._renderer, self._stopping, limits)
+        episodes = Episodes(*parts, lambda: self._engine.weights_version)
         episode, shown = episodes.begin(0, prompt, sampling), 0
         while not episodes.ended():
             for scored in rewards.wait(_WAIT_SECONDS) if rewards.waiting else ():
                 episodes.told(scored)
-            for generation in self._engine.step():
-                asked.pop(generation.id)(generation)
+            self._requests.step()
             yield from episode.said[shown:]
             shown = len(episode.said)
         ended = f"{episode.stop_reason} after {quantity(len(episode.turns), 'turn')}"

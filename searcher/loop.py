@@ -8,7 +8,6 @@ full, generation pauses. The engine's batch never runs empty meanwhile: another 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,14 +22,13 @@ from tba.common.system.watchdog import Watchdog
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.codec import Reply
+from tba.searcher.build import LoadedTask
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.endpoint import Endpoint
 from tba.searcher.engines.engine import Engine
-from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.run_end import RESUME_SECONDS, RunEnd
-from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Task, fingerprint
 from tba.searcher.weights.fetch import Serving
@@ -53,14 +51,6 @@ _REGISTER_CHARACTERS = 1 << 20
 _WAIT_SECONDS = 0.2
 
 
-class LoadedTask(NamedTuple):
-    """A task with what renders its prompts and what ends their responses."""
-
-    task: Task
-    renderer: PromptRenderer
-    stopping: Stopping
-
-
 class Searcher:
     """One engine, one connection to the buffer. `run` returns when the run is finished or `stop()`."""
 
@@ -71,7 +61,6 @@ class Searcher:
         engine: Engine,
         loaded: LoadedTask,
         rewards: Rewards,
-        references: ReferenceScorer | None,
         exploration: Exploration,
         client: BufferClient,
         clock: Clock,
@@ -81,7 +70,6 @@ class Searcher:
         self._task = loaded.task
         self._renderer = loaded.renderer
         self._rewards = rewards
-        self._references = references
         self._client = client
         self._clock = clock
         self._endpoint: Endpoint | None = None
@@ -96,15 +84,10 @@ class Searcher:
             engine, loaded.task, loaded.renderer, exploration, config.search.samples_per_prompt
         )
         episodes = Episodes(
-            generation.ask,
-            rewards,
-            loaded.renderer,
-            loaded.stopping,
-            Limits.of(config),
-            lambda: engine.weights_version,
+            generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config), lambda: engine.weights_version
         )
         self._scoring = ScoringStage(rewards, loaded.stopping, config.task.truncated, episodes)
-        self._pipeline = Pipeline(generation, self._scoring, references, self._delivery)
+        self._pipeline = Pipeline(generation, self._scoring, self._delivery)
         self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")
         self._outage_prompts = outage_prompts(loaded.task.prompts(), config, client.sender)
         self._lease_request: int | None = None
@@ -180,14 +163,14 @@ class Searcher:
         """Keep two loads of requests: one in the engine, and one that is queued behind it.
 
         The loads are counted in requests, not in groups: while a group's longest response is being generated, the rows
-        of its other responses are free. Responses that wait for a reward or a reference log-probability count as well,
-        so that a slow scorer holds generation back instead of piling up work.
+        of its other responses are free. Responses that wait for a reward count as well, so that a slow scorer holds
+        generation back instead of piling up work.
         """
         if self._weights.current is None or self._delivery.pause:
             return
         samples = self._config.search.samples_per_prompt
         target = 2 * max(self._engine.max_in_flight, samples)
-        want = -(-(target - (self._engine.in_flight - self._asked) - self._unscored) // samples)
+        want = -(-(target - (self._engine.in_flight - self._asked) - self._rewards.waiting) // samples)
         # Few larger requests rather than one for each group that completes.
         if want < max(1, target // samples // _REFILLS):
             return
@@ -200,10 +183,7 @@ class Searcher:
         if want <= 0:
             return
         request = messages.LeasePrompts(
-            want=want,
-            held=held,
-            weights_version=self._weights.current.version,
-            wait_seconds=_LEASE_WAIT_SECONDS,
+            want=want, held=held, weights_version=self._weights.current.version, wait_seconds=_LEASE_WAIT_SECONDS
         )
         self._lease_request = self._client.post(request)
 
@@ -229,10 +209,6 @@ class Searcher:
         # A repeated request is granted the same visits again.
         known = self._pipeline.leases
         self._pipeline.submit([visit for visit in reply.message.visits if visit.lease not in known])
-
-    @property
-    def _unscored(self) -> int:
-        return self._rewards.waiting + (self._references.waiting if self._references is not None else 0)
 
     def _heartbeat(self) -> None:
         now = self._clock.monotonic()
@@ -260,8 +236,8 @@ class Searcher:
             return "waiting", over if self._run.finished else self._weights.reason or "no snapshot is published yet"
         if self._delivery.pause:
             return "waiting", self._delivery.pause
-        if self._unscored and not self._engine.in_flight:
-            return "waiting", f"{quantity(self._unscored, 'response is', 'responses are')} being scored"
+        if self._rewards.waiting and not self._engine.in_flight:
+            return "waiting", f"{quantity(self._rewards.waiting, 'response is', 'responses are')} being scored"
         if self._delivery.groups and not self._engine.in_flight:
             return "waiting", f"the buffer has not acknowledged {quantity(self._delivery.groups, 'group')}"
         if not self._engine.in_flight:
@@ -285,8 +261,6 @@ class Searcher:
             "reward_seconds": self._rewards.latency_seconds,
             "reward_errors": float(self._rewards.errors),
             "reward_timeouts": float(self._rewards.timeouts),
-            "references_waiting": float(self._references.waiting if self._references is not None else 0),
-            "reference_errors": float(self._references.errors if self._references is not None else 0),
             "weights_load_seconds": self._weights.last_load_seconds,
             "weights_prepare_seconds": self._weights.last_prepare_seconds,
             "weights_refusals": float(self._weights.refusals),
@@ -297,10 +271,9 @@ class Searcher:
     def _leave(self) -> None:
         """Wait a few seconds for scores and acknowledgements, then release the leases of everything else."""
         deadline = self._clock.monotonic() + _DRAIN_SECONDS
-        while (self._unscored or not self._delivery.is_done) and self._clock.monotonic() < deadline:
+        while (self._rewards.waiting or not self._delivery.is_done) and self._clock.monotonic() < deadline:
             self._pipeline.step(generate=False, wait_seconds=_SCORE_WAIT_SECONDS)
             self._exchange(_IDLE_SECONDS)
-        self._pipeline.close()
         if self._rewards.waiting:
             log.warning("responses dropped: their rewards did not come in time", responses=self._rewards.waiting)
         self._delivery.close()

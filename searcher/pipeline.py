@@ -1,21 +1,21 @@
 """The searcher's pipeline: from a visit of a prompt to a group of trajectories on its way to the buffer.
 
-    visit ──► generate ──► score ──► reference ──► deliver
-               engine      workers    thread        spool, then the buffer
+    visit ──► generate ──► score ──► deliver
+               engine      workers    spool, then the buffer
 
 A prompt with an environment goes back and forth between the first two (`tba.searcher.episodes`).
 
 Each stage has `submit` and `done`. `done` returns what is finished without waiting for the rest, so a slow stage does
-not block the engine. Without configured reference log-probabilities there is no reference stage.
+not block the engine.
 """
 
 import hashlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -23,14 +23,14 @@ from tba.common.config import Explored, SearchSection, Truncated
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
+from tba.common.wire.episode import EpisodeTokens, one_turn
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
-from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Int32, Trajectory
+from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Trajectory
 from tba.searcher.delivery.delivery import Delivery
-from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
+from tba.searcher.engines.engine import Engine, Generation, Requests, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import CUT_OFF, Episode, Episodes
-from tba.searcher.scoring.reference_scorer import ReferenceScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Group, Scored, failed, storable
 from tba.searcher.tasks.task import Reward, Task, has_environment
@@ -120,15 +120,14 @@ class GenerationStage:
         self._prompts = prompts = {prompt.key: prompt for prompt in task.prompts()}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
         self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(prompts[key]), np.int32))
-        self._requests: dict[int, tuple[Group, SamplingSettings]] = {}
-        self._asked: dict[int, Callable[[Generation], None]] = {}
-        self._failed: list[Response] = []
-        self._next_id = 0
+        self._requests = Requests(engine)
+        self.ask = self._requests.ask
+        self._done: list[Response] = []
 
     @property
     def waiting(self) -> int:
         """Responses submitted and not yet returned by `done`."""
-        return self._engine.in_flight + len(self._failed)
+        return self._engine.in_flight + len(self._done)
 
     def submit(self, visit: Visit) -> list[tuple[int, Group, SamplingSettings]]:
         """Queue the requests of a visit in the engine; for a prompt with an environment return its episodes to begin.
@@ -139,44 +138,24 @@ class GenerationStage:
         settings = [self._exploration.settings(visit, sample) for sample in range(self._samples)]
         if has_environment(self._task, prompt):
             group = Group(visit, prompt, _NO_TOKENS, self._samples)
-            return [(self.new_id(), group, sampling) for sampling in settings]
+            return [(self._requests.new_id(), group, sampling) for sampling in settings]
         group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples)
         for sampling in settings:
             try:
-                self._engine.submit(GenerationRequest(self._next_id, group.prompt_ids, sampling))
+                self.ask(group.prompt_ids, sampling, partial(self._take, group, sampling), first=False)
             except EngineError as error:
                 runs = np.array([[self._engine.weights_version, 0]], np.int32)
-                nothing = Generation(self._next_id, _NO_TOKENS, _NO_LOGPROBS, runs, STOP_ERROR, 0.0)
-                self._failed.append(Response(group, sampling, nothing, f"not generated: {error}"))
-            else:
-                self._requests[self._next_id] = group, sampling
-            self._next_id += 1
+                nothing = Generation(self._requests.new_id(), _NO_TOKENS, _NO_LOGPROBS, runs, STOP_ERROR, 0.0)
+                self._done.append(Response(group, sampling, nothing, f"not generated: {error}"))
         return []
 
-    def new_id(self) -> int:
-        """Return an id that no request and no ticket has."""
-        self._next_id += 1
-        return self._next_id - 1
-
-    def ask(
-        self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None], first: bool = True
-    ) -> None:
-        """Generate after a context; `done` calls `on_done` with what was generated. `first`: before what is queued.
-
-        Raises EngineError like `Engine.submit`.
-        """
-        id_ = self.new_id()
-        self._engine.submit(GenerationRequest(id_, ids, sampling, first=first))
-        self._asked[id_] = on_done
+    def _take(self, group: Group, sampling: SamplingSettings, generation: Generation) -> None:
+        self._done.append(Response(group, sampling, generation))
 
     def done(self) -> list[Response]:
         """Step the engine. Returns the responses that have ended, and those that could not be generated."""
-        responses, self._failed = self._failed, []
-        for generation in self._engine.step() if self._engine.in_flight else ():
-            if on_done := self._asked.pop(generation.id, None):
-                on_done(generation)
-            else:
-                responses.append(Response(*self._requests.pop(generation.id), generation))
+        self._requests.step()
+        responses, self._done = self._done, []
         return responses
 
 
@@ -204,8 +183,9 @@ class ScoringStage:
         self._count_failure(response.error)
         if response.error:
             log.warning("rollout failed", prompt=prompt.key, reason=response.error)
-            error = response.error[:_ERROR_CHARACTERS]
-            self._finish(response, Scored(generation.id, None, Reward(0.0, {}), error, error_kind="generation"))
+            self._finish(
+                response, Scored(generation.id, None, Reward(0.0, {}), response.error, error_kind="generation")
+            )
             return
         try:
             text = storable(self._stopping.scored_text(generation.response_ids.tolist()))
@@ -244,35 +224,17 @@ class ScoringStage:
     def _finish(self, response: Response, scored: Scored) -> None:
         """Add the row of a response to its group."""
         group, generation = response.group, response.generation
-        self.errors += scored.error is not None
-        if generation.stop_reason == STOP_LENGTH and scored.error is None:
+        is_cut = generation.stop_reason == STOP_LENGTH
+        if is_cut and scored.error is None:
             scored = self._cut(scored, len(generation.response_ids))
         self.trajectories += not response.error
-        self._cut_off += generation.stop_reason == STOP_LENGTH
+        self._cut_off += is_cut
         if self.trajectories == _FIRST_RESPONSES and not response.error and 2 * self._cut_off > _FIRST_RESPONSES:
             reason = f"{self._cut_off} of the first {_FIRST_RESPONSES} reached the length limit without an end token"
             log.warning("responses do not end", reason=reason, remedy="raise search.max_tokens, or set search.stop")
         self.tokens += len(generation.response_ids)
-        row = Trajectory(
-            prompt_key=group.prompt.key,
-            lease=group.visit.lease,
-            prompt_ids=group.prompt_ids,
-            response_ids=generation.response_ids,
-            logprobs=generation.logprobs,
-            version_runs=generation.version_runs,
-            reward=scored.reward.total,
-            reward_parts=scored.reward.parts,
-            stop_reason=generation.stop_reason,
-            sampling={"temperature": response.sampling.temperature, "top_p": response.sampling.top_p},
-            created_at=time.time(),
-            generation_seconds=generation.seconds,
-            text=scored.text,
-            error=scored.error,
-            error_kind=scored.error_kind,
-        )
-        group.done.append(row)
-        if len(group.done) == group.size:
-            self._complete.append(group)
+        tokens = one_turn(group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs)
+        self._add(group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds)
 
     def _finish_episode(self, episode: Episode) -> None:
         """Add the row of an episode to its group."""
@@ -285,29 +247,35 @@ class ScoringStage:
             scored = self._cut(scored, episode.length)
         self._count_failure(episode.error or "" if episode.error_kind == "generation" else "")
         tokens = episode.tokens()
-        self.errors += scored.error is not None
         self.trajectories += 1
         self.tokens += int(tokens.loss_mask.sum())
-        group.done.append(
-            Trajectory(
-                prompt_key=group.prompt.key,
-                lease=group.visit.lease,
-                **tokens._asdict(),
-                reward=scored.reward.total,
-                reward_parts=scored.reward.parts,
-                stop_reason=episode.stop_reason,
-                sampling={"temperature": sampling.temperature, "top_p": sampling.top_p},
-                created_at=time.time(),
-                generation_seconds=episode.generation_seconds,
-                text=None
-                if episode.error_kind == "decoding"
-                else self._stopping.whole_text(tokens.response_ids.tolist()),
-                error=scored.error and scored.error[:_ERROR_CHARACTERS],
-                error_kind=scored.error_kind,
-            )
+        if episode.error_kind != "decoding":
+            scored = replace(scored, text=self._stopping.whole_text(tokens.response_ids.tolist()))
+        self._add(group, sampling, scored, tokens, episode.stop_reason, episode.generation_seconds)
+
+    def _add(
+        self, group: Group, sampling: SamplingSettings, scored: Scored, tokens: EpisodeTokens, stop: str, seconds: float
+    ) -> None:
+        """Add a row to a group, which may be complete then."""
+        self.errors += scored.error is not None and scored.error_kind != "masked"
+        row = Trajectory(
+            prompt_key=group.prompt.key,
+            lease=group.visit.lease,
+            **tokens._asdict(),
+            reward=scored.reward.total,
+            reward_parts=scored.reward.parts,
+            stop_reason=stop,
+            sampling={"temperature": sampling.temperature, "top_p": sampling.top_p},
+            created_at=time.time(),
+            generation_seconds=seconds,
+            text=scored.text,
+            error=scored.error and scored.error[:_ERROR_CHARACTERS],
+            error_kind=scored.error_kind,
         )
+        group.done.append(row)
         if len(group.done) == group.size:
-            self._complete.append(_usable(group))
+            # Only a group of responses has a prompt of its own.
+            self._complete.append(group if len(group.prompt_ids) else _usable(group))
 
     def _cut(self, scored: Scored, tokens: int) -> Scored:
         """Apply `task.truncated` to a response that was cut off. A row with an error is stored and not trained on."""
@@ -338,7 +306,6 @@ class Pipeline:
 
     generation: GenerationStage
     scoring: ScoringStage
-    references: ReferenceScorer | None
     delivery: Delivery
     _leases: set[int] = field(default_factory=set)
     # Monotonic time since which generation pauses.
@@ -374,18 +341,5 @@ class Pipeline:
         for response in self.generation.done() if generate else ():
             self.scoring.submit(response)
         for group in self.scoring.done(wait_seconds):
-            if self.references is None:
-                self._deliver(group)
-            else:
-                self.references.submit(group)
-        for group in self.references.done() if self.references is not None else ():
-            self._deliver(group)
-
-    def close(self) -> None:
-        """Deliver the groups that wait for reference log-probabilities, without these."""
-        for group in self.references.close() if self.references is not None else ():
-            self._deliver(group)
-
-    def _deliver(self, group: Group) -> None:
-        self._leases.discard(group.visit.lease)
-        self.delivery.submit(group.done, group.visit.lease)
+            self._leases.discard(group.visit.lease)
+            self.delivery.submit(group.done, group.visit.lease)

@@ -1,39 +1,37 @@
 """Start of one searcher from a configuration: task, tokenizer, workers, engine, loop."""
 
 import contextlib
+import errno
 import socket
 from collections.abc import Callable
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.log import get_logger
-from tba.common.rendering import PromptRenderer
 from tba.common.run_snapshots import weights_directory
 from tba.common.system.devices import CPU
 from tba.common.system.process import StopSignal, extend_start, give_way
-from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import clear, make_directory
-from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
-from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
+from tba.searcher.build import LoadedTask, context_of, load, make_engine, make_rewards, mean_tokens
 from tba.searcher.checks import explained_luck
 from tba.searcher.endpoint import Completions, Endpoint
-from tba.searcher.engines.stopping import read_stopping, unstopped_turn
-from tba.searcher.loop import LoadedTask, Searcher
+from tba.searcher.engines.stopping import unstopped_turn
+from tba.searcher.loop import Searcher
 from tba.searcher.pipeline import Exploration
-from tba.searcher.scoring.reference_scorer import ReferenceScorer
-from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import check_prompts, check_rendering
 
 log = get_logger(__name__)
 
+# At most, for the searchers of a machine.
+ENDPOINT_PORTS = 64
 
-def search(config: Config, *, device: str, label: str, stop: StopSignal, index: int = 0) -> None:
+
+def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None:
     """Generate until the run is finished or `stop()`. `device` is `cpu` or the visible `cuda`.
 
-    `label` distinguishes the searchers of this machine: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU. `index` is the
-    searcher's place among those of its command.
+    `label` distinguishes the searchers of this machine: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU.
 
     Raises ConfigError for a model or task that cannot be loaded, WorkerLost if loading a reward model or a task failed
     for a reason that may be transient, and Refused if the buffer rejects this searcher.
@@ -60,7 +58,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal, index: 
         if stop():
             return
         # Before the engine, too: it tells that there are no weights yet.
-        if (endpoint := open_endpoint(config, loaded, index, lambda: client.run)) is not None:
+        if (endpoint := open_endpoint(config, loaded, lambda: client.run)) is not None:
             ending.callback(endpoint.close)
         extend_start()
         # Starting the engine may take minutes, and there is nothing to finish yet.
@@ -68,20 +66,11 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal, index: 
             prompt_tokens = mean_tokens(task.prompts(), loaded.renderer)
             engine = make_engine(config, loaded.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
             ending.callback(engine.close)
-            # After the engine, which claims a fraction of the GPU's free memory.
-            references = None
-            if config.search.reference_logprobs:
-                from tba.searcher.scoring.reference_model import ReferenceModel
-
-                reference = ReferenceModel(config.model.path, device=device, dtype=config.model.dtype)
-                references = ReferenceScorer(reference.logprobs)
-                ending.callback(references.close)
         searcher = Searcher(
             config,
             engine=engine,
             loaded=loaded,
             rewards=rewards,
-            references=references,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
             client=client,
             clock=clock,
@@ -92,37 +81,37 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal, index: 
 
 def _load_task(config: Config) -> LoadedTask:
     """Load the task, what renders its prompts and what ends responses, and check that every prompt can be used."""
-    task = load_task(config.task)
+    loaded = task, renderer, stopping = load(config)
     check_prompts(task)
-    renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
     check_rendering(task, task.prompts(), renderer, context_of(config))
-    stopping = read_stopping(config, renderer.tokenizer)
     if warning := unstopped_turn(stopping, renderer, task.prompts()):
         log.warning("responses may not end", reason=warning)
     if luck := explained_luck(config, task):
         log.warning("the objective is wrong for this task", reason=luck)
-    return LoadedTask(task, renderer, stopping)
+    return loaded
 
 
-def open_endpoint(config: Config, loaded: LoadedTask, index: int, run: Callable[[], str]) -> Endpoint | None:
-    """Open the endpoint of a searcher, the n-th of its command. `run` returns the uuid of the run.
+def open_endpoint(config: Config, loaded: LoadedTask, run: Callable[[], str]) -> Endpoint | None:
+    """Open the endpoint of a searcher at the first free port from that of `search.serve` on.
 
-    The port is that of `search.serve` plus `index`; with port 0 it is a free one. None without `search.serve`, or if it
-    cannot listen there: the run goes on without.
+    With port 0 it is any free one. None without `search.serve`, or if the address cannot be bound: the run goes on
+    without. `run` returns the uuid of the run.
     """
     if not config.search.serve:
         return None
     host, port = config.search.serve_address
-    port += index if port else 0
     token = config.search.serve_token.get_secret_value()
-    try:
-        if port >= 1 << 16:
-            raise OSError("no port has that number")
-        completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config), run)
-        endpoint = Endpoint(host, port, token=token, completions=completions)
-    except OSError as error:
-        log.warning("no endpoint", host=host, port=port, reason=str(error))
-        return None
+    completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config), run)
+    last = min(port + ENDPOINT_PORTS, 1 << 16) - 1 if port else 0
+    endpoint = None
+    while endpoint is None:
+        try:
+            endpoint = Endpoint(host, port, token=token, completions=completions)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port >= last:
+                log.warning("no endpoint", host=host, port=port, reason=str(error))
+                return None
+            port += 1
     log.info("endpoint", url=endpoint.url)
     return endpoint
 

@@ -71,8 +71,7 @@ def check(
         list[str] | None, typer.Option("--response", "-r", help="Show how this response is scored; may be repeated.")
     ] = None,
     prompts: Annotated[
-        int | None,
-        typer.Option("--prompts", "-n", min=1, help="Show as many prompts and the scores of their answers."),
+        int | None, typer.Option("--prompts", "-n", min=1, help="Show as many prompts and the scores of their answers.")
     ] = None,
     key: Annotated[str | None, typer.Option(help="Show the prompt with this key.")] = None,
     held_out: Annotated[bool, typer.Option("--held-out", help="Show held-out prompts.")] = False,

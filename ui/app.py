@@ -54,8 +54,6 @@ def make_app(paths: Sequence[Path], *, token: str | None = None, report: Callabl
         Route("/r/{run}/trajectories/{trajectory:row}", trajectories.page),
         Route("/r/{run}/compare", compare.page),
         Route("/r/{run}/compare.json", compare.charts),
-        Route("/r/{run}/waste", run.waste),
-        Route("/r/{run}/waste.json", run.waste_charts),
         Route("/r/{run}/sql", sql.page),
         Route("/r/{run}/sql.csv", sql.csv_file),
         Mount("/static", StaticFiles(directory=FOLDER / "static")),

@@ -208,23 +208,6 @@ def histogram(values: Sequence[float], title: str) -> Markup:
     return _figure(title, [*parts, *_axes(scale, names)])
 
 
-def paired_bars(pairs: Sequence[tuple[str, float, float]], title: str) -> Markup:
-    """Draw two bars for each (name, percentage, percentage), on an axis from 0 to the largest one."""
-    scale = _Scale([0, len(pairs)], [0, max(max(first, second) for _, first, second in pairs) or 1.0])
-    width = (scale.x(1) - scale.x(0)) * 0.4
-    parts = []
-    for place, (name, *values) in enumerate(pairs):
-        for series, value in enumerate(values):
-            left, top = scale.x(place + 0.1) + series * width, scale.y(value)
-            parts.append(
-                f'<rect class="bar s{series}" x="{left:.1f}" y="{top}" width="{width - 1:.1f}" '
-                f'height="{scale.y(0) - top:.1f}"><title>{escape(name)}: {value:.1f} %</title></rect>'
-            )
-        middle = scale.x(place + 0.5)
-        parts.append(f'<text class="tick" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(name)}</text>')
-    return _figure(title, [*parts, *_axes(scale, ())])
-
-
 def sparkline(values: Sequence[float]) -> Markup:
     """Draw a line of fractions from 0 to 1, as small as a word."""
     if not values:

@@ -54,8 +54,6 @@ SEARCHER_NAMES = {
     "reward_seconds": ("reward_seconds", "Time that the last scored response waited for its reward, scoring included."),
     "reward_errors": ("reward_errors_total", "Rewards that failed."),
     "reward_timeouts": ("reward_timeouts_total", "Rewards that took longer than task.reward_seconds."),
-    "references_waiting": ("references_waiting", "Responses that wait for a reference log-probability."),
-    "reference_errors": ("reference_errors_total", "Reference log-probabilities that failed."),
     "weights_load_seconds": ("weights_load_seconds", "Duration of the last swap of weights."),
     "weights_prepare_seconds": ("weights_prepare_seconds", "Duration of the last preparation of weights."),
     "weights_refusals": ("weights_refusals_total", "Snapshots refused, each attempt counted."),

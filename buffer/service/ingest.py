@@ -63,17 +63,11 @@ class Ingest:
         state = self._state
         ids = state.store.trajectories.new_ids(len(rows))
         payload: Sequence[Sequence[memoryview]] = put.payload
-        references = put.reference_logprob or []
         # If all rows are new, the columns are used as they are.
         if len(rows) < len(put):
             columns = {name: [column[row] for row in rows] for name, column in columns.items()}
             payload = [[views[row] for row in rows] for views in payload]
-            references = [references[row] for row in rows] if references else []
         state.store.trajectories.add({"id": ids, **columns}, payload)
-        if references:
-            pairs = zip(ids, references, strict=True)
-            known_ones = [(id_, fields.INITIAL_REFERENCE, logprob) for id_, logprob in pairs if logprob is not None]
-            state.store.trajectories.add_references(known_ones)
         state.trajectories += len(rows)
         self._add_to_index(ids, columns)
 

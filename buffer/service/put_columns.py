@@ -39,7 +39,7 @@ class PutColumns:
     Row i has sequence number `first_sequence + i`. `versions` are the policy versions of a row's tokens. `columns` are
     those of the table that need no state of the run: ROW_FIELDS, with maps and lists as JSON text, `prompt_tokens`,
     `response_tokens`, `dedup_hash` and `payload_bytes`. `is_foreign`: the metadata name a version of another run.
-    `payload` has one column per array kind. `reference_logprob` is None if no row has one.
+    `payload` has one column per array kind.
     """
 
     first_sequence: int
@@ -49,7 +49,6 @@ class PutColumns:
     columns: dict[str, Sequence[Any]]
     is_foreign: list[bool]
     payload: list[list[memoryview]]
-    reference_logprob: list[float | None] | None
 
     def __len__(self) -> int:
         return len(self.prompt_key)
@@ -84,7 +83,6 @@ def to_columns(request: Request) -> Message | PutColumns:
         columns=columns,
         is_foreign=is_foreign,
         payload=payload,
-        reference_logprob=rows.reference_logprob,
     )
 
 

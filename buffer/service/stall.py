@@ -328,7 +328,7 @@ def _only_errors(status: Status, _: Sequence[ClientStatus]) -> Stall | None:
     if not errors or 2 * errors < arrived:
         return None
     most = f", most often: {status.common_error}" if status.common_error else ""
-    remedy = "correct what fails: `tba task check` runs the reward function by itself"
+    remedy = "correct what fails: `tba task check` runs the task by itself"
     if status.common_error.startswith("not trained on: cut off"):
         remedy = "raise search.max_tokens, or set another task.truncated"
     return Stall(
@@ -357,13 +357,6 @@ def _scoring(status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
             f"{_names_with_verb(searchers, status)} waiting for {quantity(waiting, 'reward')}; the last one came after "
             f"{format_duration(slowest)}, queue included, with {timeouts}: the reward function is slow or hangs; raise "
             "task.reward_workers or lower task.reward_seconds",
-        )
-    if waiting := round(total(searchers, "references_waiting")):
-        return Stall(
-            "references",
-            f"{_names_with_verb(searchers, status)} waiting for the reference log-probabilities of "
-            f"{quantity(waiting, 'response')}: set search.reference_logprobs = false, so that the trainer computes "
-            "them",
         )
     if waiting := round(total(searchers, "unacknowledged_groups")):
         return Stall(

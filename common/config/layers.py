@@ -16,13 +16,13 @@ from typing import Any, get_origin
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
-from tba.common.config import Config, Section
+from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError, problems
 from tba.common.system.process import PARENT_VARIABLE, RENDEZVOUS_VARIABLE
 
 ENVIRONMENT_PREFIX = "TBA_"
 _OTHER_VARIABLES = {
-    *("TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", "TBA_UI_TOKEN", PARENT_VARIABLE, RENDEZVOUS_VARIABLE),
+    *("TBA_CONFIG", "TBA_DEBUG", "TBA_LOG", "TBA_TEST_DATA", "TBA_UI_TOKEN", PARENT_VARIABLE, RENDEZVOUS_VARIABLE)
 }
 # Of these types every value is a text: `2026-11-23`, `1e5` and `true` are not a date, a number and a boolean there.
 _TEXT_TYPES = (str, Path, Path | None)
@@ -53,6 +53,7 @@ REMOVED = {
     "buffer.recency_anneal_steps": _ONE_M,
     "buffer.rank_exponent": "rank draws by 1 / rank; softmax has buffer.inverse_temperature",
     "search.keep_prefix_cache": "a prefix of older weights is never reused",
+    "search.reference_logprobs": "the trainer computes them, once for each trajectory",
     "train.prefetch": "the next batch is requested unless buffer.max_staleness = 0",
     "train.max_skipped_steps": "five skipped steps in a row end the trainer",
     "train.keep_checkpoints": "the two newest checkpoints are kept",
@@ -151,7 +152,8 @@ def resolve(
 def fields() -> Iterator[tuple[str, FieldInfo]]:
     """Yield every dotted key with its pydantic field, in the order of the documentation."""
     for section_name, section in Config.model_fields.items():
-        for name, field in _section_type(section).model_fields.items():
+        kind: Any = section.annotation
+        for name, field in kind.model_fields.items():
             yield f"{section_name}.{name}", field
 
 
@@ -164,11 +166,6 @@ def value_of(config: Config, key: str) -> Any:
     """Return the value of a dotted key."""
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
-
-
-def _section_type(field: FieldInfo) -> type[Section]:
-    assert isinstance(field.annotation, type)
-    return field.annotation
 
 
 def _file_layer(file: Path) -> dict[str, _Value]:
@@ -211,19 +208,16 @@ def _environment_layer(environment: Mapping[str, str]) -> dict[str, _Value]:
         if "__" not in variable:
             # A supervisor has warned already: its children stay silent.
             if PARENT_VARIABLE not in environment:
-                print(f"warning: {_without_effect(variable)}", file=sys.stderr)  # noqa: T201
+                section, _, name = variable.removeprefix(ENVIRONMENT_PREFIX).partition("_")
+                print(  # noqa: T201
+                    f"warning: environment variable {variable} sets nothing: a key is set by TBA_SECTION__KEY with two "
+                    f"underscores, such as TBA_{section}__{name}",
+                    file=sys.stderr,
+                )
             continue
         key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".", 1)
         values[key] = _Value(_parse(key, text), variable)
     return values
-
-
-def _without_effect(variable: str) -> str:
-    section, _, name = variable.removeprefix(ENVIRONMENT_PREFIX).partition("_")
-    return (
-        f"environment variable {variable} sets nothing: a key is set by TBA_SECTION__KEY with two underscores, such as "
-        f"TBA_{section}__{name}"
-    )
 
 
 def is_database(file: Path) -> bool:

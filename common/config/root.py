@@ -115,45 +115,34 @@ def _bound(value: _Number | Literal["unbounded"]) -> _Number | None:
 
 def _check(config: Config) -> None:
     """Raise ValueError with a sentence that names the keys."""
-    _check_task(config)
-    _check_staleness(config)
-    _check_reference(config)
-    _check_ratios(config)
-    _check_batches(config)
-    _check_offload(config)
-    _check_rates(config)
-    _check_eval(config)
-
-
-def _check_task(config: Config) -> None:
     for source in config.task.sources:
         if source.reads_files and not source.train:
             raise ValueError(f"task.train is not set, and {source.name} needs it: name a data file or a hub id")
-
-
-def _check_staleness(config: Config) -> None:
     if config.max_staleness is not None and config.max_staleness < config.train.publish_every - 1:
         raise ValueError(
             f"buffer.max_staleness = {config.max_staleness} needs train.publish_every <= "
             f"{config.max_staleness + 1}: with weights published every {config.train.publish_every} steps "
             "no trajectory could be fresh enough"
         )
+    if config.train.offload == "optimizer" and config.lora.rank:
+        raise ValueError(
+            'train.offload = "optimizer" has no effect with lora.rank: adapters have small states, remove it'
+        )
+    for key in ("kl", "embedder"):
+        if getattr(config.eval, key) and not config.eval.samples:
+            raise ValueError(f"eval.{key} measures sampled responses, and eval.samples is 0: set it, such as to 16")
+    _check_reference(config)
+    _check_ratios(config)
+    _check_group(config)
+    # Settings under which no batch is possible would make the trainer wait forever.
+    check_batches(config)
+    _check_rates(config)
 
 
 def _check_reference(config: Config) -> None:
-    if config.search.reference_logprobs and config.objective.log_z == "turn":
-        raise ValueError(
-            'objective.log_z = "turn" needs the reference log-probabilities of each turn, and searchers compute those '
-            "of whole responses: set search.reference_logprobs = false"
-        )
     kind = config.reference.kind
     if kind == "frozen":
         return
-    if config.search.reference_logprobs:
-        raise ValueError(
-            f'reference.kind = "{kind}" changes in the trainer, so searchers cannot compute its log-probabilities: '
-            "set search.reference_logprobs = false"
-        )
     if config.lora.rank:
         raise ValueError(f'reference.kind = "{kind}" has no effect with lora.rank: the base model is the reference')
     if not config.objective.uses_reference:
@@ -183,12 +172,6 @@ def _check_ratios(config: Config) -> None:
         )
 
 
-def _check_batches(config: Config) -> None:
-    """Refuse settings under which no batch is possible, so that the trainer would wait forever."""
-    _check_group(config)
-    check_batches(config)
-
-
 def _check_group(config: Config) -> None:
     """Refuse batches and groups that fit no message: trainer and searchers would end at their first one."""
     # Imports NumPy, which most commands do not need before their configuration is read.
@@ -210,19 +193,6 @@ def _check_group(config: Config) -> None:
         raise ValueError(
             f"search.samples_per_prompt = {search.samples_per_prompt} responses of search.max_tokens = "
             f"{search.max_tokens} are {tokens} tokens, and a message has room for {most}: lower one of them"
-        )
-
-
-def _check_eval(config: Config) -> None:
-    for key in ("kl", "embedder"):
-        if getattr(config.eval, key) and not config.eval.samples:
-            raise ValueError(f"eval.{key} measures sampled responses, and eval.samples is 0: set it, such as to 16")
-
-
-def _check_offload(config: Config) -> None:
-    if config.train.offload == "optimizer" and config.lora.rank:
-        raise ValueError(
-            'train.offload = "optimizer" has no effect with lora.rank: adapters have small states, remove it'
         )
 
 

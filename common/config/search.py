@@ -66,9 +66,6 @@ class SearchSection(Section):
     stop: tuple[int | str, ...] = ()
     """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`
     (docs/prompts.md)."""
-    reference_logprobs: bool = False
-    """Compute the reference log-probabilities in the searcher, with a frozen copy of model.path on its device
-    (docs/rewards.md). Otherwise the trainer computes those of its batches."""
     spool_dir: Path | None = None
     """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir
     (docs/outages.md)."""
@@ -104,8 +101,8 @@ class SearchSection(Section):
     trainer is asked."""
     serve: Annotated[str, Field(pattern=r"^(|([^\s:]+:|\[[0-9A-Fa-f:]+\]:)?\d{1,5})$")] = ""
     """PORT or HOST:PORT where the searcher answers requests of agents as vLLM's server does (docs/endpoint.md). HOST is
-    127.0.0.1 by default. Further searchers of a command take the ports after it; with port 0 each takes a free one and
-    logs it. Empty opens no port."""
+    127.0.0.1 by default. Each searcher takes the first free port from there on, with port 0 any free one, and logs it.
+    Empty opens no port."""
     serve_token: BearerToken = SecretStr("")
     """The bearer token that requests to `serve` need, of at least 16 characters. An address that other machines reach
     needs one. It is not stored with the run; TBA_SEARCH__SERVE_TOKEN keeps it out of the file."""
@@ -128,6 +125,8 @@ class SearchSection(Section):
             raise ValueError(
                 f"search.serve_token needs at least {LEAST_TOKEN} characters: `openssl rand -hex 16` makes one"
             )
+        if self.serve and self.serve_address[1] >= 1 << 16:
+            raise ValueError(f"search.serve = {self.serve}: no port has that number")
         if self.serve and not token and self.serve_address[0] not in LOOPBACK:
             raise ValueError(
                 f"search.serve = {self.serve} can be reached from other machines: set search.serve_token to a secret"

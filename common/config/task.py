@@ -9,18 +9,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from tba.common.config.section import BearerToken, NonNegative, Positive, PositiveFloat, Section
 
 MIXTURE = "mixture"
-TASKS = (
-    "arithmetic",
-    "answers",
-    "calculator",
-    "gsm8k",
-    "guess",
-    "gymnasium",
-    "math",
-    "reasoning_gym",
-    "redteam",
-    MIXTURE,
-)
+TASKS = ("arithmetic", "answers", "calculator", "gsm8k", "guess", "gymnasium", "math", "reasoning_gym", MIXTURE)
 FROM_FILES = ("answers", "gsm8k", "math")
 _WITHOUT_CODE = ("answers", "arithmetic", "calculator", "gsm8k", "guess")
 _OWN_TASK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|[^:]+\.py(:[A-Za-z_]\w*)?")
@@ -43,8 +32,8 @@ class TaskSource(Section):
     """One task: where its prompts and its scorer come from."""
 
     name: str = "arithmetic"
-    """The task: answers, arithmetic, calculator, gsm8k, guess, gymnasium, math, mixture, reasoning_gym, redteam, or
-    your own as `path/to/file.py`, `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH: docs/tasks.md."""
+    """The task: answers, arithmetic, calculator, gsm8k, guess, gymnasium, math, mixture, reasoning_gym, or your own as
+    `path/to/file.py`, `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH: docs/tasks.md."""
     train: str = ""
     """answers, gsm8k, math, an environment of SkyRL-gym's or TRL's shape: a local jsonl, csv or parquet file with
     questions and answers, or a hub id such as openai/gsm8k."""
@@ -60,6 +49,8 @@ class TaskSource(Section):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
+        if name == "redteam":
+            raise ValueError('it is a task of an example now: name = "examples/redteam/redteam.py"')
         if name not in TASKS and not _OWN_TASK.fullmatch(name):
             raise ValueError(
                 f"no task has this name: use {', '.join(TASKS)}, or your own as `path/to/file.py` or "

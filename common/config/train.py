@@ -129,10 +129,8 @@ class ObjectiveSection(Section):
     imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     """lambda, which keeps good responses in stale data: advantages grow by lambda x (the mean reward of the others in
     the group - reward_floor), if the objective's advantage is centred. auto is 1 for tb_stale and 0 for the others."""
-    reward_floor: float | Literal["task", "group"] = "group"
-    """imitation: the reward from which it counts. group: by the other responses (docs/objectives.md). task: the
-    `least_reward` that the task declares, else 0, or task.truncated if that is lower; a trainer then loads a task of
-    your own when it starts. A number stands for it."""
+    reward_floor: float | Literal["group"] = "group"
+    """imitation: the reward from which it counts: a number, or group: by the other responses (docs/objectives.md)."""
     taper: Literal["off", "response", "mean"] = "off"
     """tb, rloo, reinforce, and tb_stale and tba_prime with truncation = "off": the weight of a response of negative
     advantage. response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for
@@ -155,11 +153,6 @@ class ObjectiveSection(Section):
     value_beta: PositiveFloat | Literal["beta"] = 1.0
     """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data
     (docs/evidence.md)."""
-
-    @property
-    def floor(self) -> float | Literal["group"]:
-        """What imitation counts from. The command that starts a trainer replaces "task" by what the task declares."""
-        return 0.0 if self.reward_floor == "task" else self.reward_floor
 
     @property
     def anchor(self) -> str:

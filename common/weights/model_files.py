@@ -169,29 +169,33 @@ def _from_hub(ask: Callable[[], _Answer], name: str, setting: str) -> _Answer:
 
 def model_here(path: str) -> Path | None:
     """The directory of a model on this machine, or a complete one in the cache of the hub; None if there is none."""
-    try:
-        if local := local_model(path):
-            return local
+
+    def find() -> Path:
         from huggingface_hub import snapshot_download
 
         directory = Path(snapshot_download(path, allow_patterns=_HUB_FILES, local_files_only=True))
         # The cache may have its config.json alone.
         _check_files(directory, path, "")
         return directory
-    # The hub's own errors for what is not there are of these kinds.
-    except (ConfigError, ModuleNotFoundError, OSError, ValueError):
-        return None
+
+    return _here(path, find)
 
 
 def config_here(path: str) -> Path | None:
     """The directory of a model's config.json on this machine, also in the cache of the hub; None if there is none."""
-    try:
-        if local := local_model(path):
-            return local
+
+    def find() -> Path:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(path, "config.json", local_files_only=True)).parent
-    # As in `model_here`.
+
+    return _here(path, find)
+
+
+def _here(path: str, find_in_cache: Callable[[], Path]) -> Path | None:
+    try:
+        return local_model(path) or find_in_cache()
+    # The hub's own errors for what is not there are of these kinds.
     except (ConfigError, ModuleNotFoundError, OSError, ValueError):
         return None
 

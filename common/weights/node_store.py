@@ -22,7 +22,6 @@ from pathlib import Path
 from tba.common.errors import ConfigError
 from tba.common.system.durable import open_regular
 from tba.common.weights import delta
-from tba.common.weights.snapshot import SnapshotKey
 
 # Exactly the names that this module creates: search.weights_dir may be a directory that holds other things too.
 SNAPSHOT = f"v[0-9]*-{'[0-9a-f]' * 16}"
@@ -54,11 +53,6 @@ class PinnedSnapshot:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
-
-
-def pin(directory: Path, key: SnapshotKey) -> PinnedSnapshot | None:
-    """Keep a complete snapshot from being deleted, without checking it; None if it is not here."""
-    return pin_path(directory / key.name)
 
 
 def pin_path(path: Path) -> PinnedSnapshot | None:

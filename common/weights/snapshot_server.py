@@ -7,6 +7,7 @@ deltas, by a searcher those of complete snapshots, and the beginning of what it 
 verified yet. A searcher checks the hash of what it fetches.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -47,11 +48,7 @@ class SnapshotServer:
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        *directories: Path,
-        setting: str = "train.serve_snapshots",
-        keys: ServerKeys | None = None,
+        self, endpoint: str, *directories: Path, setting: str = "train.serve_snapshots", keys: ServerKeys | None = None
     ) -> None:
         self._channel = ServerChannel(endpoint, setting=setting, unsent=_UNSENT_CHUNKS, keys=keys)
         self._keys = keys
@@ -119,8 +116,9 @@ class SnapshotServer:
             named = sorted(parent.glob(f"{name}-*"), key=modified_at, reverse=True)
             for directory in (*named, parent / name, parent / delta.FOLDER / name):
                 if self._hold(reader, directory):
-                    if _has(directory, request.file):
-                        return directory
+                    with contextlib.suppress(SnapshotError):
+                        if request.file in _files(directory):
+                            return directory
                     self._let_go(reader)
         raise SnapshotError("no manifest names it")
 
@@ -149,13 +147,6 @@ class SnapshotServer:
 def address_of(endpoint: str) -> str:
     """What other nodes dial: the endpoint, with the name of this machine in place of any interface."""
     return _ANY_HOST.sub(f"tcp://{socket.gethostname()}", endpoint)
-
-
-def _has(directory: Path, file: str) -> bool:
-    try:
-        return file in _files(directory)
-    except SnapshotError:
-        return False
 
 
 @functools.lru_cache(maxsize=64)

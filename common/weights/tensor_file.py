@@ -69,10 +69,13 @@ class Layout:
 
     def view(self, data: Bits) -> dict[str, Tensor]:
         """The tensors in the content of the file, bytes [size], whose memory they share."""
-        return {
-            name: Tensor(span.dtype, span.shape, _view(data, span.start, span.end, unsigned(span.dtype)))
-            for name, span in self.spans.items()
-        }
+        tensors = {}
+        for name, span in self.spans.items():
+            kind = unsigned(span.dtype)
+            # Unlike a view of a slice, `frombuffer` accepts a start that is not aligned.
+            bits = np.frombuffer(data, kind, (span.end - span.start) // kind.itemsize, span.start)
+            tensors[name] = Tensor(span.dtype, span.shape, bits)
+        return tensors
 
 
 def layout_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
@@ -155,11 +158,6 @@ def _check_cover(spans: Iterable[Span], data_start: int, size: int) -> None:
         reached = span.end
     if reached != size:
         raise ValueError(f"the tensors end at byte {reached}, the file at {size}")
-
-
-def _view(data: Bits, start: int, end: int, dtype: np.dtype[Any]) -> Bits:
-    # Unlike a view of a slice, `frombuffer` accepts a start that is not aligned.
-    return np.frombuffer(data, dtype, (end - start) // dtype.itemsize, start)
 
 
 def _bytes(bits: Bits) -> memoryview:

@@ -74,7 +74,7 @@ class Connections:
         # Whether the connection that ends next has failed.
         self._failed = False
         # The descriptors from which a whole message has arrived since the last check.
-        self._active: set[int] = set()
+        self.active: set[int] = set()
         self._next_check_at = 0.0
 
     def follow(self) -> None:
@@ -99,10 +99,6 @@ class Connections:
         elif event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._failed = True
 
-    def note_message(self, descriptor: int) -> None:
-        """Note that a whole message has arrived from a connection."""
-        self._active.add(descriptor)
-
     def end_unfinished(self, *, all_read: bool) -> None:
         """Close connections, the largest first, whose messages take too much memory before they are whole.
 
@@ -116,10 +112,10 @@ class Connections:
         unfinished: list[tuple[int, int]] = []
         for descriptor, connection in self._open.items():
             received = _bytes_received(descriptor)
-            if descriptor in self._active or received < connection.counted_from:
+            if descriptor in self.active or received < connection.counted_from:
                 connection.counted_from = received
             unfinished.append((received - connection.counted_from, descriptor))
-        self._active.clear()
+        self.active.clear()
         total = sum(size for size, _ in unfinished)
         for size, descriptor in sorted(unfinished, reverse=True):
             if size <= _UNFINISHED_BYTES and not (all_read and total > _ALL_UNFINISHED_BYTES):
@@ -127,7 +123,10 @@ class Connections:
             total -= size
             by = self._open[descriptor].address
             log.warning("connection closed", by=by, reason=f"a message has no end after {size >> 20} MiB")
-            _shut_down(descriptor)
+            with contextlib.suppress(OSError), _borrowed(descriptor) as socket:
+                # ZeroMQ's close then resets the connection. Without a reset a peer whose window is full waits a minute.
+                socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
+                socket.shutdown(sockets.SHUT_RDWR)
 
 
 @contextlib.contextmanager
@@ -158,13 +157,6 @@ def _bytes_received(descriptor: int) -> int:
         info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.stop)
         return int.from_bytes(info[_BYTES_RECEIVED], "little")
     return 0
-
-
-def _shut_down(descriptor: int) -> None:
-    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-        # ZeroMQ's close then resets the connection. Without a reset a peer whose window is full waits for a minute.
-        connection.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
-        connection.shutdown(sockets.SHUT_RDWR)
 
 
 log = get_logger(__name__)
@@ -304,21 +296,16 @@ class ServerChannel:
             self._connections.follow()
             if self._zap is not None:
                 self._zap.handle()
-            woken = self._take_wakes()
+            woken = False
+            # Checked before each receive: catching zmq.Again costs as much as receiving a message.
+            while _readable(self._woken):
+                self._woken.recv(zmq.NOBLOCK)
+                woken = True
             received = self._read(limit)
             self._connections.end_unfinished(all_read=not _readable(self._socket))
             remaining = deadline - time.monotonic()
             if received or woken or remaining <= 0:
                 return received
-
-    def _take_wakes(self) -> bool:
-        """Whether `wake` has been called since the last time."""
-        woken = False
-        # Checked before each receive: catching zmq.Again costs as much as receiving a message.
-        while _readable(self._woken):
-            self._woken.recv(zmq.NOBLOCK)
-            woken = True
-        return woken
 
     def _read(self, limit: int) -> list[tuple[Peer, list[memoryview]]]:
         received: list[tuple[Peer, list[memoryview]]] = []
@@ -348,7 +335,7 @@ class ServerChannel:
             # A connection of ZMTP 1.0, which any program can open, has no properties.
             return Peer(routing_id), frames
         assert isinstance(descriptor, int)
-        self._connections.note_message(descriptor)
+        self._connections.active.add(descriptor)
         return Peer(routing_id, address, key), frames
 
     def send(self, peer: Peer, frames: Sequence[bytes]) -> bool:
@@ -386,12 +373,7 @@ class ClientChannel:
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        setting: str = "buffer.address",
-        secret: bytes = b"",
-        keys: ClientKeys | None = None,
+        self, address: str, *, setting: str = "buffer.address", secret: bytes = b"", keys: ClientKeys | None = None
     ) -> None:
         self.trouble = ""
         self._address = address

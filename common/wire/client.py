@@ -207,10 +207,10 @@ class BufferClient:
             late = deadline_seconds is not None and now - started > deadline_seconds
             if reply is None and (late or stop()):
                 self._pending.pop(wanted, None)
-                why = self._obstacle or f"no answer for {self.silent_seconds:.0f} s: is `tba buffer serve` running?"
+                why = self.obstacle or f"no answer for {self.silent_seconds:.0f} s: is `tba buffer serve` running?"
                 raise BufferUnavailable(f"the buffer at {self.address}: {why}")
             if reply is None and deadline_seconds is None and now > warn_at:
-                reason = self._obstacle or f"{self.address} does not answer: is `tba buffer serve` running?"
+                reason = self.obstacle or f"{self.address} does not answer: is `tba buffer serve` running?"
                 log.warning("waiting for the buffer", silent_seconds=self.silent_seconds, reason=reason)
                 extend_start()
                 warn_at = now + _WARN_SECONDS
@@ -225,7 +225,7 @@ class BufferClient:
         self._channel.close()
 
     @property
-    def _obstacle(self) -> str:
+    def obstacle(self) -> str:
         """Why requests are not answered, empty if that is not known."""
         return self.trouble or self._channel.trouble
 

@@ -16,14 +16,7 @@ from msgspec import Meta, Raw, Struct
 from tba.common.errors import Oversize, VersionMismatch, WireError, quantity
 from tba.common.wire import messages
 from tba.common.wire.fields import Id, Name, Role
-from tba.common.wire.messages import (
-    PROTOCOL_VERSION,
-    Chunk,
-    FetchChunk,
-    Message,
-    PutTrajectories,
-    RunState,
-)
+from tba.common.wire.messages import PROTOCOL_VERSION, Chunk, FetchChunk, Message, PutTrajectories, RunState
 from tba.common.wire.trajectory import ARRAY_KINDS, check_errors, check_frames, check_tokens, check_turns
 
 # Of a request.

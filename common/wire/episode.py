@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba.common.errors import quantity
 from tba.common.wire.trajectory import Float32, Int32, UInt8
 
 
@@ -50,19 +49,24 @@ class EpisodeTokens(NamedTuple):
     turns: list[dict[str, Any]]
 
 
-def join_turns(turns: Sequence[SampledTurn]) -> EpisodeTokens:
-    """Return the row of an episode's turns, in the order in which they were sampled.
+def one_turn(prompt_ids: Int32, response_ids: Int32, logprobs: Float32, version_runs: Int32) -> EpisodeTokens:
+    """Return the row of a single response, all of whose tokens were sampled."""
+    nothing = np.zeros(0, np.int32)
+    return EpisodeTokens(
+        prompt_ids, response_ids, np.zeros(0, np.uint8), logprobs, version_runs, segments=nothing, turns=[]
+    )
 
-    Raises ValueError if there is none, for a turn without a context or a completion, and if its log-probabilities or
-    version runs do not cover its completion.
+
+def join_turns(turns: Sequence[SampledTurn]) -> EpisodeTokens:
+    """Return the row of an episode's turns, at least one, in the order in which they were sampled.
+
+    Each has a context and a completion, which its log-probabilities and version runs cover.
     """
-    if not turns:
-        raise ValueError("an episode has at least one turn")
     prompt = list(turns[0].prompt_token_ids)
     context, response, mask, versions = list(prompt), list[int](), list[int](), list[int]()
     logprobs, segments, table = list[float](), list[int](), list[dict[str, Any]]()
-    for number, turn in enumerate(turns):
-        own = _versions(number, turn)
+    for turn in turns:
+        own = [version for version, tokens in turn.version_runs for _ in range(tokens)]
         given, sampled = list(turn.prompt_token_ids), list(turn.completion_token_ids)
         if given[: len(context)] != context:
             segments.append(len(response))
@@ -81,17 +85,3 @@ def join_turns(turns: Sequence[SampledTurn]) -> EpisodeTokens:
         np.array(logprobs, np.float32), np.array([(v, len([*run])) for v, run in groupby(versions)], np.int32),
         np.array(segments, np.int32), table,
     )  # fmt: skip
-
-
-def _versions(number: int, turn: SampledTurn) -> list[int]:
-    """Return the version of each sampled token. Raises ValueError for a turn that is not complete."""
-    versions = [int(version) for version, tokens in turn.version_runs for _ in range(int(tokens))]
-    sampled = len(turn.completion_token_ids)
-    if not len(turn.prompt_token_ids) or not sampled:
-        raise ValueError(f"turn {number} has no {'completion' if len(turn.prompt_token_ids) else 'context'}")
-    if len(turn.logprobs) != sampled or len(versions) != sampled:
-        raise ValueError(
-            f"turn {number} has {quantity(len(turn.logprobs), 'log-probability', 'log-probabilities')} and versions of "
-            f"{quantity(len(versions), 'token')} for {quantity(sampled, 'sampled token')}"
-        )
-    return versions

@@ -258,7 +258,8 @@ def _read(path: Path, forbidden: int = _SECRET) -> dict[str, object]:
                 raise ConfigError(f"{path} is open to other users: it must belong to this user (chmod 600 {path})")
             return tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): `tba keys new` creates keys") from error
+        remedy = "run this as its owner" if isinstance(error, PermissionError) else "`tba keys new` creates keys"
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a key file: {first_line(error)}") from error
 

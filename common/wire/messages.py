@@ -126,9 +126,8 @@ class ArrayCounts(Message, frozen=True):
 class Rows(ArrayCounts, omit_defaults=True, frozen=True):
     """The columns of a put, as `tba.common.wire.trajectory.pack` returns them.
 
-    `reference_logprob` is the sequence log-probability under INITIAL_REFERENCE, if the searcher computed it. This
-    column, `turns` and `error_kind` are left out if no row has a value. `metadata` are maps of any content, decoded row
-    by row by `put_columns`; a sender passes them, and the turns, as dicts.
+    `turns` and `error_kind` are left out if no row has a value. `metadata` are maps of any content, decoded row by row
+    by `put_columns`; a sender passes them, and the turns, as dicts.
     """
 
     prompt_key: Annotated[list[Name], Meta(min_length=1, max_length=MAX_PUT_ROWS)]
@@ -142,7 +141,6 @@ class Rows(ArrayCounts, omit_defaults=True, frozen=True):
     text: PutColumn[str | None]
     error: PutColumn[Sentence | None]
     metadata: PutColumn[Raw]
-    reference_logprob: PutColumn[Finite | None] | None = None
     turns: PutColumn[Annotated[list[TurnRecord], Meta(max_length=MAX_TURNS)]] | None = None
     error_kind: PutColumn[ErrorKind | None] | None = None
 
@@ -463,7 +461,6 @@ StallReason = Literal[
     "only_errors",
     "spool",
     "rewards",
-    "references",
     "unacknowledged",
     "limits",
     "no_growth",

@@ -48,10 +48,9 @@ class Trajectory:
 
     `lease` is the id of the prompt visit that it answers. `logprobs` are natural-log probabilities of the response
     tokens under the distribution they were sampled from, temperature and top-p included. `version_runs` is [V, 2].
-    `created_at` is Unix time. An empty `loss_mask` counts every response token. `reference_logprob` is the sum over
-    the counted tokens at temperature 1; None leaves it to the trainer. `turns` are those of an episode, each a dict as
-    `TurnRecord`. `error_kind` is an `ErrorKind` exactly where there is an `error`. `segments` are the positions in the
-    response at which a new context begins, usually none.
+    `created_at` is Unix time. An empty `loss_mask` counts every response token. `turns` are those of an episode, each a
+    dict as `TurnRecord`. `error_kind` is an `ErrorKind` exactly where there is an `error`. `segments` are the positions
+    in the response at which a new context begins, usually none.
     """
 
     prompt_key: str
@@ -70,7 +69,6 @@ class Trajectory:
     error: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     loss_mask: UInt8 = field(default_factory=lambda: np.zeros(0, np.uint8))
-    reference_logprob: float | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
     error_kind: str | None = None
     segments: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -112,7 +110,7 @@ ROW_FIELDS: dict[str, type] = {
 }
 MAP_FIELDS = tuple(name for name, kind in ROW_FIELDS.items() if kind in (dict, list))
 # Left out of a message in which no row has a value.
-_SPARSE = ("reference_logprob", "turns", "error_kind")
+_SPARSE = ("turns", "error_kind")
 # Prompt and visit travel by key and number; the database has references to their rows instead.
 ROW_COLUMNS = ("prompt_key", "lease", *ROW_FIELDS)
 
@@ -147,7 +145,7 @@ PROMPT_IDS, RESPONSE_IDS, LOGPROBS, VERSION_RUNS, LOSS_MASK, SEGMENTS = range(le
 def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes]]:
     """Return the columns for a message header, and one frame per array kind for the whole batch."""
     columns: dict[str, Any] = {}
-    for name in (*ROW_COLUMNS, "reference_logprob"):
+    for name in ROW_COLUMNS:
         column = [getattr(t, name) for t in trajectories]
         if name not in _SPARSE or any(value is not None and value != [] for value in column):
             columns[name] = column

@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.task import Prompt
 
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_model import build_model, build_tokenizer  # type: ignore[import-not-found]
+
 CHARACTERS = "0123456789+-="
 BATCH_SIZE = 256
 PEAK_LEARNING_RATE = 2e-3
@@ -36,8 +38,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     task = ArithmeticTask()
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer)
+    # A token for each character.
+    tokenizer = build_tokenizer(CHARACTERS, ".", 128)
+    model = build_model(tokenizer, 128, 384, 4)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters")
     examples = demonstrations(task.prompts(), args.slip_rate, random.Random(args.seed))
     train(model, tokenizer, examples, args.steps)
@@ -52,43 +55,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1200, help=f"optimiser steps of {BATCH_SIZE} demonstrations")
     parser.add_argument("--slip-rate", type=float, default=0.65, help="probability that a carry or a sign is omitted")
     return parser.parse_args()
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character and no BOS token."""
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-        model_max_length=128,
-        padding_side="left",
-    )
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        # The smallest that vLLM's CPU attention supports.
-        head_dim=32,
-        max_position_embeddings=128,
-        # vLLM's CPU build keeps a stale copy of a tied output layer when weights are reloaded.
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
 
 
 def demonstrations(prompts: Sequence[Prompt], slip_rate: float, rng: random.Random) -> Iterator[list[tuple[str, str]]]:

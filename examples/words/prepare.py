@@ -10,14 +10,15 @@ import argparse
 import json
 import random
 import re
+import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from words import Event, Problem, WordProblems  # type: ignore[import-not-found]
 
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_model import build_model, build_tokenizer  # type: ignore[import-not-found]
+
 # A word, a digit or another character is a token, with the space before it.
 TOKEN = r" ?(?:[A-Za-z]+|[0-9]|[^ A-Za-z0-9])"
 # The words that are misread, and how often.
@@ -33,8 +34,8 @@ def main() -> None:
     rows = [{"prompt": problem.text, "response": careless_solution(problem, rng)} for problem in task.problems]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = build_tokenizer(rows)
-    model = build_model(tokenizer)
+    tokenizer = build_tokenizer(words_of(rows), TOKEN, 160)
+    model = build_model(tokenizer, 192, 512, 4)
     model.save_pretrained(args.out / "untrained")
     tokenizer.save_pretrained(args.out / "untrained")
     weights = sum(weight.numel() for weight in model.parameters())
@@ -61,42 +62,9 @@ def careless_solution(problem: Problem, rng: random.Random) -> str:
     return solution
 
 
-def build_tokenizer(rows: list[dict[str, str]]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of all words, digits and signs of the pairs."""
-    found = {token for row in rows for text in row.values() for token in re.findall(TOKEN, text)}
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *sorted(found)))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-        model_max_length=160,
-        padding_side="left",
-    )
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        # The smallest that vLLM's CPU attention supports.
-        head_dim=32,
-        max_position_embeddings=160,
-        # vLLM's CPU build keeps a stale copy of a tied output layer when weights are reloaded.
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
+def words_of(rows: list[dict[str, str]]) -> list[str]:
+    """Return all words, digits and signs of the pairs."""
+    return sorted({token for row in rows for text in row.values() for token in re.findall(TOKEN, text)})
 
 
 if __name__ == "__main__":

@@ -106,7 +106,8 @@ class Delivery:
         # The spools of dead searchers, and the deliveries of those that are not delivered yet.
         self._dead: list[Spool] = []
         self._deliveries: deque[Generator[bool, None, None]] = deque()
-        self._logged = ""
+        # The last news, with its reason.
+        self._logged = ("", "")
         self._disk_error = ""
         # Rows put by this start, which is the next sequence number.
         self.rows = 0
@@ -241,16 +242,17 @@ class Delivery:
         self._spool.close()
 
     def _log_change(self) -> None:
-        """Log when a pause or an absence of the buffer begins or ends."""
+        """Log when a pause or an absence of the buffer begins or ends, and when its reason becomes known."""
         news = self.pause or ("the buffer is away: what is generated goes into the spool" if self.away else "")
-        if news == self._logged:
+        reason = self._client.obstacle if news else ""
+        if (news, reason) == self._logged:
             return
         size = {"groups": self.groups, "mebibytes": self.metrics["spool_bytes"] / (1 << 20)}
         if news:
-            log.warning(news, **size)
+            log.warning(news, **size, **({"reason": reason} if reason else {}))
         else:
             log.info("delivery resumed", **size)
-        self._logged = news
+        self._logged = (news, reason)
 
 
 def _deliver(spool: Spool, own: BufferClient) -> Generator[bool, None, None]:

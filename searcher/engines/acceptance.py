@@ -17,6 +17,7 @@ from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
 from tba.common.weights import adapter
 from tba.common.weights.snapshot import Canary, Snapshot
+from tba.common.weights.tensor_file import read_layout
 from tba.common.wire.trajectory import Float32
 from tba.searcher.engines.engine import Mismatch, in_vocabulary
 
@@ -201,19 +202,8 @@ def mismatch(engine: NDArray[Any], trainer: NDArray[Any]) -> Mismatch:
 
 def tensor_shapes(files: Sequence[Path], *, without: Collection[str] = ()) -> TensorShapes:
     """Names, dtypes and shapes in safetensors files, from their headers, `without` some. Raises SnapshotError."""
-    from safetensors import SafetensorError, safe_open
-
-    shapes: TensorShapes = {}
-    for path in files:
-        try:
-            with safe_open(str(path), framework="numpy") as file:
-                # A safe_open handle is not iterable.
-                for name in file.keys():  # noqa: SIM118
-                    entry = file.get_slice(name)
-                    shapes[name] = (entry.get_dtype(), tuple(entry.get_shape()))
-        except (OSError, SafetensorError) as error:
-            raise SnapshotError(f"{path} is not readable safetensors: {error}") from error
-    return {name: shape for name, shape in shapes.items() if name not in without}
+    spans = {name: span for path in files for name, span in read_layout(path).spans.items() if name not in without}
+    return {name: (span.dtype, span.shape) for name, span in spans.items()}
 
 
 def shape_difference(expected: TensorShapes, found: TensorShapes) -> str | None:

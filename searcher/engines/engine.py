@@ -5,7 +5,7 @@ load new weights. Requests in flight survive that, and each token keeps the vers
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -154,6 +154,33 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the device."""
+
+
+class Requests:
+    """The requests to one engine, each with what is called with its response."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._on_done: dict[int, Callable[[Generation], None]] = {}
+        self._next_id = 0
+
+    def new_id(self) -> int:
+        """Return an id that no request and no ticket has."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def ask(
+        self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None], first: bool = True
+    ) -> None:
+        """Generate after a context. `first`: before what is queued. Raises EngineError like `Engine.submit`."""
+        id_ = self.new_id()
+        self._engine.submit(GenerationRequest(id_, ids, sampling, first=first))
+        self._on_done[id_] = on_done
+
+    def step(self) -> None:
+        """Step the engine unless it is idle, and pass on the responses that have ended."""
+        for generation in self._engine.step() if self._engine.in_flight else ():
+            self._on_done.pop(generation.id)(generation)
 
 
 class ContextOverflow(EngineError):

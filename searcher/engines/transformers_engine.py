@@ -31,12 +31,7 @@ from tba.common.weights.model_files import model_directory, weight_files
 from tba.common.weights.pretrained import from_directory, tied_names
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
-from tba.searcher.engines.acceptance import (
-    Acceptance,
-    refused_without_memory,
-    routes_or_quantizes,
-    tensor_shapes,
-)
+from tba.searcher.engines.acceptance import Acceptance, refused_without_memory, routes_or_quantizes, tensor_shapes
 from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, SamplingSettings, fit_request
 from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache, cache_argument
 from tba.searcher.engines.stopping import Stopping

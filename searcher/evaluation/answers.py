@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tba.common.errors import EngineError
 from tba.common.log import get_logger
 from tba.common.wire.messages import MAX_RESPONSES, MAX_STORED_TEXT
 from tba.common.wire.trajectory import STOP_EOS, Int32
-from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
+from tba.searcher.engines.engine import Engine, Generation, Requests, SamplingSettings
 from tba.searcher.episodes import CUT_OFF, Ask, Episode, Episodes
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import failed, storable
@@ -101,7 +102,7 @@ def for_storage(texts: Sequence[str], prompts: Sequence[Prompt], answers: Sequen
 
 
 class _Answering:
-    """Questions on their way through engine and scorer. Tickets are positions of answers, and so are most requests."""
+    """Questions on their way through engine and scorer. Tickets are positions of answers."""
 
     def __init__(
         self,
@@ -120,10 +121,8 @@ class _Answering:
         self._least = least
         self._answers = answers
         self._waiting = deque(range(len(answers)))
-        self._episodes = play(self._ask) if play is not None else None
-        self._asked: dict[int, Callable[[Generation], None]] = {}
-        # Requests of episodes follow those that are positions of answers.
-        self._next_id = len(answers)
+        self._requests = Requests(engine)
+        self._episodes = play(self._requests.ask) if play is not None else None
         self.finished = 0
         self.failures = 0
 
@@ -132,8 +131,7 @@ class _Answering:
         # One load in the engine and one behind it, as in a searcher.
         while self._waiting and self._has_room:
             self._start(self._waiting.popleft())
-        for generation in self._engine.step() if self._engine.in_flight else ():
-            self._asked.pop(generation.id, self._score)(generation)
+        self._requests.step()
         if self._rewards.waiting:
             is_busy = self._engine.in_flight or (self._waiting and self._has_room)
             for scored in self._rewards.wait(0.0 if is_busy else _WAIT_SECONDS):
@@ -155,14 +153,9 @@ class _Answering:
             self._episodes.begin(number, self._prompts[question.prompt], question.sampling)
             return
         try:
-            self._engine.submit(GenerationRequest(number, question.ids, question.sampling))
+            self._requests.ask(question.ids, question.sampling, partial(self._score, number), first=False)
         except EngineError as error:
             self._finish(number, *failed(f"not generated: {error}"))
-
-    def _ask(self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None], first: bool) -> None:
-        self._engine.submit(GenerationRequest(self._next_id, ids, sampling, first=first))
-        self._asked[self._next_id] = on_done
-        self._next_id += 1
 
     def _finish_episode(self, episode: Episode) -> None:
         one = self._answers[episode.ticket]
@@ -174,8 +167,8 @@ class _Answering:
         one.text = "\n".join(f"{role}: {text}" for role, text in episode.said)
         self._finish(episode.ticket, Reward(episode.reward, episode.parts), episode.error)
 
-    def _score(self, generation: Generation) -> None:
-        one = self._answers[generation.id]
+    def _score(self, number: int, generation: Generation) -> None:
+        one = self._answers[number]
         one.response_ids = generation.response_ids
         one.logprob = float(generation.logprobs.astype(np.float64).sum())
         one.unfinished = generation.stop_reason != STOP_EOS
@@ -183,9 +176,9 @@ class _Answering:
             one.text = storable(self._decode(generation.response_ids.tolist()))
         # The ids are of another vocabulary.
         except Exception as error:  # noqa: BLE001
-            self._finish(generation.id, *failed(f"not decoded: {type(error).__name__}: {error}"))
+            self._finish(number, *failed(f"not decoded: {type(error).__name__}: {error}"))
             return
-        self._rewards.submit(generation.id, self._prompts[one.question.prompt], one.text, not one.unfinished)
+        self._rewards.submit(number, self._prompts[one.question.prompt], one.text, not one.unfinished)
 
     def _finish(self, number: int, reward: Reward, error: str | None) -> None:
         one = self._answers[number]

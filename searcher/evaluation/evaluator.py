@@ -27,18 +27,16 @@ from tba.common.rendering import PromptRenderer
 from tba.common.run_snapshots import pin_newest, weights_directory
 from tba.common.system.durable import sha256_of
 from tba.common.system.watchdog import Watchdog
-from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import PinnedSnapshot
-from tba.common.weights.pretrained import load_tokenizer
 from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
-from tba.common.wire.episode import EpisodeTokens
+from tba.common.wire.episode import one_turn
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import Visit, WeightsRef
 from tba.common.wire.trajectory import STOP_EOS, Trajectory
-from tba.searcher.build import context_of, make_engine, make_rewards, mean_tokens
+from tba.searcher.build import context_of, load, make_engine, make_rewards, mean_tokens
 from tba.searcher.engines.engine import Engine, SamplingSettings
-from tba.searcher.engines.stopping import Stopping, read_stopping
+from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Ask, Episodes, Limits
 from tba.searcher.evaluation import measure
 from tba.searcher.evaluation.answers import Answer, Question, answer, for_storage
@@ -46,7 +44,6 @@ from tba.searcher.pipeline import Exploration
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Item, storable
-from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import (
     Prompt,
     Task,
@@ -95,8 +92,7 @@ class Subject:
 
 def read_subject(config: Config) -> Subject:
     """Load the held-out prompts. Raises TaskError without any, or without the answers that `[gold_model]` needs."""
-    task = load_task(config.task)
-    renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
+    task, renderer, stopping = load(config)
     # A prompt that occurs twice counts once.
     prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
     if not prompts:
@@ -118,7 +114,6 @@ def read_subject(config: Config) -> Subject:
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     prompt_set = fingerprint(prompts, renderer.settings(prompts))
-    stopping = read_stopping(config, renderer.tokenizer)
     return Subject(task, renderer, stopping, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
 
 
@@ -148,21 +143,22 @@ class GoldModel:
 
         A prompt without a reference answer has neither. A reference is scored until it has a score.
         """
+        asked = {(place, False): text for place, text in enumerate(texts)}
         missing = [place for place, score in enumerate(self._references) if score is None]
-        found = self._score({place: self._prompts[place].answer for place in missing}, go_on)
-        scores = self._score(dict(enumerate(texts)), go_on) if found is not None else None
-        if found is None or scores is None:
+        asked |= {(place, True): self._prompts[place].answer for place in missing}
+        if (found := self._score(asked, go_on)) is None:
             return None
-        for place, score in found.items():
-            self._references[place] = score
-        return [scores.get(place) for place in range(len(texts))], list(self._references)
+        self._references = [found.get((place, True), score) for place, score in enumerate(self._references)]
+        return [found.get((place, False)) for place in range(len(texts))], list(self._references)
 
-    def _score(self, texts: Mapping[int, str], go_on: Callable[[], bool]) -> dict[int, float | None] | None:
-        """Return the scores of texts by the numbers of their prompts, without those of prompts without a reference."""
-        found: dict[int, float | None] = {}
-        places: dict[int, int] = {}
+    def _score(
+        self, texts: Mapping[tuple[int, bool], str], go_on: Callable[[], bool]
+    ) -> dict[tuple[int, bool], float | None] | None:
+        """Return the scores of texts by prompt and whether it is the reference; none of prompts without a reference."""
+        found: dict[tuple[int, bool], float | None] = {}
+        places: dict[int, tuple[int, bool]] = {}
         for place, text in texts.items():
-            prompt = self._prompts[place]
+            prompt = self._prompts[place[0]]
             if prompt.answer:
                 item = Item(next(self._tickets), prompt, storable(text), True, time.monotonic())
                 places[item.ticket] = place
@@ -352,11 +348,11 @@ def open_evaluator(
         ending.callback(engine.close)
         references = embed = None
         if config.eval.kl and config.eval.samples:
-            from tba.searcher.scoring.reference_model import ReferenceModel
+            from tba.searcher.evaluation.models import ReferenceModel
 
             references = ReferenceModel(config.model.path, device=device, dtype=config.model.dtype).logprobs
         if config.eval.embedder and config.eval.samples:
-            from tba.searcher.evaluation.embedder import SentenceEncoder
+            from tba.searcher.evaluation.models import SentenceEncoder
 
             embed = SentenceEncoder(config.eval.embedder, device=device).embed
         evaluator = Evaluator(
@@ -451,10 +447,7 @@ def ref_of(path: Path) -> WeightsRef:
 
 def _as_row(one: Answer) -> Trajectory:
     """Return an answer as what a reference model scores."""
-    none, runs = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
-    whole = EpisodeTokens(
-        one.question.ids, one.response_ids, np.zeros(0, np.uint8), np.zeros(0, np.float32), runs, none, []
-    )
+    whole = one_turn(one.question.ids, one.response_ids, np.zeros(0, np.float32), np.zeros((0, 2), np.int32))
     tokens = whole if one.episode is None else one.episode.tokens()
     return Trajectory(
         prompt_key="",

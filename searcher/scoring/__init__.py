@@ -1,1 +1,1 @@
-"""Rewards and reference log-probabilities, computed in other processes and threads."""
+"""Rewards, computed in other processes."""

@@ -45,17 +45,7 @@ from tba.searcher.scoring.scoring import (
 )
 from tba.searcher.scoring.worker_pool import LOAD_SECONDS, Connection, PoolSettings, Result, WorkerPool
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import (
-    Prompt,
-    Reward,
-    Task,
-    Turn,
-    has_environment,
-    is_random,
-    least_reward,
-    name_of,
-    scores_concurrently,
-)
+from tba.searcher.tasks.task import Prompt, Reward, Task, Turn, has_environment, is_random, name_of, scores_concurrently
 
 log = get_logger(__name__)
 
@@ -105,7 +95,7 @@ class Player:
         prompt = self._held[ticket][0] if fields is None else Prompt(*fields)
         try:
             if isinstance(asked[0], str):
-                return await self._call(ticket, prompt, "", self._task.score, prompt, *asked), None, None
+                return await self._call(ticket, prompt, "", lambda: self._task.score(prompt, *asked)), None, None
             return await self._play(ticket, prompt, Call(*asked)), None, None
         except _Failed as failure:
             # The first error is the one to report.
@@ -116,16 +106,17 @@ class Player:
     async def _play(self, ticket: int, prompt: Prompt, asked: Call) -> Turn:
         call, replies = partial(self._call, ticket, prompt), () if asked.close else asked.replies
         answer = _checked(Turn())
+        # Attributes are looked up in the call: an environment may lack a method.
         if not asked.close and ticket not in self._held:
             if replies and is_random(self._task, prompt):
                 raise _Failed(origin_of(self._task, prompt, "step()"), _RANDOM, "worker")
-            self._held[ticket] = prompt, await call("environment()", self._task.environment, prompt)
-            answer = await call("reset()", partial(_method, self._held[ticket][1], "reset"), prompt)
+            self._held[ticket] = prompt, await call("environment()", lambda: self._task.environment(prompt))
+            answer = await call("reset()", lambda: self._held[ticket][1].reset(prompt))
         for number, reply in enumerate(replies):
             if asked.told and digest(answer) != asked.told[number]:
                 method = "step()" if number else "reset()"
                 raise _Failed(origin_of(self._task, prompt, method), _DIFFERENT, "environment")
-            answer = await call("step()", partial(_method, self._held[ticket][1], "step"), *reply)
+            answer = await call("step()", lambda: self._held[ticket][1].step(*reply))  # noqa: B023
         if asked.close or asked.last or answer.done:
             await self._close(ticket)
         return answer
@@ -133,15 +124,15 @@ class Player:
     async def _close(self, ticket: int) -> None:
         if ticket in self._held:
             prompt, environment = self._held.pop(ticket)
-            await self._call(ticket, prompt, "close()", partial(_method, environment, "close"))
+            await self._call(ticket, prompt, "close()", lambda: environment.close())  # noqa: PLW0108
 
-    async def _call(self, ticket: int, prompt: Prompt, method: str, function: Callable[..., Any], *given: Any) -> Any:
+    async def _call(self, ticket: int, prompt: Prompt, method: str, function: Callable[[], Any]) -> Any:
         """Call a method of an environment, or without a name `score`, and check what it returns. Raises _Failed."""
         origin = origin_of(self._task, prompt, method)
         self._begin(ticket, origin, awaits=False)
         end = time.monotonic() + self._seconds
         try:
-            found = function(*given)
+            found = function()
             if inspect.isawaitable(found):
                 self._begin(ticket, origin, awaits=True)
                 async with asyncio.timeout(self._seconds):
@@ -159,11 +150,6 @@ class Player:
                 reason = described(error, self._task, prompt, method, self._memory_mib)
             self._out_of_memory |= bool(method) and isinstance(error, MemoryError)
             raise _Failed(origin, reason, kind) from error
-
-
-def _method(environment: Any, name: str, *given: Any) -> Any:
-    """Call a method that the environment may lack."""
-    return getattr(environment, name)(*given)
 
 
 def _turn_of(reward: Reward) -> Turn:
@@ -203,8 +189,6 @@ class TaskScorer(WorkerPool):
         self._task = task
         self._config = config
         self._scored: list[Scored] = []
-        self._least = least_reward(task)
-        self._logged_least = False
         # The digests of the answers to each episode.
         self.told: dict[int, list[bytes]] = defaultdict(list)
         self._player = Player(task)
@@ -240,7 +224,6 @@ class TaskScorer(WorkerPool):
         """
         scored, self._scored = self._scored, []
         scored += [self._scored_by(result.item, *self._outcome_of(result)) for result in self.poll()]
-        self._check_least(scored)
         if self.refusal:
             raise TaskError(self.refusal)
         if self.failed_starts >= _MAX_STARTS:
@@ -280,19 +263,6 @@ class TaskScorer(WorkerPool):
             messages: Any = tuple(map(tuple, turn.messages))
             turn = turn._replace(messages=messages)
         return Scored(item.ticket, None, reward, error, kind, turn)
-
-    def _check_least(self, scored: list[Scored]) -> None:
-        """Log once that a reward is lower than the task says."""
-        # The rewards of turns add up to that of an episode.
-        low = [one for one in scored if one.error is None and one.turn is None and one.reward.total < self._least]
-        if low and not self._logged_least:
-            self._logged_least = True
-            log.warning(
-                "a reward is below the task's least_reward, which objective.reward_floor may refer to: correct it",
-                task=self._task.name,
-                reward=low[0].reward.total,
-                least_reward=self._least,
-            )
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tba.common.config import TaskSection
 from tba.common.config.task import MIXTURE, TaskSource
-from tba.common.errors import MissingExtra, TaskError, TbaError
+from tba.common.errors import TaskError, TbaError
 from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.environments import ClassTask, GymnasiumTask, is_environment_class
@@ -21,23 +21,13 @@ from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
 from tba.searcher.tasks.mixture import MixtureTask
 from tba.searcher.tasks.reasoning import ReasoningGymTask
-from tba.searcher.tasks.task import LimitedTask, Task, least_reward
-
-
-def _make_red_team(**options: Any) -> Task:
-    # Its HTTP client is needed for no other task.
-    try:
-        from tba.searcher.tasks.redteam import RedTeamTask
-    except ModuleNotFoundError as error:
-        raise MissingExtra(error.name or "httpx2", "train") from error
-    return RedTeamTask(**options)
-
+from tba.searcher.tasks.task import LimitedTask, Task
 
 # What every task has. An episode task has an environment in place of the last.
 _ATTRIBUTES = ("name", "prompts", "held_out", "score")
 _ENVIRONMENT = "environment"
 # The names are those of `tba.common.config.task.TASKS`, without the mixture.
-_SHIPPED: dict[str, Callable[..., Any]] = {
+_SHIPPED: dict[str, type] = {
     "answers": AnswersTask,
     "arithmetic": ArithmeticTask,
     "calculator": CalculatorTask,
@@ -46,7 +36,6 @@ _SHIPPED: dict[str, Callable[..., Any]] = {
     "guess": GuessTask,
     "math": MathTask,
     "reasoning_gym": ReasoningGymTask,
-    "redteam": _make_red_team,
 }
 
 
@@ -56,17 +45,6 @@ def load_task(config: TaskSection) -> Task:
         return _load(config)
     parts = [(part.label or None, _load(part), part.weight) for part in config.mixture]
     return LimitedTask(MixtureTask(parts), config.limit, config.held_out_limit)
-
-
-def declared_floor(config: TaskSection) -> float:
-    """Return the least reward of the configured task, without loading the data of a built-in one."""
-    floors = []
-    for source in config.sources:
-        shipped = _SHIPPED.get(source.name)
-        # A class states it as an attribute. A function has to be called.
-        stated: Any = shipped if inspect.isclass(shipped) else _load(source)
-        floors.append(least_reward(stated))
-    return min(floors)
 
 
 def _load(source: TaskSource) -> Task:

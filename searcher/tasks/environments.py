@@ -54,9 +54,8 @@ class ClassTask(RowsTask):
         arguments = self._options
         if hasattr(self._kind, "init"):
             extras = {name: value for name, value in row.items() if name != column}
-            accepted = inspect.signature(self._kind).parameters
             given = {"env_config": _Settings(self._options), "extras": extras}
-            arguments = {name: value for name, value in given.items() if name in accepted}
+            arguments = {name: given[name] for name in given.keys() & inspect.signature(self._kind).parameters.keys()}
         return _Adapter(self._kind(**arguments), row)
 
     def _prompt(self, row: Any, *columns: str) -> Prompt:
@@ -105,20 +104,15 @@ class _Adapter:
             result = {"observation": result}
         fields = result if isinstance(result, Mapping) else vars(result)
         messages = fields.get("observations", fields.get("observation")) or []
-        reward = fields.get("reward") or 0.0
+        reward, done = fields.get("reward") or 0.0, bool(fields.get("done"))
         if hasattr(self._environment, "get_reward"):
             total = float(await _awaited(self._environment.get_reward()))
             reward, self._rewarded = total - self._rewarded, total
-        return Turn(
-            [("user", messages)] if isinstance(messages, str) else messages,
-            reward,
-            bool(fields.get("done") or (self._is_trl and getattr(self._environment, "done", False))),
-            {
-                name: float(value)
-                for name, value in (fields.get("metadata") or {}).items()
-                if isinstance(value, int | float)
-            },
-        )
+        if self._is_trl:
+            done |= bool(getattr(self._environment, "done", False))
+        metadata = (fields.get("metadata") or {}).items()
+        parts = {name: float(value) for name, value in metadata if isinstance(value, int | float)}
+        return Turn([("user", messages)] if isinstance(messages, str) else messages, reward, done, parts)
 
     async def close(self) -> None:
         await _awaited(getattr(self._environment, "close", lambda: None)())

@@ -84,14 +84,12 @@ class CalculatorTask(ListedTask):
     def __init__(self, digits: int = 2, prompts: int = 2_000, held_out: int = 300) -> None:
         if not 1 <= digits <= _MAX_DIGITS // 2 or prompts < 1 or held_out < 0:
             raise TaskError(f"task calculator needs 1 to {_MAX_DIGITS // 2} digits and 1 prompt: correct task.options")
-        low, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
-        self._held_out: list[Prompt] = []
-        self._prompts: list[Prompt] = []
-        for where, keys in ((self._held_out, range(held_out)), (self._prompts, range(held_out, held_out + prompts))):
-            for key in map(str, keys):
-                left, right = low + _draw(f"left {key}", count), low + _draw(f"right {key}", count)
-                text = f"What is {left}*{right}? You may ask calc(...) first.\n"
-                where.append(Prompt(key, text, answer=str(left * right)))
+        low, found = 10 ** (digits - 1), []
+        for key in map(str, range(held_out + prompts)):
+            left, right = (low + _draw(f"{side} {key}", 9 * low) for side in ("left", "right"))
+            text = f"What is {left}*{right}? You may ask calc(...) first.\n"
+            found.append(Prompt(key, text, answer=str(left * right)))
+        self._held_out, self._prompts = found[:held_out], found[held_out:]
 
     def environment(self, prompt: Prompt) -> "Calculator":
         return Calculator(prompt.answer)
@@ -105,9 +103,8 @@ class Calculator(Environment):
 
     def step(self, reply: str, finished: bool) -> Turn:
         if (call := _CALL.search(reply)) or "calc(" in reply:
-            return Turn(
-                (("user", f" = {calculate(call[1]) if call else 'error'}\n"),), parts={CORRECT: 0.0, "calls": 1.0}
-            )
+            value = calculate(call[1]) if call else "error"
+            return Turn((("user", f" = {value}\n"),), parts={CORRECT: 0.0, "calls": 1.0})
         numbers = _NUMBER.findall(reply)
         right = float(bool(numbers) and numbers[-1] == self._answer)
         return Turn(reward=right, done=True, parts={CORRECT: right, PARSE_ERROR: float(not numbers)})

@@ -105,8 +105,7 @@ class Task(Protocol):
     - `example_replies: Sequence[str]`, replies of one episode that `tba task check` plays;
     - `random: bool`, True if the environments are not a function of the prompt's key and the replies: then an episode
       ends with an error if its worker is lost, and some objectives need fresh data (docs/objectives.md);
-    - `least_reward: float`, the lowest reward that it gives (0 without it), which `objective.reward_floor = "task"`
-      refers to;
+    - `least_reward: float`, the lowest reward that it gives (0 without it): what a failed answer has in `tba eval`;
     - `notes: list[str]`, sentences on its data for `tba task check`, such as how many rows occur twice;
     - `check() -> None`, which raises TaskError for prompts that cannot be scored. It is called once before a searcher
       or an evaluation starts, not in reward workers.

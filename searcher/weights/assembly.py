@@ -38,7 +38,7 @@ from tba.common.weights.node_store import (
     make_directory,
     mark_verified,
     modified_at,
-    pin,
+    pin_path,
     try_lock,
     unmark_verified,
 )
@@ -87,7 +87,7 @@ class NodeCache:
         Its files are hashed unless the process that made it has recorded their hashes and `trust` accepts that. Raises
         DamagedInUse if it is damaged and another process uses it.
         """
-        pinned = pin(self.directory, key)
+        pinned = pin_path(self.directory / key.name)
         if pinned is None:
             return None
         try:
@@ -261,7 +261,7 @@ class SnapshotAssembler:
         snapshot = read(pinned.path)
         base = snapshot.manifest.base_key
         # Absent if another searcher of the node has assembled this snapshot.
-        if base is not None and (kept := pin(self._cache.directory, base)) is not None:
+        if base is not None and (kept := pin_path(self._cache.directory / base.name)) is not None:
             self.close()
             self._base = kept
         self._cache.collect()
@@ -420,7 +420,7 @@ def _open_source(
     if weights_from == "path" or (weights_from == "auto" and ((path / MANIFEST).is_file() or not ref.address)):
         key = SnapshotKey(ref.version, ref.manifest_sha256)
         # A trainer on this machine writes to the files of old snapshots again, unless they are held.
-        pinned = pin(path.parent, key) if path.name == key.name else None
+        pinned = pin_path(path) if path.name == key.name else None
         try:
             yield _Trainer(path)
         finally:

@@ -75,12 +75,7 @@ class Fetcher:
     """
 
     def __init__(
-        self,
-        address: str,
-        clock: Clock,
-        progress: Progress,
-        patience: float | None = None,
-        own: KeyPair | None = None,
+        self, address: str, clock: Clock, progress: Progress, patience: float | None = None, own: KeyPair | None = None
     ) -> None:
         address, keys = announced(address, own)
         self._address = address

@@ -114,7 +114,7 @@ VLLM_REFUSES = {
     "llama gelu": "Only silu is supported",
     "qwen2 window": "Sliding window for some but all layers is not supported",
     "qwen3 biases": "2 tensors have no place in it, for example 'model.layers.0.self_attn.o_proj.bias'",
-    "phimoe": "too many values to unpack",
+    "phimoe": "too many values to unpack (expected 3) in transformers/models/phimoe/modeling_phimoe.py",
     "gpt_oss": "vLLM cannot replace the weights of",
     "phi": "1 tensor is not restored, for example lm_head.bias",
     "bloom": "There is no module or parameter named 'lm_head' in BloomModel",

@@ -20,8 +20,7 @@ _QWEN_25 = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Qwe
 # Without thinking, the thought is empty; in a conversation, the last answer has one.
 _NO_THOUGHT = "<think>\n\n</think>\n\n"
 _QWEN_3 = _CHATML.replace(
-    "{{ m.content }}",
-    "{% if loop.last and m.role == 'assistant' %}" + _NO_THOUGHT + "{% endif %}{{ m.content }}",
+    "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}" + _NO_THOUGHT + "{% endif %}{{ m.content }}"
 ).replace("assistant\n{%", "assistant\n{% if enable_thinking is false %}" + _NO_THOUGHT + "{% endif %}{%")
 _GEMMA = (
     "{{ bos_token }}{% for m in messages %}"

@@ -14,7 +14,7 @@ MIB = 1 << 20
 _MARK = "put the bytes here"
 _COLUMNS = [
     *("prompt_key", "lease", "reward", "reward_parts", "stop_reason", "sampling", "created_at", "generation_seconds"),
-    *("text", "error", "metadata", "reference_logprob", "prompt_ids_count", "version_runs_count"),
+    *("text", "error", "metadata", "prompt_ids_count", "version_runs_count"),
 ]
 
 

@@ -6,7 +6,9 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tba.searcher.tasks.task import Prompt, Reward
 
@@ -20,8 +22,20 @@ def first(misdeed: str) -> bool:
     return True
 
 
+MISDEEDS: dict[str, Callable[[], Any]] = {
+    "hangs": lambda: time.sleep(3600),
+    "exits": lambda: os._exit(3),
+    "segfaults": lambda: os.kill(os.getpid(), 11),
+    "infinite": lambda: Reward(float("inf"), {}),
+    "nan": lambda: Reward(float("nan"), {}),
+    "huge": lambda: Reward(float("1e10"), {}),
+    "nothing": lambda: None,
+    "text": lambda: Reward("1.0", {}),  # type: ignore[arg-type]
+}
+
+
 class HostileTask:
-    """Scores 1, unless the response names a misdeed, which is a method below."""
+    """Scores 1, unless the response names a misdeed: one of those above, or a method below."""
 
     name = "hostile"
 
@@ -32,7 +46,7 @@ class HostileTask:
         return []
 
     def score(self, prompt, response, finished):
-        misdeed = getattr(self, f"_{response}", None)
+        misdeed = getattr(self, f"_{response}", None) or MISDEEDS.get(response)
         if misdeed:
             return misdeed()
         return Reward(1.0, {"correct": 1.0})
@@ -42,15 +56,6 @@ class HostileTask:
 
     def _interrupts(self):
         raise KeyboardInterrupt
-
-    def _hangs(self):
-        time.sleep(3600)
-
-    def _exits(self):
-        os._exit(3)
-
-    def _segfaults(self):
-        os.kill(os.getpid(), 11)
 
     def _eats(self):
         hoard = []
@@ -77,26 +82,9 @@ class HostileTask:
                 continue
         time.sleep(3600)
 
-    def _infinite(self):
-        return Reward(float("inf"), {})
-
-    def _nan(self):
-        return Reward(float("nan"), {})
-
-    def _huge(self):
-        return Reward(float("1e10"), {})
-
-    def _nothing(self):
-        return None
-
-    def _text(self):
-        return Reward("1.0", {})  # type: ignore[arg-type]
-
 
 class Judge(HostileTask):
     """Scores in a coroutine, several responses at a time."""
-
-    least_reward = 0.5
 
     def __init__(self):
         self.under_way = self.most = 0
@@ -116,9 +104,6 @@ class Judge(HostileTask):
 
     def _most(self):
         return Reward(float(self.most), {})
-
-    def _below(self):
-        return Reward(0.25, {})
 
 
 class HostilePrompts(HostileTask):

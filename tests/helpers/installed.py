@@ -14,6 +14,8 @@ _SCRIPT = """#!/opt/tba/bin/python
 from tba.cli import main
 main()
 """
+# What the places of this clone need: the package, and the library of an interpreter that has one.
+ENVIRONMENT = {"PYTHONPATH": "/opt/tba/clone", "LD_LIBRARY_PATH": "/opt/python/lib", "OMP_NUM_THREADS": "1"}
 
 
 def install(node: Node) -> None:
@@ -40,7 +42,17 @@ def install(node: Node) -> None:
     for unit in UNITS.glob("tba*"):
         target = "/etc/tba" if unit.suffix == ".env" else "/etc/systemd/system"
         write(node, f"{target}/{unit.name}", unit.read_text())
+    with open(node.root / "etc/tba/tba.env", "a") as file:
+        file.writelines(f"{name}={value}\n" for name, value in ENVIRONMENT.items())
     node.run("systemctl", "daemon-reload")
+
+
+def run_tba(node: Node, *arguments: str) -> str:
+    """Run `tba` on a node as root, with the configuration of its units. Returns its output."""
+    environment = ENVIRONMENT | {"TBA_CONFIG": "/etc/tba/tba.toml"}
+    return node.run(
+        "env", *(f"{name}={value}" for name, value in environment.items()), "/opt/tba/bin/tba", *arguments
+    ).stdout
 
 
 def write(node: Node, path: str, text: str) -> None:

@@ -3,15 +3,7 @@
 from pathlib import Path
 
 from tba.common.wire.curve import new_pair
-from tba.common.wire.keys import (
-    AUTHORIZED,
-    ClientKeys,
-    ServerKeys,
-    buffer_key,
-    server_keys,
-    write_pair,
-    write_public,
-)
+from tba.common.wire.keys import AUTHORIZED, ClientKeys, ServerKeys, buffer_key, server_keys, write_pair, write_public
 
 
 class Keyring:

@@ -1,44 +1,14 @@
 """The weights directory of a run is deleted, moved and replaced under load: the run says so, and goes on."""
 
 import re
-import shutil
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-
-import pytest
 
 from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.hands import HANDS, repair
 from tba.tests.process.conftest import arithmetic
 
 
-def delete(weights: Path) -> None:
-    # The trainer writes into it meanwhile.
-    while weights.exists():
-        shutil.rmtree(weights, ignore_errors=True)
-
-
-def move(weights: Path) -> None:
-    weights.rename(weights.with_name("aside"))
-
-
-def replace(weights: Path) -> None:
-    move(weights)
-    weights.mkdir()
-
-
-def replace_by_a_file(weights: Path) -> None:
-    move(weights)
-    weights.write_text("not a directory")
-
-
-def repair(weights: Path) -> None:
-    if (aside := weights.with_name("aside")).exists():
-        weights.unlink() if weights.is_file() else shutil.rmtree(weights, ignore_errors=True)
-        aside.rename(weights)
-
-
-@pytest.mark.slow
 def test_a_run_whose_weights_directory_changes_hands_names_it_and_trains_on_after_the_repair(
     make_config, start_tba, tmp_path
 ):
@@ -64,7 +34,7 @@ def test_a_run_whose_weights_directory_changes_hands_names_it_and_trains_on_afte
 
     wait_until(run.steps_trained, what="steps")
     failures: list[int] = []
-    for hand in (delete, move, replace, replace_by_a_file):
+    for hand in HANDS:
         wait_for_more(run.steps_trained)
         failures.append(failed())
         hand(weights)

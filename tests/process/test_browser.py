@@ -171,7 +171,7 @@ def test_the_pages_in_a_browser(visit):
     wide, narrow = map(visit, _WIDTHS)
     live_page_follows_the_run(wide)
     kinds = [crawl(browser, "/") for browser in (wide, narrow)]
-    expected = {"", "/steps", "/steps/N", "/prompts", "/prompts/N", "/trajectories", "/trajectories/N", "/waste",
+    expected = {"", "/steps", "/steps/N", "/prompts", "/prompts/N", "/trajectories", "/trajectories/N",
                 "/compare?kind", "/sql", "/sql?query", "/config"}  # fmt: skip
     for run in ("done", "live"):
         assert {f"/r/{run}{part}" for part in expected} <= kinds[0] & kinds[1]
@@ -192,10 +192,9 @@ def live_page_follows_the_run(browser: Watched) -> None:
 
 
 def charts_lead_to_steps(browser: Watched) -> None:
-    for address in ("/r/done", "/r/done/waste"):
-        browser.open(address)
-        browser.page.locator(".u-over").first.click()
-        browser.page.wait_for_url("**/r/done/steps/*")
+    browser.open("/r/done")
+    browser.page.locator(".u-over").first.click()
+    browser.page.wait_for_url("**/r/done/steps/*")
 
 
 def keys_move(browser: Watched) -> None:

@@ -103,10 +103,7 @@ def test_a_user_task_that_cannot_be_used_is_reported_before_anything_starts(
     tba, make_config, example_model, tmp_path, command, source, sentence
 ):
     run = make_config(
-        model={"path": str(example_model)},
-        task={"name": "my_task:Mine"},
-        search={"gpus": "cpu"},
-        train={"gpu": "cpu"},
+        model={"path": str(example_model)}, task={"name": "my_task:Mine"}, search={"gpus": "cpu"}, train={"gpu": "cpu"}
     )
     (tmp_path / "my_task.py").write_text(source)
     result = tba(command, run.file)
@@ -178,13 +175,7 @@ def loading_processes(pids: Path, launcher: subprocess.Popen[bytes]) -> list[psu
     return [psutil.Process(int(pid)) for pid in pids.read_text().split()]
 
 
-@pytest.mark.parametrize(
-    ("end", "exit_code"),
-    [
-        (signal.SIGINT, EXIT_INTERRUPTED),
-        (signal.SIGKILL, -signal.SIGKILL),
-    ],
-)
+@pytest.mark.parametrize(("end", "exit_code"), [(signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)])
 def test_no_process_of_a_task_outlives_a_launcher_that_ends_while_it_loads(
     own_task, start_tba, tmp_path, end, exit_code
 ):
@@ -222,7 +213,3 @@ def test_status_without_a_buffer_names_the_command_to_start_one(tba_here, run_co
 def test_debug_shows_the_traceback(tba):
     result = tba("--debug", "run", "nowhere.toml")
     assert "Traceback" in result.stderr
-
-
-def test_output_into_a_pipe_has_no_colours(tba_here, run_config):
-    assert "\033" not in tba_here("config", "show", "--config", run_config.file).output

@@ -33,7 +33,6 @@ def prepared(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     return directory, prepare(directory, *size(("--pairs", "400"), ()))
 
 
-@pytest.mark.slow
 def test_the_pairs_are_solutions_of_which_many_misread_an_event(prepared):
     from transformers import AutoTokenizer
 
@@ -53,7 +52,6 @@ def test_the_pairs_are_solutions_of_which_many_misread_an_event(prepared):
     assert 20 < sum(map(len, ids)) / len(ids) < 50
 
 
-@pytest.mark.slow
 def test_the_demo_of_word_problems_runs_from_an_untrained_model(prepared, tba, tba_here, tmp_path):
     """In full size it gains 20 points on held-out problems. Small, every stage runs and leaves what it should."""
     start, directory = prepared[0], tmp_path / "demo"

@@ -108,6 +108,8 @@ def test_a_fleet_reports_to_systemd_in_json_lines_and_drains_all_searchers_at_si
     wait_until(lambda: notified.extend(systemd.receive()) or notified.count("WATCHDOG=1") >= 2)
     systemd.close()
     assert "READY=1" in notified
+    # A searcher loads its engine: its supervisor is not ready yet either.
+    assert "EXTEND_TIMEOUT_USEC=3600000000" in notified
     cores = [set(child.cpu_affinity()) for child in searchers_of(fleet).values()]
     if len(os.sched_getaffinity(0)) > 1:
         assert cores[0].isdisjoint(cores[1])

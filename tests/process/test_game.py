@@ -103,7 +103,6 @@ def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_con
     assert len(run.lines()) == STEPS
 
 
-@pytest.mark.slow
 def test_the_demo_of_the_game_gains_by_what_it_is_told(start, tba, tba_here, tmp_path):
     """In full size it gains 30 points, and loses most of them without hints. Small, every stage runs."""
     directory = tmp_path / "demo"

@@ -10,7 +10,6 @@ from tba.tests.helpers.hostile_directories import KINDS
 from tba.tests.process.conftest import clean_environment
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_hostile_directories_are_read_or_refused_with_a_sentence(tmp_path, kind):
     command = [sys.executable, "-m", "tba.tests.helpers.hostile_directories", kind, str(tmp_path)]

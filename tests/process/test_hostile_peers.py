@@ -43,10 +43,7 @@ BAD = {
     "wrong version": ([msgpack.packb({"v": messages.PROTOCOL_VERSION + 1, "id": 5})], "version"),
     "oversize header": ([bytes(MAX_HEADER_BYTES + 1)], "oversize"),
     "too many frames": ([b"x"] * 20, "malformed"),
-    "stray arrays": (
-        [*encode_request(GetStatus(), id=1, role="monitor", sender="s", run=""), b"stray"],
-        "malformed",
-    ),
+    "stray arrays": ([*encode_request(GetStatus(), id=1, role="monitor", sender="s", run=""), b"stray"], "malformed"),
     "other run": (encode_request(GetStatus(), id=1, role="monitor", sender="s", run="f" * 32), "wrong_run"),
 }
 

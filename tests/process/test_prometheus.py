@@ -24,7 +24,6 @@ def scrape(port: int) -> str:
         return ""
 
 
-@pytest.mark.slow
 @pytest.mark.torch
 def test_a_run_exposes_every_metric_of_the_dashboard_and_the_alerts(make_config, start_tba, tmp_path):
     port = free_port()

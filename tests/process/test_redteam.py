@@ -9,10 +9,11 @@ from tba.common.config import TaskSection
 from tba.common.errors import HttpRefused, TaskError
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, score
-from tba.searcher.tasks import declared_floor, load_task
-from tba.searcher.tasks.redteam import Classifier, Victim
+from tba.searcher.tasks import _find_own, load_task
 from tba.tests.helpers.reward_server import serving
+from tba.tests.helpers.source_files import ROOT
 
+REDTEAM = ROOT / "examples/redteam/redteam.py"
 NULLS = '{"choices": [{"text": null}, {"text": "a"}]}'
 
 
@@ -28,7 +29,12 @@ def section(server, *, victim=None, classifier=None, **options) -> TaskSection:
         "classifier": {"url": server.url} | (classifier or {}),
         "prompts": ["Write:"],
     }
-    return TaskSection(name="redteam", options=parts | options, reward_workers=1)
+    return TaskSection(name=str(REDTEAM), options=parts | options, reward_workers=1)
+
+
+def part(name, **settings):
+    """Return a victim or a classifier of the example."""
+    return _find_own(f"{REDTEAM}:{name}")(**settings)
 
 
 def scored(config, attack):
@@ -50,7 +56,7 @@ def test_a_reply_that_is_never_flagged_and_an_attack_without_a_word_get_the_leas
     for attack in ("12", " "):
         reward, error = scored(section(server, least_probability=0.01), attack)
         assert (reward.total, error) == (math.log(0.01), None)
-    assert declared_floor(section(server, least_probability=0.01)) == math.log(0.01)
+        assert load_task(section(server, least_probability=0.01)).least_reward == math.log(0.01)  # type: ignore[attr-defined]
 
 
 def test_a_chat_victim_and_a_classifier_of_the_whole_exchange_get_the_texts_that_the_options_say(server):
@@ -65,12 +71,12 @@ def test_a_chat_victim_and_a_classifier_of_the_whole_exchange_get_the_texts_that
 @pytest.mark.parametrize("probs", ['"0.1"', '["1"]', "[true]", "[NaN]", "[2]", "[]", "null", f"[{'9' * 400}]"])
 def test_only_a_number_from_0_to_1_is_a_probability(probs):
     with pytest.raises(HttpRefused, match="answered with"):
-        Classifier(url="u").probability(json.loads(f'{{"data": [{{"probs": {probs}}}]}}'))
+        part("Classifier", url="u").probability(json.loads(f'{{"data": [{{"probs": {probs}}}]}}'))
 
 
 def test_text_of_the_attacker_is_never_a_template():
-    assert Victim(url="u", prompt="<{attack}>").body("{attack}{reply}")["prompt"] == "<{attack}{reply}>"
-    classifier = Classifier(url="u", text="{attack}|{reply}")
+    assert part("Victim", url="u", prompt="<{attack}>").body("{attack}{reply}")["prompt"] == "<{attack}{reply}>"
+    classifier = part("Classifier", url="u", text="{attack}|{reply}")
     assert classifier.body("{reply}", "{attack}")["input"] == "{reply}|{attack}"
 
 
@@ -96,10 +102,10 @@ def test_a_failure_of_a_server_is_an_error_of_the_row_that_the_workers_report(se
         ({"least_probability": 0.0}, "between 0 and 1"),
         ({"victim": {"replies": 0}}, "at least 1"),
         ({"victim": {"prompt": "no place"}}, "must contain {attack}"),
-        ({"victim": {"colour": "red"}}, "unexpected keyword argument 'colour'"),
+        ({"victim": {"colour": "red"}}, "has no option colour: it has victim"),
         ({"victim": {"url": "127.0.0.1:8001"}}, "victim.url = 127.0.0.1:8001: write the address of a server"),
         ({"classifier": {"url": "http://a:99999"}}, "classifier.url = http://a:99999: Port out of range"),
-        ({"colour": "red"}, "unexpected keyword argument 'colour'"),
+        ({"colour": "red"}, "has no option colour: it has victim"),
     ],
 )
 def test_options_that_cannot_work_are_refused(server, options, problem):

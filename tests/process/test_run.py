@@ -39,8 +39,7 @@ def test_a_run_ends_with_a_complete_history_and_goes_on_elsewhere_with_its_own_t
     small_run, start_tba, tba, tba_here, tmp_path
 ):
     model = shutil.copytree(EXAMPLE_MODEL, tmp_path / "model")
-    sections = {"eval": {"at_end": True}, "search": {"reference_logprobs": True}}
-    run = small_run(model={"path": str(model), "dtype": "float32"}, **sections)
+    run = small_run(model={"path": str(model), "dtype": "float32"}, eval={"at_end": True})
     launcher = start_tba("run", run.file)
     wait_until(lambda: children_of(launcher, " eval "))
     evaluation = children_of(launcher, " eval ")[0]
@@ -72,8 +71,7 @@ def test_a_run_ends_with_a_complete_history_and_goes_on_elsewhere_with_its_own_t
 
 
 def check_references(run) -> None:
-    """Check that the trainer used the references of the searcher, and that they are right."""
-    assert {line["reference_computed"] for line in run.lines()} == {0}
+    """Check that the trainer's references are right."""
     # The weights of the first snapshot are the reference, and sampling is unmodified: the engine's own
     # log-probabilities add up to the same. The trainer's do too (tests/unit/searcher/test_references.py). A response
     # that later weights have continued has two version runs.

@@ -14,13 +14,7 @@ from tba.common.wire import client as client_module
 from tba.common.wire import messages
 from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import not_none, wait_until
-from tba.tests.helpers.faults import (
-    BYTES_PER_TOKEN,
-    ROWS,
-    assert_all_is_stored_once,
-    producing,
-    stored,
-)
+from tba.tests.helpers.faults import BYTES_PER_TOKEN, ROWS, assert_all_is_stored_once, producing, stored
 from tba.tests.helpers.puts import connected, prepare
 
 DISK_MIB = 24

@@ -47,7 +47,6 @@ def shell(tmp_path):
     return start
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_tutorial_train_a_model(shell, tmp_path):
     text, shown = (ROOT / "docs/tutorial.md").read_text(), ""
     for printed, fewer in () if FULL_SIZE else FEWER.items():

@@ -3,9 +3,15 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer
 
+from tba.cli import app
 from tba.common.config.layers import resolve
 from tba.common.system.devices import list_gpus
 
@@ -171,23 +177,12 @@ def test_a_missing_model_setting_is_refused_before_anything_is_created(tba_here,
 @pytest.mark.parametrize(
     "command",
     [
-        ["status"],
-        ["eval"],
-        ["generate", "47+38="],
-        ["report"],
-        *(["buffer", one] for one in ("stats", "tail", "check")),
+        ["status"], ["eval"], ["generate", "47+38="], ["report"], ["buffer", "stats"], ["buffer", "tail"],
+        ["buffer", "check"], ["run"], ["run", "--dry-run"], ["train", "--cpu"], ["search", "--cpu", "1"],
+        ["sft", "/dev/null", "--out", "x"], ["buffer", "serve"],
     ],
-)
-def test_a_command_on_a_run_asks_for_its_configuration(tba_here, command):
-    refused(tba_here(*command), 2, "no ./tba.toml here: pass the configuration of the run with -c FILE")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["run"], ["run", "--dry-run"], ["train", "--cpu"], ["search", "--cpu", "1"], ["sft", "/dev/null", "--out", "x"],
-     ["buffer", "serve"]],
 )  # fmt: skip
-def test_what_starts_asks_for_its_configuration(tba_here, tmp_path, command):
+def test_a_command_asks_for_its_configuration(tba_here, tmp_path, command):
     refused(tba_here(*command), 2, "no ./tba.toml here: pass the configuration of the run with -c FILE", "`tba init`")
     assert list(tmp_path.iterdir()) == []
 
@@ -216,3 +211,63 @@ def test_a_configuration_given_twice_is_a_usage_error(tba_here):
     refused(
         tba_here("config", "show", "one.toml", "--config", "two.toml"), 2, "FILE one.toml and --config two.toml exclude"
     )
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every command with the words that call it."""
+    if not hasattr(group, "commands"):
+        yield path, group
+        return
+    for name, command in group.commands.items():
+        yield from commands(command, *path, name)
+
+
+ALL = [pytest.param(*found, id=" ".join(found[0])) for found in commands(typer.main.get_command(app))]
+
+
+def required(command: Any) -> list[str]:
+    """Return values for what a command requires besides its first argument."""
+    arguments = [one for one in command.params if one.required and one.param_type_name == "argument"]
+    options = [one for one in command.params if one.required and one.param_type_name == "option"]
+    what = ["--run", "other", "--yes"] if command.name == "prune" else []
+    return [*what, *("other" for _ in arguments[1:]), *(part for one in options for part in (one.opts[0], "other"))]
+
+
+@pytest.mark.parametrize(("path", "command"), ALL)
+def test_a_configuration_is_understood_or_refused(tba_here, tmp_path, path, command):
+    # A command that reads it stops at the unknown key.
+    (tmp_path / "run.toml").write_text('[run]\nnam = "x"\n')
+    found = tba_here(*path, "run.toml", *required(command))
+    assert found.exit_code != 0, found.output
+    # An argument that is a number is refused by typer, in a box.
+    assert "run.toml" in found.message or "Invalid value" in found.message
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.toml"]
+    names = {one.name for one in command.params if not one.required}
+    if {"file", "config"} <= names:
+        assert "run.nam" in found.message
+
+
+def test_a_database_in_the_place_of_a_text_is_refused(tba_here, filled):
+    assert f"pass it as --buffer {filled}" in tba_here("buffer", "query", filled).message
+
+
+HEAVY = {"torch", "transformers", "vllm", "safetensors", "matplotlib"}
+# What a host of the buffer, or a command that only reads, imports.
+CORE = (
+    "tba.cli",
+    "tba.buffer.server.start",
+    "tba.buffer.tools.stats",
+    "tba.buffer.tools.import_file",
+    "tba.common.wire.client",
+    "tba.deploy.launcher",
+)
+
+
+@pytest.mark.slow
+def test_importing_the_core_loads_nothing_heavy():
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name); print(name, *sys.modules)"
+    command = [sys.executable, "-c", code, *CORE]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    loaded = {name: HEAVY.intersection(modules) for name, *modules in map(str.split, lines)}
+    assert {name: heavy for name, heavy in loaded.items() if heavy} == {}
+    assert list(loaded) == list(CORE)

@@ -49,8 +49,8 @@ def test_a_recipe_has_all_processes_and_no_problem_but_a_missing_model(dry_run, 
     assert row(outcome, "trainer").endswith(f"tba train --config {recipe}")
     assert f"search --config {recipe}" in row(outcome, "search-0")
     failed = [line for line in outcome.output.splitlines() if " fail " in line]
-    # Of a model that a command of the recipe's page makes, or of data on the hub that a task in a file reads.
-    missing = "model.path runs/.* does not exist|data set .* cannot be loaded"
+    # Of a model that a command of the recipe's page makes, or of data on the hub or a package that a task file needs.
+    missing = "model.path runs/.* does not exist|data set .* cannot be loaded|No module named 'textarena'"
     assert all(re.search(missing, line) for line in failed)
     assert outcome.exit_code == (78 if failed else 0)
 

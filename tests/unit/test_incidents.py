@@ -19,7 +19,7 @@ from tba.common.wire.messages import GetStatus
 from tba.searcher.scoring.scoring import score
 from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
-from tba.tests.helpers.engines import end_tokens
+from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.trainer import make_batch, make_learner, make_row
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights
 from tba.trainer.metrics.health import Health
@@ -34,14 +34,10 @@ class Node:
     """A trainer's snapshots on their way to an engine of transformers."""
 
     def __init__(self, lab: Any, folder: Any) -> None:
-        from tba.searcher.engines.transformers_engine import TransformersEngine
 
         self.lab, self.publisher = lab, lab.publisher()
         self.assembler = SnapshotAssembler(folder, "path", SystemClock())
-        self.engine = TransformersEngine(
-            str(lab.files), dtype="float32", device="cpu", max_in_flight=4, seed=0, canary_tolerance=1e-3,
-            stopping=end_tokens(lab.files),
-        )  # fmt: skip
+        self.engine = cpu_engine(lab.files, max_in_flight=4)
 
     def load(self, step: int, change: Callable[[int], None]) -> None:
         if step:

@@ -16,9 +16,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 from tba.common.rotation import Rotation  # noqa: E402
 from tba.common.wire.trajectory import STOP_LENGTH  # noqa: E402
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings  # noqa: E402
-from tba.searcher.engines.transformers_engine import TransformersEngine  # noqa: E402
-from tba.searcher.scoring.reference_model import ReferenceModel  # noqa: E402
-from tba.tests.helpers.engines import end_tokens  # noqa: E402
+from tba.searcher.evaluation.models import ReferenceModel  # noqa: E402
+from tba.tests.helpers.engines import cpu_engine  # noqa: E402
 from tba.tests.helpers.puts import make_trajectory  # noqa: E402
 from tba.tests.helpers.trainer import make_row  # noqa: E402
 from tba.tests.runner import slow  # noqa: E402
@@ -103,10 +102,7 @@ def test_the_searchers_reference_does_not_depend_on_its_batch(kind, tmp_path):
 @pytest.mark.parametrize("kind", [*MOVING, *slow("yarn")])
 def test_the_engine_records_the_log_probabilities_of_the_response_alone_and_ends_it_at_the_limit(kind, tmp_path):
     save(kind, tmp_path)
-    engine = TransformersEngine(
-        str(tmp_path), dtype="float32", device="cpu", max_in_flight=4, seed=0, canary_tolerance=1e-3,
-        stopping=end_tokens(tmp_path),
-    )  # fmt: skip
+    engine = cpu_engine(tmp_path, max_in_flight=4)
     prompts = [row.prompt_ids for row in rows()]
     for n, prompt in enumerate(prompts):
         engine.submit(GenerationRequest(n, prompt, SamplingSettings(1.0, 1.0, 20 + 10 * n, seed=n)))

@@ -56,7 +56,6 @@ async def scores(url, pairs, seconds=60.0, **keys):
         return [await model.score(Prompt("", prompt), response, seconds=seconds) for prompt, response in pairs]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"api": "pooling"}, {"template": "chat"}])
 def test_the_scores_of_vllm_are_those_of_the_classifier_here(url, model, keys):
     here = RewardModel(
@@ -66,7 +65,6 @@ def test_the_scores_of_vllm_are_those_of_the_classifier_here(url, model, keys):
     assert asyncio.run(scores(url, PAIRS, **keys)) == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_the_route_for_pairs_scores_and_what_vllm_refuses_is_an_error(url):
     assert len(set(asyncio.run(scores(url, PAIRS, api="score")))) == len(PAIRS)
     with pytest.raises(HttpRefused, match=r"status 400: .*128"):

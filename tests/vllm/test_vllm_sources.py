@@ -32,10 +32,7 @@ FILES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     # Batches computed ahead, pauses, preemptions, the KV cache's size, and what decides these.
     "v1/engine/core.py": ("458fd729771681b1", [(RUNNING, "batch_queue"), (RUNNING, "llm.engine_core")]),
     "v1/core/sched/interface.py": ("ae946f9beb969414", [(RUNNING, "PauseState")]),
-    "v1/core/sched/scheduler.py": (
-        "d9a39870286c424c",
-        [(RUNNING, "set_pause_state"), (RUNNING, "_preempt_request")],
-    ),
+    "v1/core/sched/scheduler.py": ("d9a39870286c424c", [(RUNNING, "set_pause_state"), (RUNNING, "_preempt_request")]),
     "v1/core/sched/async_scheduler.py": ("38d296e77e4d612e", [(RUNNING, "batch_queue")]),
     "v1/core/kv_cache_utils.py": (
         "af4164bca819f1cd",

@@ -78,7 +78,7 @@ class _PolicyGradient(NamedTuple):
 
 def make_objective(config: ObjectiveSection, *, longest_response: int) -> Objective:
     """Return the objective that the configuration names. `longest_response` is in tokens."""
-    floor = config.floor if config.imitation_weight and config.floor != "group" else -math.inf
+    floor = config.reward_floor if config.imitation_weight and config.reward_floor != "group" else -math.inf
     objective = partial(Objective, name=config.name, needs_reference=config.uses_reference)
     if config.log_z == "turn":
         return objective(terms=turn_balance, learns_log_z=True, log_z_of_turns=True)
@@ -86,7 +86,7 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
         balance = partial(
             trajectory_balance,
             imitation_weight=config.imitation_weight,
-            floor=config.floor,
+            floor=config.reward_floor,
             taper_kind=config.taper,
         )
         return objective(terms=balance, reward_floor=floor)
@@ -134,7 +134,7 @@ def _with_advantage(config: ObjectiveSection, chosen: _PolicyGradient, responses
         advantage_bK = standardised(reward_bK) - centred(penalty_bK)
     else:
         advantage_bK = chosen.advantage(reward_bK - penalty_bK)
-    raised_bK = responses.only_known(imitation(reward_bK, config.imitation_weight, config.floor))
+    raised_bK = responses.only_known(imitation(reward_bK, config.imitation_weight, config.reward_floor))
     if config.weights_tokens and config.mean_kl == "sampler" and config.anchor != "none":
         advantage_bK = advantage_bK + level_of_sampler(responses, beta)
     total_bK = advantage_bK + raised_bK

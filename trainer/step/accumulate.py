@@ -146,13 +146,10 @@ class Accumulator:
         with torch.no_grad():
             log_ratio_R = responses.log_ratio_R
         self.quantities_QBK[:, micro_batch.groups] = quantities(rows, responses, terms, log_ratio_R)
-        self._keep_tokens(micro_batch.groups, log_ratio_R)
-        self.differences += on_policy_differences(rows, tempered_R)
-
-    def _keep_tokens(self, groups: list[int], log_ratio_R: Tensor) -> None:
-        """Copy the log-ratios of the tokens of some groups to their places in those of the batch."""
-        for group, part in zip(groups, torch.split(log_ratio_R, self._tokens(groups)), strict=True):
+        parts = torch.split(log_ratio_R, self._tokens(micro_batch.groups))
+        for group, part in zip(micro_batch.groups, parts, strict=True):
             self._log_ratios_of_groups[group].copy_(part)
+        self.differences += on_policy_differences(rows, tempered_R)
 
     def _tokens(self, groups: Iterable[int]) -> list[int]:
         """Return the response tokens of each of some groups."""

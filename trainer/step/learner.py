@@ -29,12 +29,7 @@ from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import LogZHead, Scorer, sequence_logprobs
-from tba.trainer.objectives.diagnostics import (
-    balance_metrics,
-    mismatch_metrics,
-    off_policy_metrics,
-    truncated_fraction,
-)
+from tba.trainer.objectives.diagnostics import balance_metrics, mismatch_metrics, off_policy_metrics, truncated_fraction
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.preflight.check import Report
 from tba.trainer.step.accumulate import Accumulator
@@ -51,12 +46,7 @@ from tba.trainer.step.step_metrics import (
 log = get_logger(__name__)
 
 # Names of `train.schedule` in transformers.
-_SCHEDULES = {
-    "constant": "constant_with_warmup",
-    "linear": "linear",
-    "cosine": "cosine",
-    "wsd": "warmup_stable_decay",
-}
+_SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "wsd": "warmup_stable_decay"}
 # How many trajectory ids an error message lists.
 _NAMED_IDS = 20
 _LOG_Z_LEARNING_RATE = 1e-3
@@ -200,7 +190,8 @@ class Learner:
             norms = self._clip_gradients()
             broken = _broken(batch, sums)
             if broken or not all(map(math.isfinite, (sums.loss, *norms))):
-                reason = f"loss {sums.loss}, gradient norm {max(norms, key=_worst)}"
+                worst = max(norms, key=lambda norm: norm if math.isfinite(norm) else math.inf)
+                reason = f"loss {sums.loss}, gradient norm {worst}"
                 rows = row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=True)
                 return self._skip(batch, finite, rows, reason, broken or [row.id for row in batch.rows])
             cosine = gradient_cosine(self.optimizer, self._ranks)
@@ -488,7 +479,3 @@ def _broken(batch: TrainBatch, sums: Accumulator) -> list[int]:
     """Return the trajectories whose log-probability is not finite, or whose reward the buffer would refuse."""
     finite = (sums.policy_BK.isfinite() & (batch.reward_BK.abs() <= LARGEST_REWARD)).flatten().tolist()
     return [row.id for row, good in zip(batch.rows, finite, strict=True) if not good]
-
-
-def _worst(norm: float) -> float:
-    return norm if math.isfinite(norm) else math.inf

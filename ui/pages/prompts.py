@@ -109,7 +109,8 @@ def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
     good = [response for response in responses if response["error"] is None]
     rates = pass_rates(good)
     # The newest group: the responses of the newest visit, or of the newest version without one.
-    newest = [r for r in good if r["visit"] == good[0]["visit"] and (r["visit"] or _same_version(r, good[0]))]
+    same = "visit" if good and good[0]["visit"] else "policy_version"
+    newest = [r for r in good if (r["visit"], r[same]) == (good[0]["visit"], good[0][same])]
     rewards = {response["reward"] for response in newest}
     return {
         "responses": len(responses),
@@ -122,10 +123,6 @@ def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "solved": bool(newest) and all(response["passed"] for response in newest),
         "flat": len(newest) > 1 and len(rewards) == 1,
     }
-
-
-def _same_version(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return bool(one["policy_version"] == other["policy_version"])
 
 
 def pass_rates(responses: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
@@ -161,7 +158,10 @@ def read_prompt(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
     ]
     good = [response for response in responses if response["error"] is None]
     points = [(r["policy_version"], r["reward"], f"/r/{run.key}/trajectories/{r['id']}") for r in good[:500]]
-    mean = [(version, _mean(good, version)) for version in sorted({r["policy_version"] for r in good})]
+    rewards: dict[int, list[float]] = {}
+    for response in good:
+        rewards.setdefault(response["policy_version"], []).append(response["reward"])
+    mean = [(version, sum(own) / len(own)) for version, own in sorted(rewards.items())]
     return {
         "prompt": prompt,
         "groups": groups,
@@ -170,8 +170,3 @@ def read_prompt(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
         "picture": points_chart(points, mean, "reward by policy version") if points else None,
         **{key: value for key, value in summary(responses).items() if key != "spark"},
     }
-
-
-def _mean(responses: Sequence[dict[str, Any]], version: int) -> float:
-    rewards: list[float] = [response["reward"] for response in responses if response["policy_version"] == version]
-    return sum(rewards) / len(rewards)

@@ -15,7 +15,6 @@ from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
 from tba.common.run_status import live_trainer
 from tba.common.wire.messages import Status
 from tba.deploy.run_list import state_of
-from tba.ui.charts import Chart, Series, paired_bars
 from tba.ui.runs import Run
 from tba.ui.site import run_of, site_of
 
@@ -34,13 +33,6 @@ _HELD_OUT = """SELECT version, accuracy, reward, not_measured FROM evaluations W
 _NEWEST_BATCH = (
     "SELECT step, trained_at FROM batches WHERE run = ? AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"
 )
-# The view `waste` looks up every slot of a step: these are enough for a curve.
-_WASTE_STEPS = 60
-_LENGTH_CLASSES = "SELECT * FROM lengths WHERE run = ? ORDER BY least_tokens"
-_SUMMED = ("trajectories", "errors", "never_trained", "response_tokens", "used_tokens", "trained_tokens")
-_SPREAD = f"""SELECT step FROM (SELECT step, ROW_NUMBER() OVER (ORDER BY step) - 1 AS place, COUNT(*) OVER () AS steps
-    FROM batches WHERE run = ? AND trained_at IS NOT NULL)
-    WHERE place % MAX(1, steps / {_WASTE_STEPS}) = 0 ORDER BY step LIMIT 2 * {_WASTE_STEPS}"""  # noqa: S608
 
 
 def page(request: Request) -> Response:
@@ -169,56 +161,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | dict) else str(value)
-
-
-def waste(request: Request) -> Response:
-    """Show what training does not use: totals, and tokens generated against tokens trained on by length."""
-    run = run_of(request)
-    with run.rows() as rows:
-        classes = rows.all(_LENGTH_CLASSES, run.name)
-        generated = rows.value("SELECT SUM(trajectories) FROM clients WHERE run = ?", run.name)
-    totals = {name: sum(one[name] or 0 for one in classes) for name in _SUMMED}
-    for one in classes:
-        one["generated_share"] = _share(one["response_tokens"], totals["response_tokens"])
-        one["trained_share"] = _share(one["trained_tokens"], totals["trained_tokens"])
-    bars = [
-        (str(one["least_tokens"]), 100 * (one["generated_share"] or 0), 100 * (one["trained_share"] or 0))
-        for one in classes
-    ]
-    return site_of(request).page(
-        "waste.html",
-        run=run,
-        classes=classes,
-        totals=totals,
-        generated=generated or 0,
-        picture=paired_bars(bars, "shares of tokens by length of the response") if classes else None,
-    )
-
-
-def waste_charts(request: Request) -> Response:
-    """Return groups without variance and the time to training, over steps, as JSON."""
-    run = run_of(request)
-    with run.rows() as rows:
-        return JSONResponse([asdict(chart) for chart in _waste_over_steps(rows, run)])
-
-
-def _waste_over_steps(rows: PageRows, run: Run) -> list[Chart]:
-    steps = [row["step"] for row in rows.all(_SPREAD, run.id)]
-    marks = ", ".join("?" * len(steps))
-    known: list[dict[str, Any]] = rows.all(
-        f"SELECT * FROM waste WHERE run = ? AND step IN ({marks}) ORDER BY step",  # noqa: S608
-        run.name,
-        *steps,
-    )
-    if not known:
-        return []
-    flat = Series("with equal rewards", [_share(row["flat_groups"], row["groups"]) for row in known])
-    waits = Series("generation to training", [row["mean_seconds_to_training"] for row in known])
-    return [
-        Chart("Groups without variance of the reward", "share of the batch", steps, [flat]),
-        Chart("Time from generation to training", "s", steps, [waits]),
-    ]
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None

@@ -55,10 +55,11 @@ def page(request: Request) -> Response:
     extra = {row["slot"]: row for row in prompts}
     # The columns of the view: a later release adds numbers to it, and the page shows them.
     columns = [name for name in (slots[0] if slots else {}) if name not in _HIDDEN and name != "slot"]
-    numeric = [name for name in columns if _is_numeric(slots, name)]
+    numeric = [name for name in columns if all(isinstance(slot[name], int | float | None) for slot in slots)]
     order = request.query_params.get("sort", "slot")
     slots = _sorted(slots, order, ["slot", *numeric])
-    known = {name: values for name in numeric if (values := _of(slots, name))}
+    all_known = {name: [slot[name] for slot in slots if slot[name] is not None] for name in numeric}
+    known = {name: values for name, values in all_known.items() if values}
     drawn = {name: values for name, values in known.items() if name in _ALWAYS_DRAWN or len(set(values)) > 1}
     pictures = [(name, histogram(values, f"histogram of {name}")) for name, values in drawn.items()]
     return site_of(request).page(
@@ -75,14 +76,6 @@ def page(request: Request) -> Response:
         metrics=metrics,
         **around,
     )
-
-
-def _is_numeric(slots: list[dict[str, Any]], name: str) -> bool:
-    return all(slot[name] is None or isinstance(slot[name], int | float) for slot in slots)
-
-
-def _of(slots: list[dict[str, Any]], name: str) -> list[float]:
-    return [slot[name] for slot in slots if slot[name] is not None]
 
 
 def _sorted(slots: list[dict[str, Any]], order: str, names: list[str]) -> list[dict[str, Any]]:

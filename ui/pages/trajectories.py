@@ -96,11 +96,7 @@ def _neighbours(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
         raise missing(f"trajectory {number} of run {run.name}")
     before = "SELECT id FROM trajectory_rows WHERE id < ? AND +run = ? ORDER BY id DESC LIMIT 1"
     after = "SELECT id FROM trajectory_rows WHERE id > ? AND +run = ? ORDER BY id LIMIT 1"
-    return {
-        **about,
-        "previous": rows.value(before, number, run.id),
-        "following": rows.value(after, number, run.id),
-    }
+    return {**about, "previous": rows.value(before, number, run.id), "following": rows.value(after, number, run.id)}
 
 
 def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str, Any]:

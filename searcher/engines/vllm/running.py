@@ -23,7 +23,7 @@ import numpy as np
 
 from tba.common.clock import Clock, SystemClock
 from tba.common.config.search import SearchSection
-from tba.common.errors import EngineError, EngineFaulty, SnapshotError
+from tba.common.errors import EngineError, EngineFaulty, SnapshotError, raised_at
 from tba.common.log import get_logger
 from tba.common.rotation import Rotation
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32
@@ -339,7 +339,7 @@ class RunningVllm:
             with self._workers:
                 outputs = self._llm.step()
         except Exception as error:
-            self.give_up(f"vLLM failed in a step and must be restarted: {error}")
+            self.give_up(f"vLLM failed in a step and must be restarted: {raised_at(error)}")
             raise EngineFaulty(self._broken) from error
         scored = {}
         for output in outputs:

@@ -263,9 +263,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(
-    load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any],
-    parameters: Mapping[str, Tensor],
-    files: TensorFiles,
+    load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any], parameters: Mapping[str, Tensor], files: TensorFiles
 ) -> list[TensorSlice]:
     """Find out where a model's `load_weights` puts each tensor, without changing a weight.
 

@@ -28,14 +28,7 @@ from tba.common.weights.model_files import weight_files
 from tba.common.weights.pretrained import tied_names
 from tba.searcher.engines.vllm.running import FAILURE
 from tba.searcher.engines.vllm.start import ADAPTER_ID, adapter_request
-from tba.searcher.engines.vllm.weight_state import (
-    Derived,
-    ProcessingWatch,
-    clear,
-    differences,
-    fingerprint,
-    zeros,
-)
+from tba.searcher.engines.vllm.weight_state import Derived, ProcessingWatch, clear, differences, fingerprint, zeros
 from tba.searcher.engines.vllm.weight_swap import (
     TensorFiles,
     WeightSwap,

@@ -9,15 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tba.buffer.server.mailbox import Arrival, Mailbox, Parked
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.store import Store
+from tba.buffer.tools.query import query_limited
+from tba.buffer.tools.query_process import MAX_QUERY_ROWS, QueryResult
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import StorageError, SyncFailed
+from tba.common.errors import StorageError, SyncFailed, UsageError
 from tba.common.wire import messages
-from tba.common.wire.channels import ServerChannel
+from tba.common.wire.channels import Peer, ServerChannel
 from tba.common.wire.client import BufferClient
+from tba.common.wire.codec import RequestHeader
 from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.buffer import new_database
 from tba.tests.helpers.checks import wait_until
@@ -101,12 +105,17 @@ def serving(tmp_path):
     serving.close()
 
 
-def test_a_put_is_acknowledged_only_when_it_is_on_the_disk(serving, trajectory):
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_put_is_acknowledged_only_when_it_is_on_the_disk_also_by_a_server_that_stops(serving, trajectory, stops):
     serving.store.released.clear()
     put = serving.put([trajectory()])
     wait_until(lambda: serving.committed() == 1)
     assert serving.client.poll(0.1) == []
+    if stops:
+        serving.stopped.set()
+        assert not serving.ended(0.1)
     serving.store.released.set()
+    assert not stops or serving.ended()
     (reply,) = serving.client.poll(60)
     assert (reply.header.id, reply.message.stored) == (put, 1)
 
@@ -168,18 +177,6 @@ def test_a_batch_that_fails_to_be_read_is_refused_and_the_server_continues(servi
     assert len(batch.trajectory_ids) == 4
 
 
-def test_a_server_that_stops_acknowledges_what_is_committed(serving, trajectory):
-    serving.store.released.clear()
-    put = serving.put([trajectory()])
-    wait_until(lambda: serving.committed() == 1)
-    serving.stopped.set()
-    assert not serving.ended(0.1)
-    serving.store.released.set()
-    assert serving.ended()
-    (reply,) = serving.client.poll(60)
-    assert reply.header.id == put
-
-
 @pytest.fixture
 def patient(monkeypatch):
     """A client that sends no request again within a test."""
@@ -216,3 +213,133 @@ def test_a_put_that_failed_and_came_again_is_counted_once(serving, trajectory, m
     (client,) = (client for client in status.clients if client.role == "searcher")
     assert (client.trajectories, client.duplicates, status.duplicates) == (2, 0, 0)
     assert status.puts_per_second == 0.2
+
+
+LEASE = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=1.0)
+BATCH = messages.SampleBatch(step=0, prompts=1, samples=1, reference="none", wait_seconds=1.0)
+
+
+def arrival(message, peer=b"p", role="monitor", id_=1, sender="s.1", deadline=0.0):
+    header = RequestHeader(v=1, type=message.TYPE, id=id_, run="", role=role, sender=sender)
+    return Arrival(Peer(peer), header, message, bytes=1, at=0.0, deadline=deadline)
+
+
+def test_a_transaction_takes_some_of_each_queue_and_one_batch():
+    mailbox = Mailbox(1 << 20)
+    for n in range(50):
+        mailbox.add(arrival(GetStatus(), peer=bytes([n])))
+    for _ in range(3):
+        mailbox.add(arrival(BATCH))
+    mailbox.add(arrival(messages.Goodbye(), role="searcher"))
+    types = [taken.header.type for taken in mailbox.take(0)]
+    assert types == [*["get_status"] * 32, "sample_batch", "goodbye"]
+    assert [taken.header.type for taken in mailbox.take(0)] == [*["get_status"] * 18, "sample_batch"]
+
+
+def test_other_requests_of_one_connection_beyond_a_limit_are_dropped():
+    mailbox = Mailbox(1 << 20)
+    for id_ in range(1000):
+        mailbox.add(arrival(LEASE, role="searcher", id_=id_))
+    mailbox.add(arrival(LEASE, peer=b"other", role="searcher"))
+    assert (mailbox.dropped, mailbox.bytes) == (872, 129)
+    assert {taken.peer for taken in mailbox.take(0)} == {Peer(b"p"), Peer(b"other")}
+    mailbox.add(arrival(LEASE, role="searcher"))
+    assert mailbox.dropped == 872
+
+
+def parked_lease(sender: str, peer: bytes = b"1", deadline: float = 1.0) -> Arrival:
+    return arrival(LEASE, peer=peer, role="searcher", sender=sender, deadline=deadline)
+
+
+def test_a_newer_request_of_a_sender_takes_the_place_of_the_older_one():
+    parked = Parked()
+    old, new = parked_lease("a.1"), parked_lease("a.1", peer=b"2")
+    assert parked.add(old)
+    assert parked.add(new)
+    assert parked.of_type(LEASE.TYPE) == {"a.1": new}
+
+
+def test_one_connection_cannot_park_many_requests():
+    parked = Parked()
+    flood = [parked_lease(f"a{n}.1") for n in range(1000)]
+    assert sum(map(parked.add, flood)) == len(parked.of_type(LEASE.TYPE)) < 10
+    assert parked.add(parked_lease("b.1", peer=b"2")), "other connections are not affected"
+    for item in list(parked.of_type(LEASE.TYPE).values()):
+        parked.remove(item)
+    assert parked.add(flood[-1])
+
+
+def test_overdue_requests_are_taken_once():
+    parked = Parked()
+    early, late = parked_lease("a.1", deadline=1.0), parked_lease("b.1", deadline=2.0)
+    assert parked.add(early)
+    assert parked.add(late)
+    assert parked.take_overdue(1.0) == [early]
+    assert parked.take_overdue(1.0) == []
+    assert parked.of_type(LEASE.TYPE) == {"b.1": late}
+
+
+def ask(path, sql: str, *, limit: int = 100, seconds: float = 30.0) -> QueryResult:
+    return query_limited(path, sql, rows=limit, seconds=seconds)
+
+
+def test_rows_of_every_type_come_back_as_they_are(filled):
+    result = ask(filled, "SELECT 1 AS i, 0.5 AS r, 'ä' AS t, x'00ff' AS b, NULL AS n, 9e999 AS infinite")
+    assert result.headings == ["i", "r", "t", "b", "n", "infinite"]
+    assert result.rows == [[1, 0.5, "ä", b"\x00\xff", None, float("inf")]]
+    assert ask(filled, "SELECT COUNT(*) FROM trajectories").rows == [[7]]
+
+
+def test_bytes_of_a_result_have_a_limit(filled):
+    numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100)"
+    result = ask(filled, f"{numbers} SELECT hex(zeroblob(100000)) FROM n")
+    assert 30 < len(result.rows) < 50
+    assert "at most 8 MiB" in result.cut
+
+
+MANY = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 10000)"
+
+
+@pytest.mark.parametrize("row", ["replace(hex(zeroblob(50000)), '00', char(128512))", ", ".join(["''"] * 500)])
+def test_a_result_can_be_read_whatever_its_values_are(row, filled):
+    result = ask(filled, f"{MANY} SELECT {row} FROM n", limit=MAX_QUERY_ROWS)
+    assert "at most 8 MiB" in result.cut
+
+
+# Functions that SQLite does not interrupt, with time proportional to a power of the length of a text.
+SLOW = {
+    "rows": "COUNT(*) FROM endless",
+    "instr": "instr(hex(zeroblob(999999)), hex(zeroblob(499999)) || '1')",
+    "json_patch": "json_patch(j, j) FROM (SELECT json_group_object(value, 1) AS j FROM n)",
+    "printf": ", ".join(["printf('%.*c', 500000000, 'x')"] * 12),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", SLOW.values(), ids=SLOW)
+def test_a_function_that_looks_at_no_clock_is_ended_at_the_limit(filled, call):
+    numbers = """WITH RECURSIVE n(value) AS (SELECT 1 UNION ALL SELECT value + 1 FROM n LIMIT 100000),
+        endless(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM endless)"""
+    with pytest.raises(UsageError, match=r"^the query takes longer than 0.2 s: read fewer rows$"):
+        ask(filled, f"{numbers} SELECT {call}", seconds=0.2)
+
+
+def test_a_query_that_crashes_sqlite_ends_no_other_process(filled):
+    """SQLite up to 3.45 recurses for each step of a path, and a later one has a limit."""
+    crash = "json_set('{}', '$.' || replace(hex(zeroblob(1000000)), '00', 'a.'), 1)"
+    with pytest.raises(UsageError, match="ended SQLite with SIGSEGV: write it in another way|SQL: "):
+        ask(filled, f"SELECT length({crash})")
+    assert ask(filled, "SELECT 1").rows == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("sql", "words"),
+    [
+        ("PRAGMA hard_heap_limit = 0", "only reads"),
+        ("SELECT zeroblob(1000000000)", "too big"),
+        ("SELEC 1", "syntax error"),
+    ],
+)
+def test_a_query_beyond_what_is_allowed_is_refused(sql, words, filled):
+    with pytest.raises(UsageError, match=words):
+        ask(filled, sql)

@@ -8,6 +8,7 @@ import pytest
 
 from tba.common.errors import StorageError
 from tba.common.wire.codec import encode_reply
+from tba.common.wire.messages import HeldOutResponse, PutEvaluation
 from tba.common.wire.trajectory import SEGMENTS
 from tba.tests.helpers.examples import STATE
 from tba.tests.helpers.puts import make_episode
@@ -47,10 +48,7 @@ def test_the_view_of_turns_has_every_turn_that_was_sent(buffer):
         for n, turn in enumerate(episode.turns)
     ]
     rows = buffer.store.database.all("SELECT stop_reason, turns, error_kind FROM trajectories ORDER BY id")
-    assert rows == [
-        *([("completed", 4, None), ("eos", 0, None)] * 2),
-        ("turn_timeout", 1, "turn_timeout"),
-    ]
+    assert rows == [*([("completed", 4, None), ("eos", 0, None)] * 2), ("turn_timeout", 1, "turn_timeout")]
 
 
 def test_turns_of_a_run_or_a_trajectory_are_found_without_reading_all_rows(buffer):
@@ -110,3 +108,59 @@ def test_equal_responses_to_different_contexts_are_no_duplicates(harness, trajec
     buffer.put(rows, 0)
     hashes = [one for (one,) in buffer.store.database.all("SELECT dedup_hash FROM trajectory_rows ORDER BY id")]
     assert hashes[0] == hashes[2] != hashes[1]
+
+
+def put(buffer, *responses: HeldOutResponse, version: int = 0, **changes: Any) -> None:
+    fields: dict[str, Any] = {
+        "step": version,
+        "prompts": 2,
+        "prompt_set": "a",
+        "settings": "b",
+        "evaluated_at": 1.0 + version,
+        "seconds": 1.0,
+    }
+    metrics: dict[str, Any] = {"metrics": {"accuracy": 0.5}, "intervals": {}}
+    message = PutEvaluation(version=version, responses=list(responses), **fields | metrics | changes)
+    buffer.ask(message, role="evaluator", sender="e.1")
+
+
+def response(prompt: str, text: str, correct: float, **changes: Any) -> HeldOutResponse:
+    fields: dict[str, Any] = {
+        "prompt_text": f"{prompt}?",
+        "answer": "42",
+        "reward": correct,
+        "reward_parts": {"correct": correct},
+    }
+    return HeldOutResponse(prompt=prompt, response=text, **fields | changes)
+
+
+def test_the_responses_of_an_evaluation_are_replaced_with_it_but_not_by_one_without_a_measurement(harness):
+    buffer = harness()
+    put(buffer, response("p0", "41", 0.0), response("p1", "42", 1.0))
+    put(buffer, response("p0", "42", 1.0))
+    put(buffer, response("p0", "", 0.0, error="ConnectError"), not_measured="2 of 2", metrics={"failed": 1.0})
+    rows = buffer.store.database.all("SELECT prompt, answer, response, passed FROM held_out")
+    assert rows == [("p0", "42", "42", 1)]
+    assert buffer.store.database.all("SELECT accuracy, not_measured FROM evaluations") == [(0.5, None)]
+
+
+def test_the_wrong_responses_are_those_of_the_newest_evaluation(harness, tba_here):
+    buffer = harness()
+    put(buffer, response("p0", "40", 0.0))
+    put(buffer, response("p0", "41", 0.0), response("p1", "42", 1.0), response("p2", "", 0.0, error="no"), version=8)
+    put(buffer, response("p9", "7", 0.3, reward_parts={}), version=9, step=3)
+    buffer.store.close()
+    where = ("--set", f"buffer.database={buffer.store.path}", "--set", "run.name=test")
+    rows = tba_here("eval", "--wrong", "--json", *where).json
+    assert [(row["version"], row["prompt"], row["response"], row["error"]) for row in rows] == [
+        (8, "p0?", "41", None),
+        (8, "p2?", "", "no"),
+    ]
+
+
+def test_without_stored_responses_the_question_what_is_wrong_has_no_answer(harness, tba_here):
+    buffer = harness()
+    buffer.store.close()
+    where = ("--set", f"buffer.database={buffer.store.path}", "--set", "run.name=test")
+    asked = tba_here("eval", "--wrong", *where)
+    assert (asked.exit_code, "evaluate it with `tba eval`" in asked.message) == (2, True)

@@ -253,14 +253,7 @@ def lines_run(sampler: Sampler, step: int) -> int:
     return lines
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "recency",
-        "rank",
-        *slow("uniform", "softmax"),
-    ],
-)
+@pytest.mark.parametrize("rule", ["recency", "rank", *slow("uniform", "softmax")])
 def test_a_batch_has_no_python_loop_over_all_prompts_or_trajectories(rule):
     """With 16 times the data and the same number of changed prompts, it executes less than twice the lines."""
     rules = dataclasses.replace(RULES, prompt_priority=rule)

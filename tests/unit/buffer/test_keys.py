@@ -59,7 +59,7 @@ def status(client, stop=lambda: False) -> Status:
 
 def status_or_obstacle(client) -> Status:
     """The status, or the error of a client that gives up as soon as it knows why it is not answered."""
-    return status(client, lambda: bool(client._obstacle))
+    return status(client, lambda: bool(client.obstacle))
 
 
 def lines(caplog, event):
@@ -143,7 +143,7 @@ def test_a_key_is_for_its_roles_only(buffer, keyring, caplog):
     announcement = messages.AnnounceSnapshot(weights=reference(0, 0), bytes=1)
     sentence, keys = "the key of node1 is for searcher, importer only", keyring.client("node1", "searcher", "importer")
     with connect(buffer, keys, "publisher") as client, pytest.raises(BufferUnavailable, match=sentence):
-        client.call(announcement, messages.Done, stop=lambda: bool(client._obstacle))
+        client.call(announcement, messages.Done, stop=lambda: bool(client.obstacle))
     assert lines(caplog, "request refused")[0]["by"] == "node1 at 127.0.0.1"
 
 
@@ -193,7 +193,7 @@ def test_the_key_that_systemd_passes_is_used_before_that_of_the_directory(keyrin
     passed, own = tmp_path / "credentials" / OWN, keyring.directory / OWN
     other = write_pair(passed.parent, new_pair("node0"))
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(passed.parent))
-    # With an access control list systemd leaves the file to root, and the mode shows that somebody else reads it.
+    # With an access control list systemd leaves the file to root, and the mode shows that another user reads it.
     other.chmod(0o440)
     assert own_pair(keyring.directory) == own_pair(passed.parent) != read_pair(own)
     other.chmod(0o444)

@@ -170,18 +170,13 @@ def test_a_second_start_repeats_its_batches_although_the_recorded_run_has_contin
     assert {age for batch in batches for age in batch.staleness} == {1, 2, 3}
 
 
-@pytest.mark.parametrize("other", [{"as_of": 1}, {"replay": True}])
-def test_an_offline_run_continues_only_with_the_same_options(offline, other):
+@pytest.mark.parametrize("other", [{"as_of": 1}, {"replay": True}, {}])
+def test_an_offline_run_continues_only_with_the_same_options_and_the_same_recorded_run(offline, source, other):
     offline().close()
+    if not other:
+        change(source.store.path, "UPDATE runs SET uuid = 'another'")
     with pytest.raises(UsageError, match="pass the same options again"):
         offline(**other)
-
-
-def test_an_offline_run_continues_only_with_the_same_recorded_run(offline, source):
-    offline().close()
-    change(source.store.path, "UPDATE runs SET uuid = 'another'")
-    with pytest.raises(UsageError, match="pass the same options again"):
-        offline()
 
 
 def test_a_recorded_file_may_move(offline, source, tmp_path):
@@ -245,9 +240,13 @@ def test_a_server_refuses_an_offline_record(offline, tmp_path):
 # ---------------------------------------------------------------- refusals
 
 
-def test_a_replay_needs_trained_steps(offline):
+def test_a_replay_needs_trained_steps_and_too_little_data_is_an_error_instead_of_a_wait(offline):
     with pytest.raises(UsageError, match="no trained steps to replay"):
         offline(as_of=0, replay=True)
+    with pytest.raises(ConfigError, match="has no batch of step 3"):
+        sample(offline("other", replay=True), STEPS)
+    with pytest.raises(ConfigError, match="4 of 5 prompts .* there will be no more"):
+        sample(offline("third"), 0, prompts=5)
 
 
 def test_a_replay_with_another_batch_shape_names_the_settings_and_records_nothing(offline, tmp_path):
@@ -255,11 +254,6 @@ def test_a_replay_with_another_batch_shape_names_the_settings_and_records_nothin
     with pytest.raises(ConfigError, match="train.prompts_per_step = 2 and train.samples_per_prompt = 2"):
         sample(buffer, 0, prompts=1, samples=4)
     assert rows(tmp_path / "offline/buffer.sqlite", "batches") == []
-
-
-def test_a_step_that_was_not_recorded_cannot_be_replayed(offline):
-    with pytest.raises(ConfigError, match="has no batch of step 3"):
-        sample(offline(replay=True), STEPS)
 
 
 def compact_all_but(source: ServiceHarness, kept: set[int]) -> None:
@@ -296,22 +290,11 @@ def test_an_offline_run_logs_how_many_compacted_trajectories_it_leaves_out(offli
     assert warning.fields == {"trajectories": STEPS * ROUND - buffer.sampleable_count}
 
 
-def test_too_little_data_is_an_error_instead_of_a_wait(offline):
-    with pytest.raises(ConfigError, match="4 of 5 prompts .* there will be no more"):
-        sample(offline(), 0, prompts=5)
-
-
 def test_steps_whose_losses_are_not_recorded_are_not_compared(offline):
     buffer = offline(replay=True)
     train(buffer, 0)
     # The recorded run reported no losses.
     assert buffer.compare_losses() == (0, 0.0)
-
-
-def test_a_recorded_run_of_another_build_is_refused(source):
-    change(source.store.path, f"PRAGMA application_id = {int.from_bytes(b'tba') << 8}")
-    with pytest.raises(ConfigError, match="was made by another build of tba"):
-        read_recorded_run(source.store.path, run=None, as_of=None)
 
 
 def test_an_offline_record_is_refused_as_a_source_and_names_its_own(offline, source, tmp_path):

@@ -131,19 +131,14 @@ def test_prompts_are_drawn_as_declared(rule, groups, flat_weight):
     assert_drawn_as_declared(drawn, in_order(groups, lambda left: across(rule, left, flat_weight)))
 
 
-def test_a_group_is_drawn_by_the_recency_rule_with_probability_m():
-    settings = rules(recency_fraction=0.3, prompt_priority="softmax")
-    drawn = Counter(batch[0][0].prompt for batch in batches(HISTORY, settings, groups=1, samples=1))
-    assert_drawn_as_declared(drawn, mixed(0.3, "softmax", PROMPTS))
-
-
-@pytest.mark.parametrize("rule", ["softmax", "rank"])
-def test_no_rule_draws_a_prompt_that_the_other_rule_has_drawn(rule):
-    """Three groups of a batch, each by either rule: the chances are those among the prompts that are left."""
-    settings = rules(recency_fraction=0.5, prompt_priority=rule)
-    found = batches(HISTORY, settings, groups=3, samples=1)
+@pytest.mark.parametrize(("fraction", "groups", "rule"), [(0.3, 1, "softmax"), (0.5, 3, "softmax"), (0.5, 3, "rank")])
+def test_each_group_is_drawn_by_the_recency_rule_with_a_probability_from_the_prompts_that_are_left(
+    fraction, groups, rule
+):
+    settings = rules(recency_fraction=fraction, prompt_priority=rule)
+    found = batches(HISTORY, settings, groups=groups, samples=1)
     drawn = Counter(tuple(group[0].prompt for group in batch) for batch in found)
-    assert_drawn_as_declared(drawn, in_order(3, lambda left: mixed(0.5, rule, left)))
+    assert_drawn_as_declared(drawn, in_order(groups, lambda left: mixed(fraction, rule, left)))
 
 
 def test_prompts_over_the_staleness_limit_are_not_ranked():
@@ -174,10 +169,7 @@ def within(rule: str) -> dict[int, float]:
     return dict.fromkeys(range(len(rewards)), 1.0)
 
 
-@pytest.mark.parametrize(
-    "replacement",
-    ["if_needed", *slow("never", "always")],
-)
+@pytest.mark.parametrize("replacement", ["if_needed", *slow("never", "always")])
 @pytest.mark.parametrize("rule", ["uniform", "recency", "softmax", "rank"])
 def test_trajectories_are_drawn_as_declared(rule, replacement):
     """Two of a prompt, in the order in which they are drawn."""

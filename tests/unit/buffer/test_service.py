@@ -5,10 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tba.common.errors import Refused, WireError
+from tba.buffer.store.starts import recorded_settings
+from tba.common.errors import Refused, StorageError, WireError
 from tba.common.wire import messages
 from tba.common.wire.messages import GetStatus
 from tba.common.wire.trajectory import RESPONSE_IDS
+from tba.tests.helpers.buffer import change
 
 
 def test_the_new_rows_of_an_overlapping_put_keep_their_own_values(harness, trajectory):
@@ -30,14 +32,6 @@ def test_the_new_rows_of_an_overlapping_put_keep_their_own_values(harness, traje
     assert entries == sorted((row[0], row[3]) for row in rows)
 
 
-def test_a_put_of_an_unknown_prompt_or_version_is_refused(harness, trajectory):
-    buffer = harness(fill=(1, 0))
-    with pytest.raises(Refused, match="prompt 'p9' is not registered"):
-        buffer.put([trajectory("p9")], 0)
-    with pytest.raises(Refused, match="policy version 5 was never announced"):
-        buffer.put([trajectory(version_runs=np.array([[0, 1], [5, 2]], np.int32))], 0)
-
-
 def test_an_error_row_is_kept_and_never_sampled(harness, trajectory):
     buffer = harness(fill=(1, 0))
     buffer.put([trajectory(error="reward: ValueError: no", stop_reason="error")], 0)
@@ -45,22 +39,15 @@ def test_an_error_row_is_kept_and_never_sampled(harness, trajectory):
     assert (status.trajectories, status.errors, status.sampleable) == (1, 1, 0)
 
 
-def test_a_repeated_request_for_a_step_returns_the_same_batch(harness):
+def test_a_batch_carries_the_payloads_that_were_put_and_is_repeated_on_request(harness):
     buffer = harness(fill=(8, 4))
     first = buffer.sample(0, prompts=4, samples=4)
+    tokens = memoryview(first.frames[RESPONSE_IDS]).cast("i").tolist()
+    assert [f"p{n}" for n in tokens[::2]] == first.message.prompt_key
     buffer.fill(8, 4, version=1)
     again = buffer.sample(0, prompts=4, samples=4)
     assert first.message == again.message
     assert first.frames == again.frames
-
-
-def test_a_batch_carries_the_payload_that_was_put(harness, trajectory):
-    buffer = harness(fill=(1, 0))
-    buffer.put([trajectory(tokens=[11, 12]), trajectory(tokens=[13])], 0)
-    reply = buffer.sample(0, prompts=1, samples=2)
-    tokens = memoryview(reply.frames[1]).cast("i").tolist()
-    assert sorted(tokens) == [11, 12, 13]
-    assert reply.message.prompt_key == ["p0", "p0"]
 
 
 def test_a_batch_that_fits_no_message_is_refused_and_not_recorded(harness, monkeypatch):
@@ -81,39 +68,17 @@ def test_a_request_that_finds_too_little_data_is_parked_with_a_reason(harness):
     assert buffer.ask(GetStatus()).message.trainer_waits_for == "2 of 4 prompts have trajectories"
 
 
-def test_reference_logprobs_of_a_put_are_in_the_first_batch(harness, trajectory):
-    buffer = harness(fill=(1, 0))
-    rows = [trajectory(tokens=[1], reference_logprob=-1.25), trajectory(tokens=[2])]
-    buffer.put(rows[:1], 0)
-    # An overlapping put does not change the stored value.
-    buffer.put([trajectory(tokens=[1], reference_logprob=-9.0), rows[1]], 0)
-    buffer.put([trajectory(tokens=[3], reference_logprob=-3.5)], 2)
-    batch = buffer.sample(0, 1, 3).message
-    known = dict(zip(batch.trajectory_ids, batch.reference_logprobs, strict=True))
-    assert [known[id_] for id_ in sorted(known)] == [-1.25, None, -3.5]
-    buffer.report(0, sorted(known)[1:2], [-2.5])
-    again = buffer.sample(1, 1, 3).message
-    assert sorted(again.reference_logprobs) == [-3.5, -2.5, -1.25]
-
-
-def test_staleness_is_counted_in_steps_from_the_oldest_version_of_a_response(harness, trajectory):
-    buffer = harness(buffer={"recency_window": 20}, fill=(1, 0))
-    buffer.announce(1, step=10)
+def test_staleness_is_counted_in_steps_from_the_earliest_step_of_a_response(harness, trajectory):
     spanning = trajectory(tokens=[1, 2, 3], version_runs=np.array([[0, 1], [1, 2]], np.int32))
-    buffer.put([spanning, trajectory(tokens=[4], version=1)], 0)
-    batch = buffer.sample(12, 1, 2).message
-    assert dict(zip(batch.policy_version, batch.staleness, strict=True)) == {0: 12, 1: 2}
-
-
-def test_staleness_counts_from_the_earliest_step_even_if_its_version_is_newer(harness, trajectory):
-    """A trainer that resumed at step 5 published version 1."""
-    buffer = harness(buffer={"recency_window": 20})
-    buffer.register(1)
-    buffer.announce(0, step=10)
-    buffer.announce(1, step=5)
-    runs = np.array([[0, 1], [1, 2]], np.int32)
-    buffer.put([trajectory(version_runs=runs), trajectory(tokens=[4], version_runs=np.array([[1, 1]], np.int32))], 0)
-    assert set(buffer.sample(12, 1, 2).message.staleness) == {7}
+    # The second trainer resumed at step 5, and published version 1 there.
+    for steps, expected in (((0, 10), {0: 12, 1: 2}), ((10, 5), {1: 7})):
+        buffer = harness(buffer={"recency_window": 20})
+        buffer.register(1)
+        for version, step in enumerate(steps):
+            buffer.announce(version, step)
+        buffer.put([spanning, trajectory(tokens=[4], version=1)], 0)
+        batch = buffer.sample(12, 1, 2).message
+        assert dict(zip(batch.policy_version, batch.staleness, strict=True)) == expected
 
 
 def test_a_put_is_refused_whole_or_not_at_all(harness, trajectory):
@@ -142,18 +107,14 @@ def test_the_memory_equals_a_memory_rebuilt_from_the_file(harness, trajectory):
     assert memory() == before
 
 
-def test_a_sender_of_another_run_is_refused(harness):
-    buffer = harness()
-    buffer.run = dataclasses.replace(buffer.run, uuid="f" * 32)
-    with pytest.raises(Refused, match="another one"):
-        buffer.ask(GetStatus())
-
-
-def test_a_version_is_never_announced_with_other_content(harness):
+def test_a_sender_of_another_run_and_a_version_with_other_content_are_refused(harness):
     buffer = harness()
     buffer.announce(0, 0)
     with pytest.raises(Refused, match="announced before"):
         buffer.announce(0, 5)
+    buffer.run = dataclasses.replace(buffer.run, uuid="f" * 32)
+    with pytest.raises(Refused, match="another one"):
+        buffer.ask(GetStatus())
 
 
 def test_a_finished_run_continues_when_a_trainer_says_hello(harness):
@@ -203,3 +164,87 @@ def test_the_status_has_the_newest_version_from_before_the_trainer_started(harne
     buffer.announce(1, 0)
     status = buffer.ask(GetStatus()).message
     assert (status.earlier_version, status.newest_version) == (0, 1)
+
+
+def sources(buffer, node: int, start: int = 0) -> list[int]:
+    """Send a heartbeat of a searcher of a node, and return the nodes in its reply."""
+    beat = messages.Heartbeat(
+        activity="waiting", reason="", weights_version=None, metrics={}, serves=f"tcp://n{node}:5759"
+    )
+    reply = buffer.ask(beat, sender=f"node{node}.{start}").message
+    return [int(address.removeprefix("tcp://n").removesuffix(":5759")) for address in reply.addresses]
+
+
+def test_sixteen_nodes_form_a_tree_in_which_none_serves_more_than_two(harness):
+    buffer = harness()
+    for node in range(16):
+        sources(buffer, node)
+    found = {node: sources(buffer, node) for node in range(16)}
+    assert found[0] == []
+    assert found[1] == found[2] == [0]
+    assert found[15] == [7, 3, 1, 0]
+    assert all(source < node for node, before in found.items() for source in before)
+    first = [before[0] for before in found.values() if before]
+    assert max(first.count(node) for node in range(16)) == 2
+
+
+def test_a_list_of_sources_is_short_however_many_nodes_there_are(harness):
+    buffer = harness()
+    for node in range(100):
+        sources(buffer, node)
+    assert sources(buffer, 99) == [49, 24, 11, 5]
+
+
+def test_the_searchers_of_a_node_are_one_source_and_one_that_left_or_is_silent_is_none(harness):
+    buffer = harness(buffer={"lease_seconds": 30})
+    sources(buffer, 0, start=1)
+    assert sources(buffer, 0, start=2) == []
+    assert sources(buffer, 1) == sources(buffer, 2) == [0]
+    buffer.ask(messages.Goodbye(), sender="node0.1")
+    assert sources(buffer, 1) == [0]
+    buffer.ask(messages.Goodbye(), sender="node0.2")
+    assert sources(buffer, 1) == []
+    assert sources(buffer, 2) == [1]
+    buffer.clock.advance(31)
+    assert sources(buffer, 2) == []
+
+
+def test_a_searcher_whose_node_serves_nothing_gets_no_sources(harness):
+    buffer = harness()
+    sources(buffer, 0)
+    beat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
+    assert isinstance(buffer.ask(beat, sender="plain.1").message, messages.Done)
+
+
+NESTED = "[" * 20_000
+VALUES = {
+    "cut": ("trajectory_rows", "reward_parts", "[1,2", "show", "is not JSON"),
+    "list": ("trajectory_rows", "metadata", "[1]", "export", "is not a JSON object: '[1]'"),
+    "nested": ("trajectory_rows", "reward_parts", NESTED, "export", "is not JSON"),
+    "metrics": ("batches", "metrics", '{"loss":NaN', "report", "is not JSON"),
+    "origins": ("starts", "origins", "5", "report", "is not a JSON object: '5'"),
+    "section": ("starts", "config", '{"train": []}', "report", "has no section train, but a value"),
+    "turns": ("trajectory_rows", "turns", "[1]", "export", "is not a JSON list of objects: '[1]'"),
+    "tokens": ("payloads", "response_ids", b"\x01", "show", "the tokens of a trajectory in the database are malformed"),
+}
+
+
+@pytest.mark.parametrize(("table", "column", "value", "command", "words"), VALUES.values(), ids=VALUES)
+def test_a_reader_of_a_malformed_value_shows_it_in_a_sentence(filled, tba_here, table, column, value, command, words):
+    change(filled, (f"UPDATE {table} SET {column} = ?", [value]))
+    arguments = {"show": ("buffer", "show", 5, "-b", filled), "report": ("report", filled)}
+    done = tba_here(*arguments.get(command, ("buffer", "export", "rows.jsonl", "-b", filled)))
+    assert (done.exit_code, words in done.message) == (1, True), done.message
+
+
+def test_settings_of_a_malformed_configuration_are_not_taken(filled):
+    change(filled, """UPDATE starts SET config = '{"task": 7}'""")
+    with pytest.raises(StorageError, match="has no section task, but a value"):
+        recorded_settings(filled, "test")
+
+
+def test_a_batch_with_malformed_reward_parts_is_refused(harness, filled):
+    buffer = harness(filled)
+    buffer.store.database.execute("UPDATE trajectory_rows SET reward_parts = '{\"correct\": []}'")
+    with pytest.raises(StorageError, match="reward parts that the database holds are malformed"):
+        buffer.sample(0, prompts=2, samples=3)

@@ -8,6 +8,7 @@ import pytest
 
 from tba.buffer.service.stall import StallWatch, find_stall
 from tba.common.wire.messages import STALL_REASONS, Stall, Status
+from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.statuses import make_client, make_status
 
@@ -146,6 +147,11 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
         "no_searcher",
         ("no searcher is connected", "tba search"),
     ),
+    "the only searcher left": (
+        starved(searcher("gpu0", activity="gone")),
+        "no_searcher",
+        ("; the only searcher left: start",),
+    ),
     "all searchers left": (
         starved(searcher("gpu0", activity="gone"), searcher("gpu1", activity="gone")),
         "no_searcher",
@@ -167,19 +173,12 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
         ("gpu1, gpu2, gpu3 and 3 more",),
     ),
     "the canary refuses": (
-        run(
-            trainer(),
-            *(searcher(f"gpu{n}", reason=_CANARY, metrics=_REFUSING) for n in range(7)),
-        ),
+        run(trainer(), *(searcher(f"gpu{n}", reason=_CANARY, metrics=_REFUSING) for n in range(7))),
         "weights_refused",
         ("snapshot 812 refused by 7 of 7 searchers", "0.9 on the canary"),
     ),
     "the server restarted after the announcement": (
-        run(
-            trainer(weights_version=7),
-            searcher(reason=_CANARY, metrics=_OLD_REFUSED),
-            earlier_version=7,
-        ),
+        run(trainer(weights_version=7), searcher(reason=_CANARY, metrics=_OLD_REFUSED), earlier_version=7),
         "weights_refused",
         ("0.9 on the canary",),
     ),
@@ -189,11 +188,7 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
         ("waiting for the first snapshot since the trainer's start", "v7 is of an earlier start", *_STARVED_WORDS),
     ),
     "a resumed trainer publishes nothing": (
-        run(
-            trainer(),
-            waiting(reason=_GONE, weights_version=None, activity_seconds=700.0),
-            earlier_version=7,
-        ),
+        run(trainer(), waiting(reason=_GONE, weights_version=None, activity_seconds=700.0), earlier_version=7),
         "weights_missing",
         ("waiting for the first snapshot since the trainer's start", "already deleted"),
     ),
@@ -235,11 +230,6 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
         starved(waiting(metrics={"rewards_waiting": 96.0, "reward_seconds": 10.0, "reward_timeouts": 3.0})),
         "rewards",
         ("96 rewards", "the last one came after 10 s", "3 timeouts", "task.reward_seconds"),
-    ),
-    "references are slow": (
-        starved(waiting(metrics={"references_waiting": 24.0})),
-        "references",
-        ("24 responses", "search.reference_logprobs"),
     ),
     "puts get no reply": (
         starved(waiting(metrics={"unacknowledged_groups": 5.0})),
@@ -297,9 +287,7 @@ HEALTHY: dict[str, Status] = {
         waiting(reason=_GONE, metrics=_OLD_REFUSED, weights_version=None), earlier_version=7, uptime_seconds=90.0
     ),
     "a resumed trainer writes its first snapshot": run(
-        trainer(weights_version=8),
-        waiting(reason=_GONE, metrics=_OLD_REFUSED, weights_version=None),
-        earlier_version=7,
+        trainer(weights_version=8), waiting(reason=_GONE, metrics=_OLD_REFUSED, weights_version=None), earlier_version=7
     ),
     "a searcher has not heard of the first snapshot": run(
         trainer(weights_version=8),
@@ -328,7 +316,6 @@ REMEDIES = {
     "only_errors": "`tba task check`|raise search.max_tokens",
     "spool": "check the network|on a faster one",
     "rewards": "raise task.reward_workers",
-    "references": "set search.reference_logprobs = false",
     "unacknowledged": "check the network|on a faster one",
     "limits": "raise buffer.max_staleness",
     "no_growth": "raise buffer.|set buffer.dedup = false|lower train.prompts_per_step",
@@ -338,8 +325,7 @@ REMEDIES = {
 
 @pytest.mark.parametrize(("status", "reason", "words"), STALLS.values(), ids=STALLS)
 def test_the_sentence_of_a_stall_names_the_culprit_and_the_remedy(status: Status, reason: str, words: tuple[str, ...]):
-    stall = find_stall(status)
-    assert stall is not None
+    stall = not_none(find_stall(status))
     assert stall.reason == reason, stall.sentence
     assert [word for word in words if word not in stall.sentence] == [], stall.sentence
     assert any(remedy in stall.sentence for remedy in REMEDIES[reason].split("|")), stall.sentence
@@ -352,15 +338,10 @@ def test_a_healthy_run_has_no_stall(status: Status):
 
 def test_metrics_whose_sum_is_not_finite_are_explained_too():
     metrics = {"rewards_waiting": sys.float_info.max, "reward_timeouts": -sys.float_info.max}
-    stall = find_stall(starved(waiting("gpu0", metrics=metrics), waiting("gpu1", metrics=metrics)))
-    assert stall is not None
-    assert stall.reason == "rewards"
-
-
-def test_a_single_searcher_that_left_is_named_so():
-    stall = find_stall(starved(searcher("gpu0", activity="gone")))
-    assert stall is not None
-    assert "; the only searcher left: start" in stall.sentence
+    assert (
+        not_none(find_stall(starved(waiting("gpu0", metrics=metrics), waiting("gpu1", metrics=metrics)))).reason
+        == "rewards"
+    )
 
 
 def test_every_reason_has_a_stall_in_the_table():
@@ -395,7 +376,5 @@ def test_a_stall_is_logged_once_for_each_reason(caplog):
 
 
 def test_a_reason_of_characters_that_are_escaped_fits_a_status():
-    status = starved(waiting(reason="\u200b" * 1000, metrics={"paused": 1.0}))
-    stall = find_stall(status)
-    assert stall is not None
+    stall = not_none(find_stall(starved(waiting(reason="\u200b" * 1000, metrics={"paused": 1.0}))))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stall), type=Stall) == stall

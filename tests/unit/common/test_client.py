@@ -1,6 +1,9 @@
 """Which requests the client sends again."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 
@@ -35,18 +38,26 @@ class Server:
         assert self.channel.send(self.peer, encode_reply(messages.Done(), id=id_, run="r", state=STATE))
 
 
+@contextmanager
+def dialled(**options: Any) -> Iterator[tuple[Server, BufferClient]]:
+    """A server, and a client of it."""
+    server = Server()
+    client = BufferClient(server.channel.address, role="trainer", name="t", **options)
+    with closing(server.channel), closing(client):
+        yield server, client
+
+
 def test_a_reply_to_an_earlier_request_delays_the_resending_of_later_ones():
-    server, clock = Server(), ManualClock()
-    client = BufferClient(server.channel.address, role="searcher", name="s", clock=clock)
+    clock = ManualClock()
+    with dialled(clock=clock) as (server, client):
 
-    def received(count: int) -> list[int]:
-        """Return the ids that the server receives: `count` of them, and whatever follows within 0.2 s."""
-        found: list[int] = []
-        wait_until(lambda: client.poll(0.05) or found.extend(server.receive()) or len(found) >= count, 10)
-        client.poll(0.1)
-        return found + server.receive()
+        def received(count: int) -> list[int]:
+            """Return the ids that the server receives: `count` of them, and whatever follows within 0.2 s."""
+            found: list[int] = []
+            wait_until(lambda: client.poll(0.05) or found.extend(server.receive()) or len(found) >= count, 10)
+            client.poll(0.1)
+            return found + server.receive()
 
-    try:
         ids = [client.post(messages.Goodbye()) for _ in range(4)]
         assert received(4) == ids
         clock.advance(2)
@@ -59,30 +70,20 @@ def test_a_reply_to_an_earlier_request_delays_the_resending_of_later_ones():
         # A reply to a later request does not restart the timeout of earlier ones.
         clock.advance(2)
         assert received(2) == ids[1:3]
-    finally:
-        client.close()
-        server.channel.close()
 
 
 def test_a_reply_that_cannot_be_read_raises_instead_of_being_asked_for_again():
-    server = Server()
-    client = BufferClient(server.channel.address, role="trainer", name="t")
-    try:
+    with dialled() as (server, client):
         id_ = client.ask_ahead(messages.Goodbye())
         wait_until(lambda: client.poll(0.05) or server.receive() == [id_], 60)
         frames = encode_reply(messages.Done(), id=id_, run="r", state=STATE, frames=[b"stray"])
         assert server.channel.send(server.peer, frames)
         with pytest.raises(Refused, match="cannot be read: done carries no arrays"):
             client.collect(id_, messages.Done, stop=lambda: False)
-    finally:
-        client.close()
-        server.channel.close()
 
 
 def test_a_repeated_reply_does_not_end_the_wait_for_another(monkeypatch):
-    server = Server()
-    client = BufferClient(server.channel.address, role="searcher", name="s")
-    try:
+    with dialled() as (server, client):
         first, second = client.post(messages.Goodbye()), client.post(messages.Goodbye())
         arrived: list[int] = []
         wait_until(lambda: client.poll(0.05) or arrived.extend(server.receive()) or arrived == [first, second])
@@ -99,9 +100,6 @@ def test_a_repeated_reply_does_not_end_the_wait_for_another(monkeypatch):
         monkeypatch.setattr(client, "_accept", drop_and_go_on)
         server.answer(first)
         assert [reply.header.id for reply in client.poll(60)] == [second]
-    finally:
-        client.close()
-        server.channel.close()
 
 
 @pytest.mark.slow

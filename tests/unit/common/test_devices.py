@@ -24,37 +24,26 @@ NAMES = [str(n) for n in range(8)]
 
 @pytest.mark.parametrize(
     ("wanted", "chosen"),
-    [("0-6", NAMES[:7]), ("7", ["7"]), ("0,2,4", ["0", "2", "4"]), ("0-1,7", ["0", "1", "7"]), ("all", NAMES)],
-)
-def test_a_list_of_gpus_is_parsed(wanted, chosen):
+    [
+        ("0-6", NAMES[:7]), ("7", ["7"]), ("0,2,4", ["0", "2", "4"]), ("0-1,7", ["0", "1", "7"]), ("all", NAMES),
+        *((uuid, [uuid]) for uuid in ("GPU-3aaa-3", "GPU-3a", "MIG-1")),
+    ],
+)  # fmt: skip
+def test_a_list_of_gpus_is_parsed_and_a_uuid_passed_through(wanted, chosen):
     assert choose_gpus(wanted, EIGHT, "train.gpu") == chosen
 
 
-@pytest.mark.parametrize("name", ["GPU-3aaa-3", "GPU-3a", "MIG-1"])
-def test_a_uuid_is_passed_through(name):
-    assert choose_gpus(name, EIGHT, "train.gpu") == [name]
-
-
-@pytest.mark.parametrize("wanted", ["", "a", "3-1", "0;1", "-1", "1-"])
-def test_a_malformed_list_is_refused(wanted):
-    with pytest.raises(UsageError, match="is not a list of GPUs"):
-        choose_gpus(wanted, EIGHT, "train.gpu")
-
-
-@pytest.mark.parametrize("name", ["9", "GPU-9"])
-def test_the_error_of_a_missing_gpu_lists_the_existing_ones(name):
-    with pytest.raises(UsageError, match=f"GPU {name} .* does not exist; GPUs here: 0 .GPU-0aaa-0., 1"):
-        choose_gpus(f"0,{name}", EIGHT[:2], "train.gpu")
-
-
-def test_an_ambiguous_prefix_of_uuids_is_refused():
-    with pytest.raises(UsageError, match="several UUIDs"):
-        choose_gpus("GPU-", EIGHT, "train.gpu")
-
-
-@pytest.mark.parametrize("wanted", ["0-3,3", "3,GPU-3aaa"])
-def test_a_gpu_named_twice_is_refused(wanted):
-    with pytest.raises(UsageError, match="GPU 3 is named twice"):
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        *((malformed, "is not a list of GPUs") for malformed in ("", "a", "3-1", "0;1", "-1", "1-")),
+        *((f"0,{name}", f"GPU {name} .* does not exist; GPUs here: 0 .GPU-0aaa-0., 1") for name in ("9", "GPU-9")),
+        ("GPU-", "several UUIDs"),
+        *((twice, "GPU 3 is named twice") for twice in ("0-3,3", "3,GPU-3aaa")),
+    ],
+)
+def test_a_list_of_what_is_no_gpu_is_refused(wanted, words):
+    with pytest.raises(UsageError, match=words):
         choose_gpus(wanted, EIGHT, "train.gpu")
 
 
@@ -98,18 +87,14 @@ TWO = "0, GPU-aa, 81559, 4\n1, GPU-bb, 81559, 70000\n"
 
 
 def test_the_error_of_a_busy_gpu_names_the_process_on_it(nvidia_smi):
-    nvidia_smi(TWO, "GPU-bb, 4711, 69990, /usr/bin/python3\n")
+    # A name may have a comma.
+    nvidia_smi(TWO, "GPU-bb, 4711, 69990, /opt/a, b/serve\n")
     gpus = list_gpus()
     assert [gpu.index for gpu in gpus] == ["0", "1"]
     check_free(["0"], gpus, utilization=0.9)
     check_free(["1"], gpus, utilization=0.1)
-    with pytest.raises(DeviceBusy, match=r"GPU 1 is busy: python3 \(pid 4711, 69990 MiB\).*needs 73403 MiB; end that"):
+    with pytest.raises(DeviceBusy, match=r"GPU 1 is busy: serve \(pid 4711, 69990 MiB\).*needs 73403 MiB; end that"):
         check_free(["0", "1"], gpus, utilization=0.9)
-
-
-def test_a_process_with_a_comma_in_its_name_is_named(nvidia_smi):
-    nvidia_smi(TWO, "GPU-bb, 4711, 69990, /opt/a, b/serve\n")
-    assert list_gpus()[1].processes == ("serve (pid 4711, 69990 MiB)",)
 
 
 def test_gpus_that_a_scheduler_hides_are_not_listed(nvidia_smi, monkeypatch):

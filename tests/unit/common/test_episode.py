@@ -50,33 +50,12 @@ def test_what_was_put_between_two_turns_is_masked_and_has_the_version_of_the_tur
     assert row.turns == [{**empty, "start": 0, "tokens": 2}, {**empty, "start": 4, "tokens": 1, "reward": 0.5}]
 
 
-def test_a_context_that_does_not_extend_the_last_turn_begins_a_segment():
+def test_a_context_that_does_not_extend_the_last_turn_or_is_shorter_begins_a_segment():
     row = join_turns([turn([1, 2], [3, 4]), turn([1, 2, 4, 5], [6]), turn([1, 2, 4, 5, 6, 7], [8])])
     assert row.response_ids.tolist() == [3, 4, 1, 2, 4, 5, 6, 7, 8]
     assert (row.segments.tolist(), row.version_runs.tolist()) == ([2], [[3, 9]])
     assert [ids for ids, _, _ in sequences_of(row)] == [[1, 2, 3, 4], [1, 2, 4, 5, 6, 7, 8]]
-
-
-def test_a_context_that_is_shorter_than_the_last_turn_begins_a_segment():
     assert join_turns([turn([1, 2], [3, 4]), turn([1, 2, 3], [4])]).segments.tolist() == [2]
-
-
-@pytest.mark.parametrize(
-    ("turns", "words"),
-    [
-        ([], "an episode has at least one turn"),
-        ([turn([1], [2]), turn([1, 2], [])], "turn 1 has no completion"),
-        ([turn([], [2])], "turn 0 has no context"),
-        (
-            [SampledTurn([1], [2, 3], [-1.0], [[0, 2]])],
-            "turn 0 has 1 log-probability and versions of 2 tokens for 2 sa",
-        ),
-        ([SampledTurn([1], [2], [-1.0], [])], "turn 0 has 1 log-probability and versions of 0 tokens for 1 sampled"),
-    ],
-)
-def test_turns_that_are_not_complete_are_refused_by_number(turns, words):
-    with pytest.raises(ValueError, match=words):
-        join_turns(turns)
 
 
 def test_every_turn_of_random_chains_keeps_its_context_completion_and_version():

@@ -2,8 +2,14 @@
 
 import logging
 
+import pytest
+
+from tba.common.errors import ConfigError
 from tba.common.log import DuplicateFilter, TextFormatter
+from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
+from tba.common.run_status import Facts, find_stall
 from tba.tests.helpers.clock import ManualClock
+from tba.tests.helpers.statuses import make_client, make_status
 
 
 def record(event: str, level: int = logging.WARNING, **fields: object) -> logging.LogRecord:
@@ -48,3 +54,74 @@ def test_a_line_break_in_a_field_begins_no_line_of_the_log_except_in_a_traceback
     forged = formatter.format(record("leases expired", sender="evil\n12:00:00 buffer finished"))
     assert forged.endswith('leases expired sender="evil\\n12:00:00 buffer finished"')
     assert formatter.format(record("reward failed", trace="first\nsecond")).endswith("trace=first\nsecond")
+
+
+_CRASHES = ["buffer failed 2 times: disk I/O error"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason", "words"),
+    [
+        (
+            Facts(None, "tcp://a:5757", 42),
+            "buffer_silent",
+            ("at tcp://a:5757", "for 42 s", "again with `tba buffer serve`"),
+        ),
+        (Facts(None, "tcp://a:5757", 5 * 3600), "buffer_silent", ("5 h",)),
+        (Facts(None, "tcp://a:5757", 1, failing=_CRASHES), "process_fails", ("disk I/O error", "run.dir/logs")),
+    ],
+)
+def test_that_the_buffer_does_not_answer_is_known_to_the_asker(facts, reason, words):
+    stall = find_stall(facts)
+    assert stall is not None
+    assert stall.reason == reason
+    assert [word for word in words if word not in stall.sentence] == []
+
+
+def test_a_buffer_that_has_just_stopped_answering_may_restart():
+    assert find_stall(Facts(None, "tcp://a:1", 3.0)) is None
+
+
+GONE = make_client("trainer", activity="gone", activity_seconds=300.0)
+
+
+@pytest.mark.parametrize(
+    ("role", "facts"),
+    [("searcher", {"trainer_waits_seconds": 300.0}), ("trainer", {"uptime_seconds": 300.0}),
+     ("trainer", {"uptime_seconds": 9e9, "clients": [GONE]})],
+)  # fmt: skip
+def test_a_role_is_not_missing_while_a_child_of_the_asker_loads_its_model_for_up_to_ten_minutes(role, facts):
+    stall = {"reason": f"no_{role}", "sentence": "none is connected"}
+    status = make_status(stall=stall, **facts)
+    assert find_stall(Facts(status)) == status.stall
+    assert find_stall(Facts(status, loading={role})) is None
+    later = make_status(stall=stall, trainer_waits_seconds=601.0, uptime_seconds=601.0)
+    assert find_stall(Facts(later, loading={role})) == later.stall
+
+
+TEST, OFFLINE = RunIdentity("test"), RunIdentity("test", "/other/buffer.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("found", "asked"), [([], TEST), ([TEST], TEST), ([RunIdentity("a"), TEST], TEST), ([OFFLINE], OFFLINE)]
+)
+def test_a_new_place_and_that_of_the_same_run_are_used(found, asked):
+    refuse_other_run("run/", found, asked)
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "sentence"),
+    [
+        ([RunIdentity("a"), RunIdentity("b")], TEST, 'to run a, b, and run.name is test: set run.name = "a", or set'),
+        ([OFFLINE], TEST, "to run test, which was trained offline from .* continues it: set another run.dir"),
+        ([TEST], OFFLINE, "to run test, which was not trained offline: set another run.dir"),
+    ],
+)
+def test_the_place_of_another_run_is_refused_with_what_to_do(found, asked, sentence):
+    with pytest.raises(ConfigError, match=f"^run/ belongs {sentence}"):
+        refuse_other_run("run/", found, asked)
+
+
+def test_the_server_of_another_run_is_refused():
+    with pytest.raises(ConfigError, match="the buffer at ipc://x belongs to run a, and run.name is b"):
+        refuse_other_server("ipc://x", "a", "b")

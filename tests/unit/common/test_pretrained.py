@@ -1,23 +1,32 @@
 """Loading a model directory of someone else: its code never runs, and it does not build layers for hours."""
 
 import json
+import os
+import re
 import shutil
+import stat
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM
 
+from tba.buffer.tools.tokenizer import decoder_of
 from tba.common.config import RewardModelSection
-from tba.common.errors import ConfigError
+from tba.common.errors import ConfigError, OutOfMemory
+from tba.common.system.load_errors import loading
+from tba.common.weights.model_files import check_model, local_model, share_weights, weight_files
 from tba.common.weights.pretrained import load_tokenizer
-from tba.searcher.engines.transformers_engine import TransformersEngine
-from tba.searcher.evaluation.embedder import SentenceEncoder
+from tba.searcher.evaluation.models import ReferenceModel, SentenceEncoder
 from tba.searcher.scoring.classifier import check_files
-from tba.searcher.scoring.reference_model import ReferenceModel
 from tba.tests.helpers.classifiers import EXAMPLE_MODEL
-from tba.tests.helpers.engines import end_tokens
+from tba.tests.helpers.engines import cpu_engine
+from tba.tests.helpers.trainer import save_tiny_model
 from tba.trainer.model.scorer import load_model
 from tba.trainer.preflight.shape import meta_model
 
@@ -30,9 +39,7 @@ LOADERS = {
     "trainer": lambda path: load_model(Path(path), torch.device("cpu")),
     "preflight": lambda path: meta_model(Path(path)),
     "tokenizer": lambda path: load_tokenizer(Path(path)),
-    "engine": lambda path: TransformersEngine(
-        path, dtype="float32", device="cpu", max_in_flight=1, seed=0, canary_tolerance=1e-3, stopping=end_tokens(path)
-    ),
+    "engine": cpu_engine,
     "reference": partial(ReferenceModel, device="cpu", dtype="float32"),
     "encoder": partial(SentenceEncoder, device="cpu"),
     "classifier": lambda path: check_files(RewardModelSection(path=path), "reward_model"),
@@ -84,3 +91,96 @@ def test_a_model_whose_package_is_missing_is_refused_with_its_name(tmp_path):
     model = changed_model(tmp_path / "m", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     with pytest.raises(ConfigError, match=r"needs a package that is not installed: .*bitsandbytes"):
         load_model(model, torch.device("cpu"))
+
+
+SHORT = r"^out of memory while the model in /m was loaded on cuda:1 \(.*\): end other processes that"
+FAULTY = r"^the model in /m cannot be loaded: .*: check that its files are complete and that"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "sentence"),
+    [
+        *((lack, OutOfMemory, SHORT) for lack in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory."))),
+        (RuntimeError("CUDA error: out of memory\n\nmore"), OutOfMemory, SHORT),
+        *((fault, ConfigError, FAULTY) for fault in (OSError("no such file"), ValueError("unknown model"))),
+        *(
+            (fault, ConfigError, FAULTY)
+            for fault in (KeyError("llama9"), SafetensorError("torn"), RuntimeError("size"))
+        ),
+        # Others are raised unchanged.
+        (RuntimeError("CUDA error: uncorrectable ECC error"), RuntimeError, "^CUDA error: uncorrectable ECC error$"),
+        (TypeError("a bug of ours"), TypeError, "^a bug of ours$"),
+    ],
+)
+def test_the_error_of_a_lack_of_memory_or_of_faulty_files_names_the_remedy(error, kind, sentence):
+    with pytest.raises(kind, match=sentence), loading("the model in /m", torch.device("cuda:1")):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda path: ReferenceModel(path, device="cpu", dtype="float32"),
+        cpu_engine,
+    ],
+    ids=["reference", "engine"],
+)
+def test_a_model_that_does_not_fit_on_its_device_raises_memory_short(monkeypatch, tmp_path, load):
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
+
+    def no_room(_):
+        raise MemoryError
+
+    monkeypatch.setattr(model, "to", no_room)
+
+    def load_here(*_, output_loading_info=False, **__):
+        return (model, {"missing_keys": []}) if output_loading_info else model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_here)
+    with pytest.raises(OutOfMemory, match=re.escape(f"in {tmp_path} was loaded on cpu")):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_weights_get_the_permissions_that_the_umask_allows(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        (tmp_path / "config.json").write_text("{}")
+        for part in ("model-1", "model-2"):
+            save_file({"w": np.zeros(3)}, tmp_path / f"{part}.safetensors")
+    finally:
+        os.umask(before)
+    share_weights(tmp_path)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*.safetensors")] == [mode, mode]
+
+
+def model_with(folder, *names):
+    for name in ("config.json", "tokenizer.json", *names):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_a_stray_weight_file_next_to_the_models_own_is_not_among_its_weights(tmp_path):
+    model = model_with(tmp_path, "model.safetensors", "consolidated.safetensors", "adapter_model.safetensors")
+    assert [path.name for path in weight_files(model)] == ["model.safetensors"]
+
+
+def test_weights_that_transformers_does_not_read_are_refused(tmp_path):
+    model = model_with(tmp_path, "consolidated.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"neither model\.safetensors nor .*index\.json, .* but consolidated\.safetensors"
+    ):
+        check_model(str(model))
+
+
+def test_a_directory_that_transformers_would_load_as_an_adapter_is_refused(tmp_path):
+    model = model_with(tmp_path, "model.safetensors", "adapter_config.json")
+    with pytest.raises(ConfigError, match=r"has an adapter_config\.json, .* merge it into its base model"):
+        check_model(str(model))
+
+
+@pytest.mark.usefixtures("no_home")
+def test_the_home_directory_of_a_user_without_one_has_no_model():
+    with pytest.raises(ConfigError, match="model.path ~/model does not exist"):
+        local_model("~/model")
+    assert decoder_of("~/model") is None

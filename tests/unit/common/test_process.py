@@ -1,5 +1,6 @@
 """Memory, garbage collection and signals of a process, and the command that started it."""
 
+import logging
 import os
 import pty
 import signal
@@ -7,13 +8,23 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
+from tba.common.system.background import Background, backoff
 from tba.common.system.orphan_guard import session_of
-from tba.common.system.process import NotifySocket, StopSignal, notify_systemd
-from tba.common.terminal import own_command
+from tba.common.system.process import (
+    NotifySocket,
+    StopSignal,
+    notify_systemd,
+    openmp_threads,
+    partition_cores,
+    starting_on,
+)
+from tba.common.system.watchdog import Watchdog
+from tba.common.terminal import own_command, training_progress
 from tba.tests.helpers.checks import not_none, wait_until
 
 
@@ -112,3 +123,134 @@ def test_a_process_whose_name_is_not_utf_8_has_a_session():
         not_none(process.stdout).readline()
         assert session_of(process.pid) == os.getsid(0)
         not_none(process.stdin).close()
+
+
+AUTOGROUP = Path("/proc/self/autogroup")
+
+
+@pytest.mark.parametrize("processes", range(1, 9))
+def test_the_parts_are_disjoint_and_complete_and_sizes_differ_by_at_most_one(processes, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3, 11)))
+    parts = partition_cores(processes)
+    assert len(parts) == processes
+    assert sorted(core for part in parts for core in part) == list(range(3, 11))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_more_processes_than_cores_get_all_of_them(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert partition_cores(3) == [[0, 1]] * 3
+
+
+def test_a_child_starts_on_its_cores_and_the_parent_keeps_its_own():
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    with starting_on([core]):
+        command = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == str({core})
+    assert os.sched_getaffinity(0) == before
+
+
+def test_processes_that_share_cores_get_one_openmp_thread():
+    assert openmp_threads([[0, 1], [0, 1], [0, 1]]) == 1
+    assert openmp_threads([[0, 1, 2], [3, 4]]) == 2
+    assert openmp_threads([[0, 1]]) == 2
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not divide the cores among sessions")
+def test_a_process_that_gives_way_is_nice_and_its_session_too_if_it_leads_one():
+    show = "import os; print(os.nice(0), *open('/proc/self/autogroup').read().split()[-1:])"
+    command = [sys.executable, "-c", f"from tba.common.system.process import give_way; give_way(); {show}"]
+    own, shared = (
+        subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=new).stdout.split()
+        for new in (True, False)
+    )
+    nice = str(os.nice(0) + 5)
+    # The file is empty for a process in a cgroup with CPU shares of its own: sessions do not count there.
+    assert own in ([nice, "5"], [nice])
+    assert shared == [nice, *AUTOGROUP.read_text().split()[-1:]]
+
+
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    imports = "import subprocess, sys, threading\nfrom tba.common import log\n"
+    code = f"{imports}from tba.common.system.watchdog import Watchdog\nlog.configure('test')\n{program}"
+    environment = os.environ | {"TBA_LOG": "text"}
+    environment.pop("JOURNAL_STREAM", None)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_loop_that_comes_round_a_cold_start_and_no_limit_are_left_alone():
+    result = run_program("""
+import time
+unlimited, cold, busy = Watchdog(), Watchdog(limit_seconds=0.5), Watchdog(limit_seconds=0.5)
+for watchdog in (unlimited, cold, busy):
+    watchdog.start()
+cold.beat(warm=False)
+until = time.monotonic() + 1.2
+while time.monotonic() < until:
+    busy.beat()
+cold.stop()
+busy.stop()
+time.sleep(0.6)
+""")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_beats_reach_systemd_at_most_once_a_second(monkeypatch):
+    systemd, watchdog = NotifySocket(), Watchdog()
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
+    for _ in range(100):
+        watchdog.beat()
+    assert systemd.receive() == ["WATCHDOG=1"]
+    systemd.close()
+
+
+def test_stop_wakes_a_blocked_thread_once():
+    woken = threading.Semaphore(0)
+    calls = []
+
+    def wake():
+        calls.append(1)
+        woken.release()
+
+    def block() -> None:
+        woken.acquire()
+
+    thread = Background("blocked", block, wake=wake)
+    thread.start()
+    assert thread.stop(10)
+    assert thread.stop(10)
+    assert calls == [1]
+
+
+def test_check_raises_what_ended_the_thread():
+    def fail():
+        raise ValueError("no disk")
+
+    thread = Background("fails", fail)
+    thread.start()
+    thread.join(60)
+    assert not thread.running
+    with pytest.raises(ValueError, match="no disk"):
+        thread.check()
+
+
+def test_a_thread_that_was_never_started_can_be_stopped():
+    thread = Background("idle", lambda: None)
+    assert thread.stop()
+    assert not thread.running
+
+
+def test_backoff_doubles_from_the_first_pause_up_to_the_longest():
+    assert [backoff(failures, 1.0, 5.0) for failures in (0, 1, 2, 3, 4, 5_000)] == [1.0, 1.0, 2.0, 4.0, 5.0, 5.0]
+
+
+def test_a_log_has_about_twenty_steps_of_a_training_and_those_with_a_held_out_loss(caplog):
+    caplog.set_level(logging.INFO)
+    with training_progress(as_json=False) as report:
+        for step in range(1, 314):
+            report({"step": step, "steps": 313, "loss": 1.0} | ({"held_out_loss": 2.0} if step == 50 else {}))
+    logged = [record.fields["step"] for record in caplog.records]
+    assert logged == [1, *range(15, 50, 15), 50, *range(60, 313, 15), 313]

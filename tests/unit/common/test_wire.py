@@ -112,11 +112,7 @@ def test_log_ratios_of_tokens_have_a_limit_together_that_a_request_has_room_for(
         reference="initial",
         trajectory_ids=[1 << 62] * rows,
         reference_logprobs=[0.5] * rows,
-        rows=RowNumbers(
-            **numbers,
-            skipped=[True] * rows,
-            token_log_ratios=[bytes(MAX_LOG_RATIO_BYTES // rows)] * rows,
-        ),
+        rows=RowNumbers(**numbers, skipped=[True] * rows, token_log_ratios=[bytes(MAX_LOG_RATIO_BYTES // rows)] * rows),
     )
     assert decode_request(views(request(most))).message == most
 
@@ -217,28 +213,12 @@ def test_a_put_carries_one_frame_per_array_kind_and_decodes_to_the_same_arrays(t
     assert [a.tolist() for a in arrays["version_runs"]] == [[[0, 3]], [[0, 1]]]
 
 
-def test_a_put_has_a_column_of_reference_logprobs_only_if_a_row_has_one(trajectory):
-    def body_of(rows):
-        message, frames = put_message(rows)
-        sent = request(message, frames)
-        decoded = decode_request(views(sent)).message
-        assert isinstance(decoded, messages.PutTrajectories)
-        assert decoded.rows.reference_logprob == message.rows.reference_logprob
-        return msgpack.unpackb(sent[0])["body"]["rows"], hashlib.sha256(b"".join(sent)).hexdigest()
-
-    # The bytes of a put of protocol version 3 without the column.
-    rows, digest = body_of([trajectory(), trajectory(tokens=[9])])
-    assert "reference_logprob" not in rows
-    assert digest == "02384a659338786192005ba6ee143ef912af53e6bce7a54dd50cc7acb58612ac"
-    rows, _ = body_of([trajectory(reference_logprob=-1.5), trajectory()])
-    assert rows["reference_logprob"] == [-1.5, None]
-
-
-@pytest.mark.parametrize("column", [[-1.0], [-1.0, float("nan")], [-1.0, "0"]])
-def test_a_column_of_reference_logprobs_has_a_number_or_none_for_each_row(trajectory, column):
-    columns, frames = pack([trajectory(), trajectory()])
-    with pytest.raises(WireError, match="reference_logprob"):
-        decode_put(columns | {"reference_logprob": column}, frames)
+def test_the_bytes_of_a_put_are_those_of_protocol_version_3(trajectory):
+    message, frames = put_message([trajectory(), trajectory(tokens=[9])])
+    sent = request(message, frames)
+    assert hashlib.sha256(b"".join(sent)).hexdigest() == (
+        "02384a659338786192005ba6ee143ef912af53e6bce7a54dd50cc7acb58612ac"
+    )
 
 
 def test_an_episode_survives_the_wire_and_other_rows_carry_nothing_for_it(trajectory):
@@ -368,7 +348,7 @@ def test_a_nested_protocol_version_is_malformed_at_any_depth(depth):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "words"),
     [
         ({"sampling": {"temperature": float("inf"), "top_p": 1.0}}, "temperature"),
         ({"sampling": {"temperature": "hot", "top_p": 1.0}}, "temperature"),
@@ -378,17 +358,7 @@ def test_a_nested_protocol_version_is_malformed_at_any_depth(depth):
         ({"created_at": -1.0}, "created_at"),
         ({"created_at": float("nan")}, "created_at"),
         ({"stop_reason": "boredom"}, "stop_reason"),
-    ],
-)
-def test_rows_with_impossible_values_are_refused(trajectory, changes, sentence):
-    columns, frames = pack([trajectory(**changes)])
-    with pytest.raises(WireError, match=sentence):
-        decode_put(columns, frames)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+        # Arrays that no model can produce.
         ({"tokens": [-7]}, "negative token id"),
         ({"tokens": []}, "empty response_ids"),
         ({"prompt_ids": np.zeros(0, np.int32)}, "empty prompt_ids"),
@@ -397,20 +367,18 @@ def test_rows_with_impossible_values_are_refused(trajectory, changes, sentence):
         ({"version_runs": np.array([[0, 2]], np.int32)}, "version runs"),
     ],
 )
-def test_arrays_that_no_model_can_produce_are_refused(trajectory, changes, words):
+def test_rows_with_impossible_values_are_refused(trajectory, changes, words):
+    columns, frames = pack([trajectory(**changes)])
     with pytest.raises(WireError, match=words):
-        decode_request(views(request(*put_message([trajectory(**changes)]))))
+        decode_put(columns, frames)
 
 
 def test_a_trajectory_with_an_error_may_be_empty(trajectory):
     decode_request(views(request(*put_message([trajectory(tokens=[], error="it failed")]))))
 
 
-def test_a_request_for_a_batch_too_large_to_send_is_refused():
+def test_a_batch_too_large_to_send_and_prompts_beyond_the_size_of_the_task_are_refused():
     with pytest.raises(ValueError, match="at most 65536"):
         messages.SampleBatch(step=0, prompts=1000, samples=1000, reference="r", wait_seconds=0.0)
-
-
-def test_prompts_beyond_the_size_of_the_task_are_refused():
     with pytest.raises(ValueError, match="prompts 3 to 4 of a task of 4"):
         messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=3, keys=["p3", "p4"])

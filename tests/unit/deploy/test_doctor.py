@@ -20,7 +20,7 @@ from tba.cli.checks import Plan, examine
 from tba.common.config import Config
 from tba.common.errors import ConfigError
 from tba.common.system import devices
-from tba.common.system.devices import Gpu, assumed_gpus
+from tba.common.system.devices import assumed_gpus
 from tba.common.weights.tensor_file import Tensor
 from tba.deploy import doctor
 from tba.deploy.doctor import (
@@ -36,7 +36,6 @@ from tba.deploy.doctor import (
     mount_of,
     numa_nodes,
 )
-from tba.deploy.fleet import searcher_children
 from tba.tests.helpers.weights import write_tensor_file
 from tba.trainer.step.build import prepare
 
@@ -417,9 +416,3 @@ def test_the_endpoint_of_searchers_is_shown_and_a_taken_port_is_a_warning():
     result, detail = doctor.check_endpoint(Config.model_validate({"search": {"serve": serve} | secret}))
     assert (result, f"http://{serve}/v1 with a token" in detail) == ("ok", True)
     assert secret["serve_token"] not in detail
-
-
-def test_searchers_of_one_command_have_endpoints_of_their_own():
-    config = Config.model_validate({"search": {"gpus": "4-7", "tensor_parallel": 2, "serve": 8400}})
-    children = searcher_children(config, [], present=[Gpu(str(n)) for n in range(8)])
-    assert [child.arguments[-2:] for child in children] == [["--index", "0"], ["--index", "1"]]

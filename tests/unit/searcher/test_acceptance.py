@@ -68,10 +68,7 @@ def test_the_largest_and_the_mean_difference_are_bounded(scores, refused):
 @pytest.mark.parametrize(
     ("canary", "problem"),
     [
-        (
-            Canary([[1, 0], [1, 0, 1]], [[-1.0], [-1.0]]),
-            "sequence 2 has 3 tokens and 1 log-probabilities",
-        ),
+        (Canary([[1, 0], [1, 0, 1]], [[-1.0], [-1.0]]), "sequence 2 has 3 tokens and 1 log-probabilities"),
         (Canary([[1]], [[]]), "sequence 1 has 1 token and 0 log-probabilities: it needs one"),
         (Canary([[1, 0], [1, 2]], [[-1.0], [-1.0]]), "sequence 2 has token ids outside 0 to 1"),
         (Canary([[1, 0]], []), "it has logprobs for 0 of 1 sequence"),

@@ -176,11 +176,7 @@ def test_tools_and_variables_of_a_row_are_those_of_its_prompt(make):
         ({"question": "q", "label": "x"}, {}, "it has no answer or answers or reward_model.ground_truth, only"),
         ({"question": "q", "answer": []}, {}, "the column answer is an empty list"),
         ({"question": "q", "answer": [None]}, {}, "the column answer has None"),
-        (
-            {"prompt": [{"role": "assistant", "content": "x"}], "answer": "x"},
-            {},
-            "ends with the assistant's: re",
-        ),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "x"}, {}, "ends with the assistant's: re"),
         ({"prompt": [{"role": "user"}], "answer": "x"}, {}, "the message .* write"),
     ],
 )

@@ -18,6 +18,7 @@ from tba.common.weights.snapshot import DELTA, SnapshotKey
 from tba.common.weights.tensor_file import blake3_of, map_tensors
 from tba.searcher.weights import assembly
 from tba.searcher.weights.assembly import SnapshotAssembler
+from tba.tests.helpers.hands import HANDS, repair
 from tba.tests.helpers.users import closed_directory
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights, flip_a_byte
 
@@ -77,12 +78,6 @@ def test_intermediate_versions_are_not_assembled(trainer, assembler):
     found, _ = assembler.assemble(newest)
     assert (found.path / WEIGHTS).read_bytes() == trainer.truth[4]
     assert not list(assembler._cache.directory.glob("v00000002-*"))
-
-
-def test_files_outlive_their_deletion_by_the_trainer(trainer, assembler):
-    found, _ = assembler.assemble(trainer.full())
-    shutil.rmtree(trainer.directory)
-    assert found.weight_files[0].read_bytes() == trainer.truth[0]
 
 
 def test_if_the_base_is_damaged_the_full_snapshot_is_used(tmp_path, trainer):
@@ -279,25 +274,7 @@ def test_clearing_the_cache_keeps_files_of_others(trainer, tmp_path):
     assert {path.name for path in directory.iterdir()} == {"v2-sft", ".v3.part", "v1-notes.txt"}
 
 
-def delete_weights(directory: Path) -> None:
-    shutil.rmtree(directory)
-
-
-def move_weights(directory: Path) -> None:
-    directory.rename(directory.with_name("moved"))
-
-
-def replace_weights(directory: Path) -> None:
-    move_weights(directory)
-    directory.mkdir()
-
-
-def replace_weights_by_a_file(directory: Path) -> None:
-    move_weights(directory)
-    directory.write_text("not a directory")
-
-
-@pytest.mark.parametrize("hand", [delete_weights, move_weights, replace_weights, replace_weights_by_a_file])
+@pytest.mark.parametrize("hand", HANDS)
 def test_a_weights_directory_that_changes_hands_costs_an_error_at_most_and_works_again_when_it_is_put_back(
     trainer, assembler, tmp_path, hand
 ):
@@ -314,11 +291,7 @@ def test_a_weights_directory_that_changes_hands_costs_an_error_at_most_and_works
         assert str(node) in str(error)  # noqa: PT017
     else:
         assert (found.path / WEIGHTS).read_bytes() == trainer.truth[1]
-    if node.is_file():
-        node.unlink()
-    if (moved := tmp_path / "moved").exists():
-        shutil.rmtree(node, ignore_errors=True)
-        moved.rename(node)
+    repair(node)
     found, _ = assembler.assemble(trainer.delta())
     assert (found.path / WEIGHTS).read_bytes() == trainer.truth[2]
 

@@ -15,9 +15,9 @@ import pytest
 from tba.common.config import Config
 from tba.common.errors import EngineError
 from tba.searcher import endpoint as module
+from tba.searcher.build import LoadedTask
 from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Generation, GenerationRequest
-from tba.searcher.loop import LoadedTask
 from tba.searcher.run import open_endpoint
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
@@ -341,10 +341,7 @@ def test_clients_that_send_no_whole_request_are_disconnected_and_others_are_answ
 def test_a_client_that_takes_no_answer_is_disconnected(served, monkeypatch):
     monkeypatch.setattr(module, "_CLIENT_SECONDS", 1.0)
     requests = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1_000_000
-    with (
-        socket.create_connection(("127.0.0.1", port_of(served)), timeout=60) as client,
-        pytest.raises(ConnectionError),
-    ):
+    with socket.create_connection(("127.0.0.1", port_of(served)), timeout=60) as client, pytest.raises(ConnectionError):
         client.sendall(requests)
     wait_until(lambda: not served._connections)
 
@@ -400,23 +397,24 @@ def test_several_requests_take_one_connection(served):
     assert len(ports) == 1
 
 
-def test_further_searchers_take_the_next_ports_and_a_taken_one_ends_no_run(parts):
+def test_each_searcher_takes_the_first_free_port_and_without_one_the_run_goes_on(parts, monkeypatch):
     no_task: Any = None
 
-    def opened(port: int, index: int) -> Endpoint | None:
-        config = Config.model_validate({"model": {"path": str(EXAMPLE_MODEL)}, "search": {"serve": str(port)}})
-        return open_endpoint(
-            config, LoadedTask(no_task, parts[1]._renderer, parts[1]._stopping), index, lambda: "run 1"
-        )
+    def opened() -> Endpoint | None:
+        return open_endpoint(config, LoadedTask(no_task, parts[1]._renderer, parts[1]._stopping), lambda: "run 1")
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert opened(port, 0) is None
-        assert opened(65_535, 1) is None
-    endpoint = opened(port - 1, 1)
-    assert endpoint is not None
-    endpoint.close()
-    assert endpoint.url == f"http://127.0.0.1:{port}/v1"
+        config = Config.model_validate({"model": {"path": str(EXAMPLE_MODEL)}, "search": {"serve": str(port)}})
+        endpoints = [opened(), opened()]
+        ports = [int(endpoint.url.rpartition(":")[2].removesuffix("/v1")) for endpoint in endpoints if endpoint]
+        assert port < ports[0] < ports[1] < port + 64
+        monkeypatch.setattr("tba.searcher.run.ENDPOINT_PORTS", 1)
+        assert opened() is None
+    for endpoint in filter(None, endpoints):
+        endpoint.close()
+    with pytest.raises(ValueError, match=r"search.serve = 65536: no port has that number"):
+        Config.model_validate({"search": {"serve": "65536"}})
 
 
 def test_a_streamed_answer_is_one_event_that_openais_client_reads(served):

@@ -236,6 +236,18 @@ def test_a_reply_means_the_last_action_that_it_names(reply, action):
     assert action_in(reply, ["left", "down", "right", "up"]) == action
 
 
+def test_a_game_of_textarena_is_won_and_repeats():
+    pytest.importorskip("textarena")
+    name = str(Path(__file__).parents[3] / "examples/textarena/textarena_task.py")
+    task = load_task(TaskSection(name=name, options={"id": "GuessTheNumber-v0", "prompts": 2, "held_out": 1}))
+    numbers = [f"[{number}]" for number in range(1, 21)]
+    first, other, again = (play(task, task.prompts()[n], *numbers) for n in (0, 1, 0))
+    assert first == again != other
+    assert (first[-1].reward, first[-1].done, first[-1].parts["correct"]) == (1.0, True, 1.0)
+    malformed = play(task, task.prompts()[0], "one", "two")
+    assert (malformed[-1].done, malformed[-1].parts) == (True, {"correct": 0.0, "parse_error": 1.0})
+
+
 def test_an_environment_that_is_none_is_refused(lake):
     with pytest.raises(TaskError, match="task gymnasium: FrozenLake-v9 is not made"):
         lake("FrozenLake-v9")

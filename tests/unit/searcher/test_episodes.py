@@ -33,8 +33,8 @@ def game(tmp_path_factory):
     """The untrained model of the example, its tokenizer and its directory."""
     prepare = runpy.run_path(str(ROOT / "examples/game/prepare.py"))
     directory = tmp_path_factory.mktemp("game")
-    tokenizer = prepare["build_tokenizer"](7)
-    prepare["build_model"](tokenizer).save_pretrained(directory)
+    model, tokenizer = prepare["build"](7)
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return tokenizer, directory
 
@@ -234,7 +234,7 @@ def groups_of(game, task, samples, workers, kind=Stopping):
     exploration = Exploration(config.search, run_seed=0, searcher="s")
     generation = GenerationStage(engine, task, renderer, exploration, samples)
     episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 5)
-    pipeline = Pipeline(generation, ScoringStage(rewards, stopping, "score", episodes), None, cast(Any, delivery))
+    pipeline = Pipeline(generation, ScoringStage(rewards, stopping, "score", episodes), cast(Any, delivery))
     pipeline.submit(Visit(lease=n + 1, epoch=0, prompt_key=prompt.key) for n, prompt in enumerate(task.prompts()[:3]))
     while len(delivery.groups) < 3:
         pipeline.step(generate=pipeline.generating, wait_seconds=0.1)

@@ -2,7 +2,7 @@
 
 import shutil
 from contextlib import closing
-from itertools import count
+from itertools import combinations, count
 from typing import Any, cast
 
 import numpy as np
@@ -20,10 +20,24 @@ from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.evaluation.answers import Answer, Question, for_storage
 from tba.searcher.evaluation.evaluator import _prepared, open_evaluator, read_subject
 from tba.searcher.evaluation.follower import Follower
-from tba.searcher.tasks.task import Prompt
+from tba.searcher.evaluation.measure import (
+    Measured,
+    bootstrap,
+    cosine_distance,
+    distinct,
+    measure_divergence,
+    measure_diversity,
+    measure_greedy,
+    measure_sampled,
+    measure_win_rate,
+    pass_at_k,
+    without_near_duplicates,
+)
+from tba.searcher.tasks.task import Prompt, Reward
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
 from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.source_files import ROOT
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
 
 
@@ -141,7 +155,7 @@ def test_the_engine_of_an_evaluation_learns_how_long_its_prompts_are(tmp_path, m
 
 def test_a_gold_model_without_an_answer_to_compare_with_is_refused_before_anything_starts(example_model):
     servers = {"victim": {"url": "http://a"}, "classifier": {"url": "http://a"}}
-    task = {"name": "redteam", "options": {**servers, "prompts": ["1+1="]}}
+    task = {"name": str(ROOT / "examples/redteam/redteam.py"), "options": {**servers, "prompts": ["1+1="]}}
     sections = {"model": {"path": str(example_model)}, "task": task, "gold_model": {"url": "http://a"}}
     with pytest.raises(TaskError, match="and none has one: remove it"):
         read_subject(Config.model_validate(sections))
@@ -184,3 +198,196 @@ def test_an_evaluator_that_waits_for_a_trainer_on_another_machine_can_be_stopped
         follower._evaluate(ref, lambda: next(asked) >= 2)
         assert "snapshot not evaluated" not in caplog.text
         assert client.is_pending(follower._heartbeat_request)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_correct_one(samples):
+    for correct in range(samples + 1):
+        marks = [True] * correct + [False] * (samples - correct)
+        for k in range(1, samples + 1):
+            chosen = [any(choice) for choice in combinations(marks, k)]
+            assert pass_at_k(samples, correct, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+
+
+def test_pass_at_k_has_no_rounding_error_with_many_samples():
+    assert pass_at_k(10_000, 1, 5_000) == 0.5
+
+
+@pytest.mark.slow
+def test_intervals_cover_the_true_mean_as_often_as_they_say():
+    generator = np.random.default_rng(0)
+    trials = 200
+    ends = [bootstrap(generator.binomial(1, 0.3, 80).astype(float), seed=n) for n in range(trials)]
+    covered = sum(low <= 0.3 <= high for low, high in ends)
+    # Binomial: 95 % of 200 with a standard deviation of 3; the percentile interval covers a little less.
+    assert 176 <= covered <= 198
+
+
+def test_an_interval_of_a_ratio_draws_whole_prompts_and_depends_on_its_seed_alone():
+    assert bootstrap(np.array([2.0, 8.0]), np.array([1.0, 4.0]), seed=1) == (2.0, 2.0)
+    values = np.arange(20, dtype=np.float64)
+    assert bootstrap(values, seed=1) == bootstrap(values, seed=1) != bootstrap(values, seed=2)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, 3 / 6), (2, 3 / 4), (4, None)])
+def test_distinct_n_by_hand(n, expected):
+    # Bigrams: 12, 21, 12, 23.
+    assert distinct([[1, 2, 1], [1, 2, 3]], n) == expected
+
+
+def test_the_cosine_distance_is_the_mean_over_pairs():
+    rows = np.random.default_rng(0).normal(size=(5, 3))
+    units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    pairs = [1 - a @ b for a, b in combinations(units, 2)]
+    assert cosine_distance(rows) == pytest.approx(np.mean(pairs))
+    assert cosine_distance(rows[:1]) is None
+
+
+def answered(tokens, *, correct=0.0, logprob=0.0, text="t", error=None) -> Answer:
+    sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=8)
+    question = Question(0, np.zeros(1, np.int32), sampling)
+    parts = {} if error else {"correct": correct}
+    return Answer(question, np.asarray(tokens, np.int32), logprob, False, text, Reward(correct, parts), error)
+
+
+def test_the_metrics_of_sampled_answers_by_hand():
+    groups = [[answered([1, 2], correct=1.0), answered([1, 2])], [answered([3, 4]), answered([5, 6])]]
+    measured = Measured(seed=0)
+    measure_sampled(measured, groups)
+    found = measured.metrics
+    assert found["pass_at_1"] == 0.25
+    assert "pass_at_4" not in found
+    assert (found["sampled_reward"], found["sampled_failed"]) == (0.25, 0.0)
+    # One of two prompts has two equal answers, the other two without a common token.
+    assert found["distinct_1"] == pytest.approx(0.75)
+    assert found["distinct_2"] == pytest.approx(0.75)
+    assert "distinct_4" not in found
+    # One correct text of the first prompt, none of the second.
+    assert found["distinct_correct"] == 0.5
+
+
+def test_each_task_of_a_mixture_has_its_own_accuracy():
+    measured = Measured(seed=0)
+    measure_greedy(measured, [answered([1], correct=1.0), answered([1]), answered([1])], ["a", "b", "b"])
+    found = measured.metrics
+    assert (found["accuracy_of_a"], found["accuracy_of_b"]) == (1.0, 0.0)
+    assert found["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_answers_of_a_task_that_says_nothing_of_correct_are_not_wrong():
+    ungraded = answered([1])
+    ungraded.reward = Reward(0.5, {})
+    groups = [[answered([1], correct=1.0)], [ungraded]]
+    measured = Measured(seed=0)
+    measure_greedy(measured, [answer for group in groups for answer in group], ["a", "b"])
+    measure_sampled(measured, groups, ["a", "b"])
+    found = measured.metrics
+    assert (found["accuracy"], found["pass_at_1"]) == (1.0, 1.0)
+    assert (found["failed"], found["sampled_failed"]) == (0.0, 0.0)
+    assert "accuracy_of_b" not in found
+
+
+def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_reference_could_score():
+    groups = [[*[answered([1, 2], logprob=-1.0)] * 49, answered([1], logprob=-1.0)]]
+    measured = Measured(seed=0)
+    measure_divergence(measured, groups, [[-3.0] * 49 + [None]])
+    assert measured.metrics["kl"] == 2.0
+    assert measured.metrics["kl_per_token"] == 1.0
+    assert measured.metrics["reference_perplexity"] == pytest.approx(np.exp(1.5))
+    # Two tokens of the response and one of the prompt.
+    assert measured.metrics["diluted_perplexity"] == pytest.approx(np.exp(1.0))
+
+
+def test_the_win_rate_counts_ties_half_and_leaves_out_what_the_gold_model_could_not_score():
+    answers = [answered([1], text=text) for text in ("a", "b", "c", "same", "unpaired")] * 40
+    answers += [answered([1], text="unscored"), *(answered([1], error="reward: no") for _ in range(2))]
+    references = ["r", "r", "r", "same", ""] * 40 + ["r"] * 3
+    measured = Measured(seed=0)
+    gold = [2.0, 1.0, 1.0, 1.00001, None] * 40 + [None, 9.0, None]
+    of_references = [1.0, 1.0, 2.0, 1.0, None] * 40 + [1.0] * 3
+    measure_win_rate(measured, answers, references, gold, of_references)
+    # A win, a tie, a loss, a tie, two losses by failure.
+    assert measured.metrics["win_rate"] == pytest.approx(40 * (1 + 0.5 + 0 + 0.5) / 162)
+    assert measured.metrics["gold_failed"] == pytest.approx(1 / 163)
+    assert measured.metrics["gold_reward"] == pytest.approx((40 * (2 + 1 + 1 + 1.00001) + 9) / 161)
+    assert measured.metrics["gold_reward_of_references"] == pytest.approx((40 * 5 + 3) / 163)
+    low, high = measured.intervals["win_rate"]
+    assert low < measured.metrics["win_rate"] < high
+
+
+@pytest.mark.parametrize(("failures", "measured_there"), [(2, True), (3, False)])
+def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(failures, measured_there):
+    failed = answered([1], error="reward: ConnectError")
+    answers = [*[answered([1], correct=1.0)] * (100 - failures), *[failed] * failures]
+    references = [None if one is failed else -1.0 for one in answers]
+    measured = Measured(seed=0)
+    measure_greedy(measured, answers)
+    measure_sampled(measured, [[one] for one in answers])
+    measure_divergence(measured, [[one] for one in answers], [[one] for one in references])
+    measure_win_rate(measured, answers, ["r"] * 100, references, [-2.0] * 100)
+    scored = {"accuracy", "reward", "reward_part_correct", "sampled_reward", "pass_at_1", "kl", "win_rate"}
+    assert scored & measured.metrics.keys() == (scored if measured_there else set())
+    assert measured.metrics["failed"] == failures / 100
+    expected = f"{failures} of 100 responses could not be scored: reward: ConnectError; "
+    assert measured.not_measured.startswith("" if measured_there else expected)
+    assert bool(measured.not_measured) != measured_there
+
+
+def test_a_task_of_a_mixture_that_cannot_be_scored_has_no_accuracy_and_the_others_have():
+    answers = [*[answered([1], correct=1.0)] * 99, answered([1], error="reward of b: ConnectError")]
+    measured = Measured(seed=0)
+    measure_greedy(measured, answers, [*["a"] * 99, "b"])
+    assert (measured.metrics["accuracy"], measured.metrics["accuracy_of_a"]) == (0.99, 1.0)
+    assert not {"accuracy_of_b", "reward_of_b"} & measured.metrics.keys()
+    assert measured.not_measured == "1 of 1 responses of b could not be scored: reward of b: ConnectError"
+
+
+def test_the_diversity_leaves_out_empty_answers():
+    groups = [[answered([1], text="a"), answered([1], text=" "), answered([1], text="b")]]
+    measured = Measured(seed=0)
+    measure_diversity(measured, groups, lambda texts: np.eye(2)[[ord(text) - 97 for text in texts]])
+    assert measured.metrics["embedding_distance"] == pytest.approx(1.0)
+
+
+def test_near_duplicates_of_correct_answers_count_once(monkeypatch):
+    degrees = {"a": 0, "b": 20, "c": 60, "wrong": 180, "one": 0}
+
+    def embed(texts):
+        radians = np.deg2rad([degrees[text] for text in texts])
+        return np.stack([np.cos(radians), np.sin(radians)], axis=1)
+
+    first = [answered([1], correct=1.0, text=text) for text in ("a", "b", "c", "c", " ")]
+    groups = [
+        [*first, answered([1], text="wrong")],
+        [answered([1], text=text) for text in ("one", " ", " ", "", "", "")],
+    ]
+    counts = {}
+    for least in (0.0, 0.1, 0.6):
+        monkeypatch.setattr("tba.searcher.evaluation.measure.NEAR_DUPLICATE_DISTANCE", least)
+        measured = Measured(seed=0)
+        measure_diversity(measured, groups, embed)
+        counts[least] = measured.metrics["distinct_correct_by_embedding"] * len(groups)
+    # 1 - cos 20 degrees is 0.06, 1 - cos 60 degrees is 0.5.
+    assert counts == {0.0: 3, 0.1: 2, 0.6: 1}
+
+
+def test_a_task_without_right_and_wrong_has_no_count_of_correct_answers():
+    ungraded = [answered([1], text="a"), answered([1], text="b")]
+    for answer in ungraded:
+        answer.reward = Reward(0.5, {})
+    measured = Measured(seed=0)
+    measure_diversity(measured, [ungraded], lambda texts: np.eye(len(texts)))
+    assert "distinct_correct_by_embedding" not in measured.metrics
+
+
+@pytest.mark.parametrize("least", [0.0, 0.05, 0.3, 1.0, 2.0])
+def test_rows_without_near_duplicates_equal_those_of_a_comparison_of_all_pairs(least):
+    rows = np.random.default_rng(1).normal(size=(200, 3))
+    rows[5] = rows[3]
+    expected: list[int] = []
+    for number, row in enumerate(rows):
+        cosines = [row @ rows[one] / np.sqrt((row @ row) * (rows[one] @ rows[one])) for one in expected]
+        if all(1 - min(cosine, 1) >= least for cosine in cosines):
+            expected.append(number)
+    assert without_near_duplicates(rows, least) == expected
+    assert without_near_duplicates(rows[:0], least) == []

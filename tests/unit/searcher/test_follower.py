@@ -83,13 +83,6 @@ def follower(lab, tmp_path):
     follower.weights.close()
 
 
-def test_an_update_never_waits_for_a_preparation(lab, follower):
-    newest = lab.publish(0)
-    follower.weights.update(newest)
-    assert follower.weights.current is None
-    assert follower.settle(newest)
-
-
 def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, follower, tmp_path):
     assert follower.settle(lab.publish(0))
     before = follower.scores()
@@ -206,7 +199,6 @@ def test_a_snapshot_that_became_ready_between_take_and_want_is_not_prepared_agai
     follower.weights.update(newest)
     assert follower.preparation.wait(60)
     follower.preparation.want(newest, refresh=False)
-    assert follower.preparation._wanted is None
     assert follower.settle(newest)
     assert len(follower.engine.given) == 1
 

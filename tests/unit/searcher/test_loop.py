@@ -157,8 +157,9 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
     from tba.common.rendering import PromptRenderer
     from tba.common.weights.model_files import eos_ids
     from tba.common.weights.pretrained import load_tokenizer
+    from tba.searcher.build import LoadedTask
     from tba.searcher.engines.stopping import Stopping
-    from tba.searcher.loop import LoadedTask, Searcher
+    from tba.searcher.loop import Searcher
     from tba.searcher.pipeline import Exploration
     from tba.searcher.scoring.rewards import Rewards
     from tba.searcher.tasks import load_task
@@ -199,7 +200,6 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         searcher = Searcher(
             buffer.config.model_copy(update={"run": config.run.model_copy(update={"name": "test"})}),
             engine=watched, loaded=LoadedTask(loaded, renderer, stopping), rewards=Rewards(loaded, config.task),
-            references=None,
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher="s"),
             client=client, clock=clock,
         )  # fmt: skip

@@ -53,20 +53,19 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.suffix in (".put", ".tmp"))
 
 
-def test_a_put_is_read_back_until_it_is_acknowledged(spool):
-    append(spool, 1, 2, 3)
-    assert [read_put(spool.path(id_)) for id_ in (3, 1, 2)] == [frames_of(3), frames_of(1), frames_of(2)]
+def test_a_put_is_read_back_and_counts_in_blocks_of_the_disk_until_it_is_acknowledged(spool):
+    append(spool, 1, 2, 3, size=5_000)
+    assert [read_put(spool.path(id_)) for id_ in (3, 1, 2)] == [frames_of(id_, 5_000) for id_ in (3, 1, 2)]
+    assert spool.bytes == 6 * BLOCK
     spool.acknowledge(2)
     with pytest.raises(RecordLost, match="no such file"):
         read_put(spool.path(2))
-    assert [read_put(spool.path(id_)) for id_ in (1, 3)] == [frames_of(1), frames_of(3)]
-
-
-def test_puts_count_in_blocks_of_the_disk_until_they_are_acknowledged(spool):
-    append(spool, 1, 2, size=5_000)
+    assert [read_put(spool.path(id_)) for id_ in (1, 3)] == [frames_of(1, 5_000), frames_of(3, 5_000)]
     assert spool.bytes == 4 * BLOCK
     spool.acknowledge(1)
-    assert spool.bytes == 2 * BLOCK
+    spool.acknowledge(3)
+    spool.close()
+    assert not spool.directory.exists()
 
 
 def test_a_put_that_the_disk_takes_only_in_part_leaves_no_trace(spool, monkeypatch):
@@ -101,14 +100,6 @@ def test_a_damaged_put_that_cannot_be_quarantined_is_left_to_the_next_searcher(s
         spool.quarantine(1)
     spool.close()
     assert list(the_dead_spool(tmp_path).load()) == [1]
-
-
-def test_a_spool_without_puts_leaves_no_directory(tmp_path):
-    spool = Spool.create(tmp_path, OWNER)
-    append(spool, 1)
-    spool.acknowledge(1)
-    spool.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_spool_that_cannot_be_created_is_reported_in_one_sentence(tmp_path):

@@ -260,7 +260,7 @@ def test_tensors_of_every_type_equal_those_that_safetensors_reads(tmp_path):
         assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
 
 
-def test_files_that_a_trainer_writes_to_by_turns_are_registered_once(tmp_path, cudart):
+def test_files_that_a_trainer_writes_to_by_turns_are_registered_once_and_outlived_by_their_tensors(tmp_path, cudart):
     files = [write(tmp_path / f"{turn}", float(turn)) for turn in range(3)]
     mapped = MappedFiles(pin=True)
     for version in range(30):
@@ -269,20 +269,15 @@ def test_files_that_a_trainer_writes_to_by_turns_are_registered_once(tmp_path, c
         files[version % 3] = str(path)
         tensor = mapped.open([str(path)])["a"]
         assert tensor[0, 0] == version % 3
+    # New content of an inode that is mapped.
+    with open(write(tmp_path / "other", 5.0), "rb") as source, open(files[0], "r+b") as target:
+        shutil.copyfileobj(source, target)
+    assert mapped.open([files[0]])["a"][0, 0] == 5.0
     assert len(cudart.flags) == len(cudart.registered) == 3
     assert set(cudart.flags) == {1 | 8}
     mapped.close()
     assert not cudart.registered
-
-
-def test_new_content_of_a_mapped_inode_is_seen(tmp_path, cudart):
-    mapped = MappedFiles(pin=True)
-    first, other = write(tmp_path / "first", 1.0), write(tmp_path / "other", 2.0)
-    mapped.open([first])
-    with open(other, "rb") as source, open(first, "r+b") as target:
-        shutil.copyfileobj(source, target)
-    assert mapped.open([first])["a"][0, 0] == 2.0
-    assert len(cudart.flags) == 1
+    assert (tensor == 2.0).all()
 
 
 def test_files_that_are_deleted_or_pushed_out_are_unregistered(tmp_path, cudart):
@@ -295,13 +290,6 @@ def test_files_that_are_deleted_or_pushed_out_are_unregistered(tmp_path, cudart)
         path.unlink()
     mapped.open([write(tmp_path / "last", 0.0)])
     assert len(cudart.registered) == 1
-
-
-def test_tensors_in_use_outlive_their_registration(tmp_path, cudart):
-    mapped = MappedFiles(pin=True)
-    kept = mapped.open([write(tmp_path / "kept", 7.0)])["a"]
-    mapped.close()
-    assert (kept == 7.0).all()
 
 
 def test_a_driver_without_read_only_registration_gets_a_writable_mapping(tmp_path, cudart):
@@ -361,49 +349,34 @@ def processed():
     return layer, watch.derived(layer)
 
 
-def test_a_tensor_made_from_a_weight_and_kept_is_found_and_a_constant_is_not():
+def test_a_tensor_that_keeps_what_was_made_from_a_weight_is_found_and_a_constant_or_a_temporary_one_is_not():
     layer, derived = processed()
     assert [one.name for one in derived] == ["weight"]
     clear(derived)
     copy, constant = layer.multiply()
     assert not copy.any()
     assert constant.tolist() == [2.0] * 4
-
-
-def test_temporary_tensors_are_not_kept():
-    layer = Layer()
+    layer.workspace = torch.zeros(3, 2)
     with ProcessingWatch(layer) as watch:
         assert (layer.weight + 1).sum() == 27
     assert watch.derived(layer) == []
-
-
-def test_a_copy_into_an_existing_tensor_makes_it_derived():
-    layer = Layer()
-    layer.workspace = torch.zeros(3, 2)
     with ProcessingWatch(layer) as watch:
         layer.workspace.copy_(layer.weight.T)
     assert [one.name for one in watch.derived(layer)] == ["weight"]
 
 
-def test_each_changed_or_moved_tensor_is_named():
-    layer, derived = processed()
+def test_each_changed_or_moved_tensor_is_named_but_one_on_the_host_may_be_replaced():
+    (layer, derived), (other, of_other) = processed(), processed()
+    assert zeros(layer) == {"bias"}
     before = fingerprint(layer, derived)
     assert before.keys() == {"weight", "bias", "scale", "tensor 0, made from weight"}
+    of_host = fingerprint(other, of_other)
+    other.process()
+    assert differences(of_host, fingerprint(other, of_other)) == []
     clear(derived)
     layer.scale += 1
     layer.bias.data = layer.bias.data.clone()
     assert differences(before, fingerprint(layer, derived)) == ["bias", "scale", "tensor 0, made from weight"]
-
-
-def test_a_derived_tensor_on_the_host_may_be_replaced_by_another():
-    layer, derived = processed()
-    before = fingerprint(layer, derived)
-    layer.process()
-    assert differences(before, fingerprint(layer, derived)) == []
-
-
-def test_parameters_that_are_all_zero_are_named():
-    assert zeros(Layer()) == {"bias"}
 
 
 def test_a_thread_that_reacquires_the_lock_comes_after_one_that_waited():

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from tba.common.clock import SystemClock
 from tba.common.run_snapshots import weights_directory
 from tba.common.weights import node_store, snapshot
-from tba.common.weights.node_store import pin, pin_path
+from tba.common.weights.node_store import pin_path
 from tba.common.weights.snapshot import MANIFEST, SnapshotKey
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.checks import not_none, wait_until
@@ -76,7 +76,7 @@ def test_only_the_first_kept_and_last_snapshots_are_on_disk_and_they_are_the_sam
 def test_files_are_used_again_and_what_a_searcher_holds_is_not(lab):
     publisher = lab.publisher()
     held = publish(lab, publisher, [0, 1])
-    pinned = not_none(pin(weights_directory(lab.config), key_of(held)))
+    pinned = not_none(pin_path(weights_directory(lab.config) / key_of(held).name))
     before, inode = (pinned.path / WEIGHTS).read_bytes(), (pinned.path / WEIGHTS).stat().st_ino
     inodes = [Path(publish(lab, publisher, [step]).path, WEIGHTS).stat().st_ino for step in range(2, 10)]
     assert (pinned.path / WEIGHTS).read_bytes() == before
@@ -223,7 +223,6 @@ def test_a_finished_run_leaves_nothing_in_memory(lab):
     assert not weights_directory(lab.config).exists()
 
 
-@pytest.mark.slow
 def test_a_node_that_fetches_gets_there_by_deltas_although_the_trainer_uses_its_files_again(
     publisher_harness, tmp_path
 ):

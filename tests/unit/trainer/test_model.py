@@ -1,6 +1,8 @@
 """Loading a model: what is accepted, and the errors for what is not."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +20,16 @@ from transformers import (
     XGLMConfig,
 )
 
+from tba.common.config import TrainSection
 from tba.common.errors import ConfigError, OutOfMemory
-from tba.tests.helpers.trainer import make_row, save_tiny_model, tiny_model
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.ranks import make_learner
+from tba.tests.helpers.trainer import make_row, random_batch, save_tiny_model, tiny_model
+from tba.tests.runner import slow
+from tba.trainer import checkpoint
+from tba.trainer.model.adapters import MERGED, gathered
 from tba.trainer.model.scorer import Scorer, enable_gradient_checkpointing, load_model, sequence_logprobs
+from tba.trainer.step.learner import Learner, beta_at, learning_rate_schedule
 
 CPU = torch.device("cpu")
 
@@ -130,3 +139,153 @@ def test_a_model_that_is_random_in_training_mode_is_refused_for_gradient_checkpo
     )
     with pytest.raises(ConfigError, match=r"training mode.*set train\.gradient_checkpointing = false"):
         enable_gradient_checkpointing(model, autocast=False)
+
+
+# Several micro-batches in a step, and a norm that clips.
+KEYS: dict[str, Any] = {"double": False, "micro_batch_tokens": 30, "max_grad_norm": 0.5}
+OFFLOAD: dict[str, Any] = {"offload": "optimizer", **KEYS}
+
+
+def losses(learner: Learner, steps: int) -> list[float]:
+    return [
+        learner.step(random_batch(learner.steps_done, step=learner.steps_done)).metrics["loss"] for _ in range(steps)
+    ]
+
+
+def masters(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.masters().items()}
+
+
+def make_plain(**keys: Any) -> Learner:
+    """Return a learner without offload whose AdamW is the fused one: the plain loop rounds the last bit differently."""
+    learner = make_learner(**KEYS, **keys)
+    for group in learner.optimizer.param_groups:
+        group["fused"] = True
+    return learner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tb", *slow("tb_learned_z")])
+def test_in_float32_five_steps_have_the_same_losses_and_weights_bit_for_bit(name):
+    offloaded, plain = make_learner(name=name, **OFFLOAD), make_plain(name=name)
+    assert losses(offloaded, 5) == losses(plain, 5)
+    for name_, weight in plain.policy.named_parameters():
+        assert torch.equal(weight, offloaded.masters()[name_])
+
+
+@pytest.mark.slow
+def test_in_bfloat16_losses_agree_up_to_the_rounding_of_the_weights():
+    """Without offload autocast rounds matrices alone; with it embeddings and norms are bfloat16 too."""
+    keys: dict[str, Any] = {"autocast": True, "learning_rate": 1e-3}
+    offloaded, plain = losses(make_learner(**OFFLOAD, **keys), 10), losses(make_learner(**KEYS, **keys), 10)
+    assert offloaded == pytest.approx(plain, rel=0.05, abs=0.01)
+    assert offloaded != plain
+
+
+def test_in_bfloat16_the_published_weights_are_the_rounded_masters():
+    learner = make_learner(autocast=True, **OFFLOAD)
+    losses(learner, 2)
+    published, exact = dict(gathered(learner.policy, MERGED)), learner.masters()
+    assert published.keys() == exact.keys()
+    for name, tensor in published.items():
+        assert tensor.dtype == torch.bfloat16
+        assert exact[name].dtype == torch.float32
+        assert torch.equal(tensor, exact[name].bfloat16())
+    assert any(not torch.equal(exact[name].bfloat16().float(), exact[name]) for name in exact)
+
+
+def test_small_updates_add_up_in_the_masters_where_bfloat16_would_lose_them():
+    learner = make_learner(autocast=True, **OFFLOAD, learning_rate=1e-6)
+    before, rounded = masters(learner), dict(gathered(learner.policy, MERGED))
+    rounded = {name: tensor.clone() for name, tensor in rounded.items()}
+    losses(learner, 3)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert (learner.masters()[name] != before[name]).float().mean() > 0.9
+    assert (dict(gathered(learner.policy, MERGED))[name] == rounded[name]).float().mean() > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, *slow(True)])
+@pytest.mark.parametrize("saved_with", ["optimizer", *slow("none")])
+def test_a_resumed_learner_makes_the_same_steps_bit_for_bit(tmp_path, autocast, saved_with):
+    keys = KEYS | {"autocast": autocast}
+    first = make_learner(offload=saved_with, **keys)
+    losses(first, 3)
+    checkpoint.save(tmp_path, first, run="r", keep=1)
+    resumed = [make_learner(offload="optimizer", **keys) for _ in range(2)]
+    for learner in resumed:
+        checkpoint.restore(not_none(checkpoint.newest(tmp_path)), learner)
+    if saved_with == "optimizer":
+        resumed[0] = first
+    found = [losses(learner, 3) for learner in resumed]
+    assert found[0] == found[1]
+    assert all(torch.equal(mine, resumed[1].masters()[name]) for name, mine in resumed[0].masters().items())
+
+
+@pytest.mark.slow
+def test_a_step_whose_loss_is_not_finite_changes_neither_masters_nor_weights():
+    learner = make_learner(**OFFLOAD)
+    losses(learner, 1)
+    before, batch = masters(learner), random_batch(1, step=1)
+    batch.reward_BK[0, 0] = float("nan")
+    assert learner.step(batch).skipped
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.masters().items())
+    plain = make_plain()
+    losses(plain, 1)
+    plain.step(batch)
+    assert losses(learner, 2) == losses(plain, 2), "nothing of the skipped gradient is left"
+
+
+def test_no_gradient_stays_on_the_device_after_a_backward_pass():
+    learner = make_learner(**OFFLOAD)
+    batch = random_batch(0)
+    learner.accumulate(batch, torch.zeros_like(batch.reward_BK), 0.1)
+    assert all(parameter.grad is None for parameter in learner.policy.parameters())
+    learner.optimizer.collect()  # type: ignore[attr-defined]
+    assert all(parameter.grad is not None for parameter in learner.optimizer.param_groups[0]["params"])
+
+
+def rates(at: list[int], **keys) -> list[float]:
+    schedule = learning_rate_schedule(TrainSection.model_validate({"learning_rate": 1.0, **keys}))
+    return [schedule(step) for step in at]
+
+
+def test_wsd_warms_up_stays_constant_and_decays_along_a_cosine():
+    found = rates([0, 25, 50, 300, 500, 750, 1000], steps=1000, warmup_steps=50, decay_steps=500, schedule="wsd")
+    assert found == pytest.approx([0, 0.5, 1, 1, 1, 0.5, 0], abs=1e-12)
+
+
+def test_a_wsd_decay_longer_than_the_run_is_shortened():
+    found = rates([10, 20, 29], steps=30, warmup_steps=10, decay_steps=500, schedule="wsd")
+    assert found == pytest.approx([1, 0.5, 0.5 * (1 + math.cos(math.pi * 19 / 20))], abs=1e-12)
+
+
+@pytest.mark.parametrize(("steps", "warmup", "decay"), [(1000, 50, 500), (200, 20, 100), (5, 0, 2), (2, 0, 1)])
+def test_defaults_fit_into_the_run_without_a_warning(caplog, steps, warmup, decay):
+    rate = learning_rate_schedule(TrainSection(learning_rate=1.0, steps=steps))
+    assert rate(warmup) == 1.0
+    assert all(rate(step) < 1 for step in range(warmup))
+    assert rate(steps - decay) == 1.0
+    assert all(rate(step) < 1 for step in range(steps - decay + 1, steps))
+    assert caplog.records == []
+
+
+def test_a_warm_up_longer_than_the_run_is_kept_with_a_warning(caplog):
+    assert rates([9], steps=10, warmup_steps=20, schedule="constant") == [0.45]
+    assert "the learning rate never reaches its peak: train.warmup_steps" in caplog.text
+    assert "decay_steps" not in caplog.text
+
+
+def test_constant_linear_and_cosine_schedules_follow_a_linear_warm_up():
+    keys = {"steps": 110, "warmup_steps": 10}
+    assert rates([5, 10, 109], schedule="constant", **keys) == pytest.approx([0.5, 1, 1])
+    assert rates([5, 10, 60, 110], schedule="linear", **keys) == pytest.approx([0.5, 1, 0.5, 0])
+    assert rates([5, 10, 60, 110], schedule="cosine", **keys) == pytest.approx([0.5, 1, 0.5, 0])
+
+
+def test_beta_changes_linearly_to_its_final_value_and_jumps_there_without_annealing_or_where_it_stops_early():
+    config = TrainSection(beta=0.012, beta_final=0.004, beta_anneal_steps=500)
+    assert [beta_at(config, step) for step in (0, 250, 500, 900)] == pytest.approx([0.012, 0.008, 0.004, 0.004])
+    assert beta_at(TrainSection(beta=0.5, beta_final=0.1, beta_anneal_steps=0), 0) == 0.1
+    config = TrainSection(beta=1.0, beta_final=0.05, beta_anneal_steps=128, beta_anneal_stop=32)
+    assert [beta_at(config, step) for step in (0, 31, 32)] == pytest.approx([1.0, 1 - 0.95 * 31 / 128, 0.05])

@@ -1,26 +1,38 @@
 """Publishing with a real buffer: announced snapshots verify, load and match their canary."""
 
+import contextlib
 import json
 import re
 import socket
+import threading
 import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tba.common.clock import SystemClock
 from tba.common.errors import SnapshotError
 from tba.common.run_snapshots import weights_directory
 from tba.common.weights import snapshot
+from tba.common.weights.node_store import pin_path
+from tba.common.weights.snapshot import Canary, Manifest
+from tba.common.weights.tensor_file import layout_of
 from tba.searcher.weights.assembly import SnapshotAssembler
-from tba.tests.helpers.checks import wait_until
-from tba.trainer.publishing import snapshot_writer
-from tba.trainer.publishing.canary import canary_sequences
+from tba.tests.helpers.checks import not_none, wait_until
+from tba.trainer.model.scorer import weights_of
+from tba.trainer.publishing import canary, snapshot_writer, weights_files
+from tba.trainer.publishing.canary import canary_sequences, make_canary, skeleton
 from tba.trainer.publishing.snapshot_writer import as_bits
+from tba.trainer.publishing.weights_files import WeightsFile, WeightsFilePool
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -33,6 +45,8 @@ def test_a_snapshot_is_a_model_whose_log_probabilities_are_the_canary(publisher_
     assert publisher.flush(60)
     found = lab.announced()
     assert (found.manifest.version, found.manifest.step, found.manifest.run) == (0, 5, "r")
+    files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer_notes.txt"}
+    assert found.manifest.files.keys() == files == {path.name for path in found.path.iterdir()} - {"manifest.json"}
     fresh = AutoModelForCausalLM.from_pretrained(found.path, dtype=torch.float32)
     canary = found.manifest.canary
     assert len(canary.sequences) >= 3
@@ -59,17 +73,6 @@ def test_weights_are_rounded_to_the_published_type_and_tied_ones_are_stored_once
     loaded = AutoModelForCausalLM.from_pretrained(path)
     assert loaded.dtype == torch.bfloat16
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tie
-
-
-def test_only_files_of_the_model_are_copied_into_a_snapshot(publisher_harness):
-    lab = publisher_harness()
-    publisher = lab.publisher()
-    publisher.publish(step=0)
-    assert publisher.flush(60)
-    found = lab.announced()
-    expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer_notes.txt"}
-    assert found.manifest.files.keys() == expected
-    assert {path.name for path in found.path.iterdir()} == expected | {"manifest.json"}
 
 
 def test_a_snapshot_has_the_weights_at_the_time_of_the_call(publisher_harness):
@@ -126,24 +129,17 @@ def test_a_trainer_that_serves_no_snapshots_writes_no_deltas_and_keeps_no_weight
     assert [one() for one in made] == [None] * 3 * len(lab.weights())
 
 
-def test_a_snapshot_with_a_delta_is_complete_all_the_same(publisher_harness):
-    lab = publisher_harness(dtype="bfloat16", serve_snapshots="tcp://127.0.0.1:*")
-    first, second, third = publish_small_changes(lab, lab.publisher(), range(3))
-    assert deltas([first, second, third]) == [None, 0, 1]
-    assert second.files.keys() == first.files.keys()
-    assert second.delta is not None
-    assert second.delta.file.bytes < second.files["model.safetensors"].bytes / 2
-
-
-def test_there_is_no_delta_if_most_weights_change_or_the_trainer_was_restarted(publisher_harness):
+def test_a_snapshot_with_a_delta_is_complete_and_one_after_a_large_change_or_a_restart_has_none(publisher_harness):
     lab = publisher_harness(dtype="bfloat16", serve_snapshots="tcp://127.0.0.1:*")
     publisher = lab.publisher()
-    manifests = publish_small_changes(lab, publisher, [0])
+    first, second = publish_small_changes(lab, publisher, [0, 1])
+    assert second.files.keys() == first.files.keys()
+    assert not_none(second.delta).file.bytes < second.files["model.safetensors"].bytes / 2
     lab.change_weights()
-    manifests += publish_small_changes(lab, publisher, [1, 2])
+    manifests = publish_small_changes(lab, publisher, [2, 3])
     publisher.close()
-    manifests += publish_small_changes(lab, lab.publisher(next_version=3), [3, 4])
-    assert deltas(manifests) == [None, None, 1, None, 3]
+    manifests += publish_small_changes(lab, lab.publisher(next_version=4), [5, 6])
+    assert deltas([first, second, *manifests]) == [None, 0, None, 2, None, 4]
 
 
 def test_the_announcement_has_the_address_of_the_file_server(publisher_harness, tmp_path):
@@ -213,3 +209,181 @@ def test_a_canary_has_many_distinct_tokens_even_with_a_tiny_tokenizer(example_mo
     assert len(set(map(tuple, sequences))) == 3
     # A long one has 64 tokens.
     assert [len(ids) for ids in canary_sequences(example_model, 16, long=True)] == [16] * 4
+
+
+HIDDEN, INNER, EXPERTS = 32, 48, 16
+SEQUENCES = [[1, 2, 3, 4, 5, 6, 7], [7, 5], [6, 3, 1]]
+
+
+@pytest.fixture(scope="module")
+def mixture() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=40, hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=4,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def rounded(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().bfloat16() for name, tensor in weights_of(model).items()}
+
+
+class Widened(TorchDispatchMode):
+    """The bytes of the largest weight that was converted to float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.bfloat16:
+            self.largest = max(self.largest, result.nbytes)
+        return result
+
+
+def test_of_routed_experts_one_matrix_at_a_time_is_widened(mixture):
+    with Widened() as widened:
+        make_canary(skeleton(mixture), rounded(mixture), SEQUENCES)
+    # Gate and up of one expert are one matrix. Nothing else of this model is larger.
+    assert widened.largest == 4 * 2 * INNER * HIDDEN
+
+
+def test_a_canary_with_experts_one_at_a_time_has_the_numbers_of_all_at_once(mixture, monkeypatch):
+    found = make_canary(skeleton(mixture), rounded(mixture), SEQUENCES)
+    monkeypatch.setattr(canary, "_holds_experts", lambda *_: False)
+    expected = make_canary(skeleton(mixture), rounded(mixture), SEQUENCES)
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_all_canaries_of_a_writer_are_computed_on_one_stream(publisher_harness, monkeypatch):
+    """torch's allocator keeps what is freed on a stream for that stream: each further one keeps memory of its own."""
+    made: list[object] = []
+    entered: list[object] = []
+
+    def own_stream(_: torch.device) -> object:
+        made.append(object())
+        return made[-1]
+
+    @contextlib.contextmanager
+    def stream(one):
+        entered.append(one)
+        yield
+
+    monkeypatch.setattr(snapshot_writer, "own_stream", own_stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    publisher = publisher_harness(snapshots_in="memory", steps=99).publisher()
+    for step in range(3):
+        publisher.publish(step)
+        assert publisher.flush(60)
+    assert entered == 3 * made
+    assert len(made) == 1
+
+
+class Gate:
+    """Holds the first call of a function until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def before(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if not self.reached.is_set():
+                self.reached.set()
+                assert self.opened.wait(60)
+            return real(*arguments, **named)
+
+        return call
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[WeightsFilePool]:
+    layout = layout_of({"a": ("F32", (4, 8))})
+    made = WeightsFilePool(tmp_path / "weights", layout, torch.device("cpu"), floor=0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other_thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+def seal(pool: WeightsFilePool, version: int) -> Path:
+    """Fill and publish a file. Returns its directory."""
+    file = not_none(pool.acquire())
+    pool.seal(file, Manifest("r", version, version, 0.0, {}, Canary([], [])))
+    return file.path
+
+
+def finish(gate: Gate, *calls: Future[Any]) -> None:
+    gate.opened.set()
+    for call in calls:
+        call.result(60)
+
+
+def test_a_free_file_is_acquired_while_another_thread_makes_one(pool, other_thread, monkeypatch):
+    held = not_none(pin_path(seal(pool, 0)))
+    pool.announced()
+    seal(pool, 1)
+    gate = Gate()
+    monkeypatch.setattr(weights_files, "_map", gate.before(weights_files._map))
+    # The searcher's hold leaves no file free, so one is made.
+    announced = other_thread.submit(pool.announced)
+    assert gate.reached.wait(60)
+    held.release()
+    acquired = other_thread.submit(pool.acquire)
+    try:
+        assert acquired.result(20) is not None
+        assert not announced.done()
+    finally:
+        finish(gate, announced, acquired)
+
+
+def test_a_file_is_acquired_while_another_thread_deletes_one(pool, other_thread, monkeypatch):
+    held = [not_none(pin_path(seal(pool, version))) for version in (0, 1)]
+    pool.announced()
+    seal(pool, 2)
+    for one in held:
+        one.release()
+    gate = Gate()
+    monkeypatch.setattr(WeightsFile, "delete", gate.before(WeightsFile.delete))
+    announced = other_thread.submit(pool.announced)
+    assert gate.reached.wait(60)
+    acquired = other_thread.submit(pool.acquire)
+    try:
+        assert acquired.result(20) is not None
+    finally:
+        finish(gate, announced, acquired)
+
+
+def test_without_a_free_file_the_one_that_another_thread_makes_is_waited_for(pool, other_thread, monkeypatch):
+    seal(pool, 0)
+    gate = Gate()
+    monkeypatch.setattr(weights_files, "_map", gate.before(weights_files._map))
+    announced = other_thread.submit(pool.announced)
+    assert gate.reached.wait(60)
+    acquired = other_thread.submit(pool.acquire)
+    finish(gate, announced, acquired)
+    made = [path for path in pool.directory.iterdir() if path.name.endswith(".part")]
+    assert made == [not_none(acquired.result()).path]
+
+
+def test_a_failure_to_make_a_file_is_not_waited_for(pool, other_thread, monkeypatch):
+    gate = Gate()
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(weights_files, "_map", gate.before(fail))
+    first = other_thread.submit(pool.acquire)
+    assert gate.reached.wait(60)
+    second = other_thread.submit(pool.acquire)
+    gate.opened.set()
+    for call in (first, second):
+        with pytest.raises(OSError, match="Input/output"):
+            call.result(60)
+    assert not any(path.name.endswith(".part") for path in pool.directory.iterdir())

@@ -98,11 +98,6 @@ def test_a_checkpoint_of_another_reference_is_rejected(tmp_path):
     assert refused.value.exit_code == EXIT_CONFIG
 
 
-def test_the_searcher_cannot_compute_an_updated_reference():
-    with pytest.raises(ValueError, match=r"search\.reference_logprobs = false"):
-        Config.model_validate({"reference": {"kind": "ema"}, "search": {"reference_logprobs": True}})
-
-
 def test_an_updated_reference_that_the_objective_does_not_use_is_rejected():
     with pytest.raises(ValueError, match='"grpo" with objective.kl = "auto" uses no reference'):
         Config.model_validate({"reference": {"kind": "reset"}, "objective": {"name": "grpo"}})

@@ -10,13 +10,7 @@ import torch
 from tba.common.wire.trajectory import sequences
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.puts import make_episode
-from tba.tests.helpers.trainer import (
-    make_batch,
-    make_learner,
-    make_row,
-    random_batch,
-    tiny_model,
-)
+from tba.tests.helpers.trainer import make_batch, make_learner, make_row, random_batch, tiny_model
 from tba.trainer.batch.batch import Row, TrainBatch, counted, decode
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
 from tba.trainer.step.learner import Measured

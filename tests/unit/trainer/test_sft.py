@@ -164,20 +164,17 @@ def test_resuming_with_other_data_is_rejected(base, pairs, tmp_path):
         make(base, plan, resume=True)
 
 
-def test_a_pair_ends_with_the_end_token(encoder, tmp_path):
-    file = write(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "answer": "2", "source": "me"}', "")
-    (row,) = read_rows([file], encoder)
-    assert row.prompt_ids.tolist() == encoder.renderer.tokenizer.encode("1+1=")
-    assert row.response_ids.tolist() == [*encoder.renderer.tokenizer.encode("2"), 1]
-
-
-def test_the_last_message_of_a_conversation_is_the_response_up_to_its_end_token(encoder, tmp_path):
+def test_a_pair_and_the_last_message_of_a_conversation_end_with_the_end_token(encoder, tmp_path):
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
-    file = write(tmp_path / "rows.jsonl", json.dumps({"messages": messages}))
-    encoder.renderer.tokenizer.chat_template = CHAT + "{% if not add_generation_prompt %}=={% endif %}"
-    (row,) = read_rows([file], encoder)
-    assert encoder.renderer.tokenizer.decode(row.prompt_ids) == "1+1="
-    assert encoder.renderer.tokenizer.decode(row.response_ids) == "2=<eos>"
+    pair = '{"prompt": "1+1=", "answer": "2", "source": "me"}'
+    file = write(tmp_path / "rows.jsonl", pair, "", json.dumps({"messages": messages}))
+    tokenizer = encoder.renderer.tokenizer
+    tokenizer.chat_template = CHAT + "{% if not add_generation_prompt %}=={% endif %}"
+    first, second = read_rows([file], encoder)
+    assert first.prompt_ids.tolist() == tokenizer.encode("1+1=")
+    assert first.response_ids.tolist() == [*tokenizer.encode("2"), 1]
+    assert tokenizer.decode(second.prompt_ids) == "1+1="
+    assert tokenizer.decode(second.response_ids) == "2=<eos>"
 
 
 def test_a_rendered_prompt_begins_with_one_begin_token_in_a_demonstration_and_in_a_searcher(encoder, tmp_path):

@@ -138,10 +138,7 @@ def test_the_weights_of_messages_are_those_of_the_last_or_refused(tmp_path, weig
         ({"tools": "add"}, "`tools` is 'add': write a list of objects"),
         ({"chat_template_kwargs": ["a"]}, r"`chat_template_kwargs` is \['a'\]: write an object"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "the message .*: write .role, content., two"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]},
-            "the message",
-        ),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]}, "the message"),
         ({"messages": [USER, {"role": "assistant", "content": "\ud83d"}]}, "half of a character"),
         ({"prompt": "a\ud83d", "response": "4", "messages": None}, "half of a character"),
         ({"prompt": "a", "response": "\ud83d", "messages": None}, "half of a character"),

@@ -2,20 +2,28 @@
 
 import importlib.util
 import json
+import logging
+import os
 import sqlite3
 import struct
+import threading
 import time
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tba.common.config import Config
 from tba.common.errors import MissingExtra
 from tba.common.weights.pretrained import load_tokenizer
 from tba.tests.helpers.checks import wait_until
-from tba.tests.helpers.trainer import make_batch, make_row
+from tba.tests.helpers.trainer import make_batch, make_row, tiny_model
 from tba.trainer.metrics import sinks
+from tba.trainer.metrics.flops import ModelFlops, peak_flops
+from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.metrics.sinks import (
     COLUMNS,
     Answer,
@@ -194,3 +202,117 @@ def test_a_missing_package_of_a_sink_is_a_one_line_error(tmp_path, monkeypatch):
     )
     with pytest.raises(MissingExtra, match=r"wandb is not installed: in the clone of tba, pip install '\.\[wandb\]'"):
         open_sinks(config, 0)
+
+
+def config(directory, **metrics) -> Config:
+    return Config.model_validate({"run": {"dir": str(directory)}, "metrics": metrics})
+
+
+def record(directory, first: int, last: int, value: float) -> None:
+    log = MetricsLog(directory, first_step=first, sinks=open_sinks(config(directory), first))
+    for step in range(first, last):
+        log.record(step, 1000.0 + step, {"loss": value + step})
+    log.sync()
+    log.close()
+
+
+def lines(directory) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resume_drops_the_steps_it_repeats_and_a_line_that_was_cut_off_by_a_crash(tmp_path):
+    record(tmp_path, 0, 5, 0.0)
+    record(tmp_path, 3, 7, 100.0)
+    assert [line["loss"] for line in lines(tmp_path)] == [0, 1, 2, 103, 104, 105, 106]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-5])
+    record(tmp_path, 7, 8, 0.0)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5, 7]
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_repeated_steps_once(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    # Files of the same second are read in the order of this number as text: 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+    record(tmp_path, 0, 5, 0.0)
+    record(tmp_path, 3, 6, 100.0)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(0, 0), (1, 1), (2, 2), (3, 103), (4, 104), (5, 105)]
+
+
+def test_a_line_is_added_while_the_disk_is_waited_for(tmp_path, monkeypatch):
+    log = MetricsLog(tmp_path, first_step=0)
+    log.record(0, 0.0, {})
+    adding, to_disk = threading.Thread(target=log.record, args=[1, 0.0, {}]), os.fsync
+    ended = []
+
+    def slow(descriptor: int) -> None:
+        adding.start()
+        adding.join(timeout=60)
+        ended.append(not adding.is_alive())
+        to_disk(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    log.sync()
+    adding.join()
+    log.close()
+    assert ended == [True]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+
+
+def test_dense_flops_equal_torchs_count_of_the_matrix_products():
+    model = tiny_model(vocabulary=32, hidden=64)
+    row = make_row(1, [1], np.arange(23) % 32)
+    tokens = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+    with FlopCounterMode(display=False) as counter:
+        model.base_model(input_ids=tokens)
+    products = counter.flop_counts["Global"]
+    counted = 3 * (products[torch.ops.aten.mm] + 2 * model.lm_head.weight.numel() * len(row.response_ids))
+    flops = ModelFlops(model)
+    dense = flops.update([row]) - 6 * 64 * row.tokens**2
+    norms = 6 * row.tokens * sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    assert dense - norms == counted
+
+
+def test_a_shared_prompt_counts_once():
+    model = tiny_model(vocabulary=32, hidden=64)
+    flops = ModelFlops(model)
+    prompt, rows = [1, 2, 3, 4], [[5, 6], [7], [8, 9, 10]]
+    alone = [flops.update([make_row(n, prompt, response)]) for n, response in enumerate(rows)]
+    together = flops.update([make_row(n, prompt, response) for n, response in enumerate(rows)])
+    # make_row(_, prompt, []) is the prompt alone: no token is predicted.
+    assert together == sum(alone) - 2 * flops.update([make_row(0, prompt, [])])
+
+
+def test_a_row_with_segments_costs_what_its_sequences_cost():
+    flops = ModelFlops(tiny_model(vocabulary=32, hidden=64))
+    mask = np.array([1, 0, 0, 1, 1], np.uint8)
+    row = make_row(1, [1, 2], [3, 4, 5, 6, 7], loss_mask=mask, segments=np.array([1], np.int32))
+    assert flops.update([row]) == flops.update([make_row(1, [1, 2], [3])]) + flops.update([make_row(2, [4, 5], [6, 7])])
+
+
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA H100 NVL", 835.5), ("NVIDIA H200", 989.5),
+    ("NVIDIA H200 NVL", 835.5), ("NVIDIA H20", 148), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
+    ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA A100-SXM4-80GB", 312), ("A100-SXM4-40GB", 312), ("NVIDIA A10", 125),
+    ("NVIDIA A10G", 70), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA RTX 6000 Ada Generation", 364.2),
+])  # fmt: skip
+def test_a_gpu_has_the_peak_of_its_whole_name_and_a_cpu_none(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_flops(torch.device("cuda")) == tflops * 1e12
+    assert peak_flops(torch.device("cpu")) is None
+
+
+# A part of a card, older cards without bfloat16, and small ones whose names contain those of large ones.
+@pytest.mark.parametrize(
+    "name", ["NVIDIA RTX A1000", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Tesla V100-SXM2-16GB", "Quadro RTX 4000"]
+)
+def test_an_unknown_gpu_has_no_peak_and_is_named(monkeypatch, caplog, name):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    with caplog.at_level(logging.INFO, logger="tba"):
+        assert peak_flops(torch.device("cuda")) is None
+    (record,) = caplog.records
+    assert record.fields == {"gpu": name}

@@ -141,7 +141,6 @@ def mass_of_the_sampled(
     return float((PROBABILITIES.log() + features_AF @ weights_F).detach().softmax(0)[:2].sum())
 
 
-@pytest.mark.slow
 def test_on_stale_data_tb_loses_the_probability_of_the_sampled_answers_and_tb_stale_does_not():
     table, before = torch.eye(3).tolist(), 0.9
     assert mass_of_the_sampled("tb", table, BETA) < before - 0.03
@@ -152,7 +151,6 @@ def test_on_stale_data_tb_loses_the_probability_of_the_sampled_answers_and_tb_st
     assert mass_of_the_sampled("tb_stale", shared, 0.1) > before
 
 
-@pytest.mark.slow
 def test_imitation_keeps_the_probability_of_a_group_that_is_nearly_solved():
     # Seven right answers and a wrong one; what unlearns the wrong one also unlearns the right one.
     shared, picks = [[1.0, 1.0], [2.0, 0.0], [0.0, 0.0]], [0] * 7 + [1]

@@ -40,21 +40,14 @@ def parameters(learner: Learner) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in learner.policy.parameters()]).clone()
 
 
-def test_log_probabilities_equal_those_of_an_unpadded_forward_pass():
-    model = in_float64(tiny_model())
-    rows = random_batch(3).rows
-    found = sequence_logprobs(Scorer(model).score(rows).logprob_R, rows)
-    expected = torch.stack([naive_logprob(model, row) for row in rows])
-    assert torch.allclose(found, expected, atol=1e-12, rtol=0)
-
-
-def test_masked_tokens_do_not_count_and_an_empty_response_has_log_probability_zero():
+def test_log_probabilities_equal_those_of_an_unpadded_forward_pass_without_masked_tokens():
     model = in_float64(tiny_model())
     masked = make_row(1, [1, 2], [3, 4, 5], loss_mask=np.array([1, 0, 1], np.uint8))
-    rows = [masked, make_row(2, [1, 2], [])]
-    found = sequence_logprobs(Scorer(model).score(rows).logprob_R, rows)
-    assert found[0].item() == pytest.approx(naive_logprob(model, masked).item(), abs=1e-12)
-    assert found[1].item() == 0
+    rows = [*random_batch(3).rows, masked, make_row(2, [1, 2], [])]
+    *found, empty = sequence_logprobs(Scorer(model).score(rows).logprob_R, rows)
+    expected = torch.stack([naive_logprob(model, row) for row in rows[:-1]])
+    assert torch.allclose(torch.stack(found), expected, atol=1e-12, rtol=0)
+    assert empty.item() == 0
 
 
 def test_the_gradient_of_a_step_is_equation_7_on_the_model():
@@ -410,21 +403,17 @@ def test_gradients_are_clipped_to_the_configured_norm():
     assert math.sqrt(sum(float(g.square().sum()) for g in found)) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_the_scheduled_learning_rate_is_used_and_recorded():
-    learner = make_learner(warmup_steps=2, learning_rate=0.01)
-    weights, rates = [parameters(learner)], []
+def test_the_scheduled_learning_rate_and_beta_are_used_and_recorded():
+    learner = make_learner(warmup_steps=2, learning_rate=0.01, beta=1.0, beta_final=0.5, beta_anneal_steps=2)
+    weights, metrics = [parameters(learner)], []
     for seed in range(3):
-        rates.append(learner.step(random_batch(seed)).metrics["learning_rate"])
+        metrics.append(learner.step(random_batch(seed)).metrics)
         weights.append(parameters(learner))
-    assert rates == pytest.approx([0, 0.005, 0.01])
+    assert [one["learning_rate"] for one in metrics] == pytest.approx([0, 0.005, 0.01])
+    assert [one["beta"] for one in metrics] == [1.0, 0.75, 0.5]
     assert torch.equal(weights[0], weights[1])
     # AdamW's first updates are about as large as the learning rate.
     assert 0.002 < float((weights[2] - weights[1]).abs().max()) < 0.02
-
-
-def test_beta_is_annealed_over_the_steps():
-    learner = make_learner(beta=1.0, beta_final=0.5, beta_anneal_steps=2)
-    assert [learner.step(random_batch(seed)).metrics["beta"] for seed in range(3)] == [1.0, 0.75, 0.5]
 
 
 OBJECTIVES = ["tb_learned_z", "tba_prime", "grpo", "ppo_clip", "cispo", "online_dpo", "oapl"]

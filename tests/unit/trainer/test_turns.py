@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tba.common.config import Config, ObjectiveSection
+from tba.common.config import ObjectiveSection
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.trainer import make_batch, make_learner, make_row, objective, random_batch
 from tba.tests.helpers.two_turns import BETA, Policy, gain, gain_of, group_of, make_sampler, make_world, train
@@ -136,5 +136,3 @@ def test_a_log_z_of_each_turn_is_refused_where_it_has_no_meaning():
     for keys in ({"name": "tba_prime"}, {"name": "tb_learned_z"}, {"imitation": 0.5}, {"taper": "mean"}):
         with pytest.raises(ValidationError, match=r'set objective\.name = "tb"'):
             ObjectiveSection(log_z="turn", **keys)
-    with pytest.raises(ValidationError, match=r"set search\.reference_logprobs = false"):
-        Config.model_validate({"objective": {"log_z": "turn"}, "search": {"reference_logprobs": True}})

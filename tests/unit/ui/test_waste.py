@@ -1,11 +1,15 @@
-"""What training does not use: the views `waste` and `lengths`, and their page."""
+"""What training does not use: the views `waste` and `lengths`."""
 
+import html
 import re
 
+import numpy as np
 import pytest
 
 from tba.tests.helpers.browser import client, select
 from tba.tests.helpers.buffer import change
+from tba.tests.helpers.puts import log_ratios, numbers_of
+from tba.ui.charts import Chart, Series, overlay
 
 
 def test_lengths_count_what_was_generated_and_what_was_trained_on(filled):
@@ -47,25 +51,144 @@ def test_lengths_of_a_long_run_are_those_of_an_even_sample(filled):
     assert counts[1] == pytest.approx(counts[0], rel=0.01)
 
 
-def test_the_page_shows_the_classes_and_leads_to_their_trajectories(browser):
-    page = browser.get("/r/test/waste")
-    assert page.status_code == 200
-    assert "trajectories?length_min=2&amp;length_max=3" in page.text
-    assert "trajectories?length_min=0&amp;length_max=0" in page.text
-    flat, waits = browser.get("/r/test/waste.json").json()
-    assert (flat["steps"], flat["series"][0]["values"]) == ([0], [0.0])
-    assert waits["unit"] == "s"
-
-
 @pytest.mark.parametrize(("trained", "expected"), [("no", ["7"]), ("yes", ["6", "5", "4", "3", "2", "1"])])
 def test_trajectories_are_filtered_by_whether_a_step_has_them(browser, trained, expected):
     page = browser.get(f"/r/test/trajectories?trained={trained}")
     assert re.findall(r'href="/r/test/trajectories/(\d+)"', page.text) == expected
 
 
-def test_an_empty_run_has_no_waste(harness):
-    buffer = harness()
+@pytest.fixture
+def trained_twice(harness):
+    """A database whose trajectory 1, of two tokens, was trained on by steps 0 and 2, and trajectory 2 by step 1."""
+    buffer = harness(fill=(1, 2))
+    for step in range(3):
+        buffer.sample(step, prompts=1, samples=1)
+    database = buffer.store.database
+    with buffer.store.transaction():
+        database.execute("UPDATE consumption_rows SET trajectory = 1 + (batch = 2), staleness = batch - 1")
+    for step, (row, mismatch) in enumerate([([0.005, -0.5], 0.2525), (None, None), ([1.5, -2.0], None)]):
+        each = log_ratios(row)
+        buffer.report(step, rows=numbers_of(1, mismatch=[mismatch], token_log_ratios=each))
     buffer.store.close()
-    browser = client(buffer.store.path)
-    assert "No trajectory yet." in browser.get("/r/test/waste").text
-    assert browser.get("/r/test/waste.json").json() == []
+    return buffer.store.path
+
+
+def strip_of(page):
+    """Return the colour and the tooltip of each token, and the text around the strip without tags."""
+    text = page.text[page.text.index("Tokens</h2>") : page.text.index("Training</h2>")]
+    about = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", text)))
+    return re.findall(r'<span class="([^"]*)" title="([^"]*)">', text), about
+
+
+def test_tokens_are_coloured_by_the_mismatch_of_the_newest_step_or_of_another(trained_twice):
+    browser = client(trained_twice)
+    tokens, about = strip_of(browser.get("/r/test/trajectories/1?colour=mismatch"))
+    assert [style for style, _ in tokens] == ["r6", "r0"]
+    assert [title.rpartition(", ")[2] for _, title in tokens] == ["log-ratio +1.5 nats", "log-ratio -2 nats"]
+    assert (
+        "log π of the trainer at step 2 − log μ of the searcher: the mismatch of trainer and engine, and what" in about
+    )
+    assert "training changed in the 2 steps since it was sampled. Steps: 0 2" in about
+    tokens, about = strip_of(browser.get("/r/test/trajectories/1?colour=mismatch&step=0"))
+    assert [style for style, _ in tokens] == ["r3", "r1"]
+    assert "the mismatch of trainer and engine, which had the same weights." in about
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("2?colour=mismatch", "No trainer has reported log-ratios of these tokens."),
+        ("1?colour=mismatch&step=1", "Step 1 has reported no log-ratios of these tokens. Steps: 0 2"),
+    ],
+)
+def test_a_strip_without_reported_log_ratios_has_no_colours_and_says_so(trained_twice, address, sentence):
+    tokens, about = strip_of(client(trained_twice).get(f"/r/test/trajectories/{address}"))
+    assert [style for style, _ in tokens] == ["", ""]
+    assert sentence in about
+
+
+def test_the_strip_of_a_trajectory_without_training_says_that_there_was_none(harness):
+    buffer = harness(fill=(1, 2))
+    buffer.store.close()
+    _, about = strip_of(client(buffer.store.path).get("/r/test/trajectories/1?colour=mismatch"))
+    assert "No trainer has reported log-ratios of these tokens: no step has trained on them." in about
+
+
+def test_log_ratios_that_are_not_as_many_as_tokens_are_not_shown(trained_twice):
+    change(trained_twice, "UPDATE consumption_rows SET token_log_ratios = x'000000' WHERE batch = 3")
+    _, about = strip_of(client(trained_twice).get("/r/test/trajectories/1?colour=mismatch"))
+    assert "Step 2 has reported no log-ratios of these tokens. Steps: 0 2" in about
+
+
+def test_a_masked_token_has_no_log_ratio(harness, trajectory):
+    buffer = harness(fill=(1, 0))
+    buffer.put([trajectory(lease=0, loss_mask=np.array([1, 0, 1], np.uint8))], 0)
+    buffer.sample(0, prompts=1, samples=1)
+    buffer.report(0, rows=numbers_of(1, token_log_ratios=log_ratios([0.5, 0.0, 0.5])))
+    buffer.store.close()
+    tokens, _ = strip_of(client(buffer.store.path).get("/r/test/trajectories/1?colour=mismatch"))
+    assert [style for style, _ in tokens] == ["r5", "masked", "r5"]
+    assert ["log-ratio" in title for _, title in tokens] == [True, False, True]
+
+
+@pytest.mark.parametrize("query", ["colour=reward", "colour=mismatch&step=x", "colour=mismatch&step=", "token=-1"])
+def test_a_strip_of_no_such_colour_step_or_token_is_refused(filled, query):
+    page = client(filled).get(f"/r/test/trajectories/1?{query}")
+    assert page.status_code == 400
+    assert "colour is logprob, version or mismatch, step and token are numbers" in page.text
+
+
+@pytest.fixture
+def browser(filled, tmp_path):
+    """A browser of three runs, `test`, `test~2` with another reward and learning rate, and `test~3`, as the first."""
+    for name in ("a", "b", "c"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "buffer.sqlite").write_bytes(filled.read_bytes())
+        sql = "UPDATE batches SET metrics = json_set(metrics, '$.reward_mean', ?)"
+        change(tmp_path / "runs" / name / "buffer.sqlite", (sql, [0.75 if name == "b" else 0.25]))
+    rate = "UPDATE starts SET config = json_set(config, '$.train.learning_rate', 0.125)"
+    change(tmp_path / "runs/b/buffer.sqlite", rate)
+    return client(tmp_path / "runs")
+
+
+def test_runs_have_their_results_side_by_side_and_the_settings_that_differ(browser):
+    page = browser.get("/r/test/compare?kind=runs&b=test~2&b=test~3")
+    assert page.status_code == 200
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in page.text.split("<tr>")[1:]]
+    cells = {row[0]: row[1:] for row in rows if row}
+    assert cells["trajectories"] == ["7", "7", "7"]
+    assert cells["train.learning_rate"][1] == "0.125"
+    assert {name for name in cells if "." in name} == {"train.learning_rate"}
+    assert next(values for name, values in cells.items() if name.startswith("Reward, training batch")) == [
+        "0.25",
+        "0.75",
+        "0.25",
+    ]
+
+
+def test_the_curves_of_all_runs_share_a_chart(browser):
+    charts = browser.get("/r/test/compare.json?b=test~2&b=test~3").json()
+    reward = next(chart for chart in charts if chart["title"] == "Reward")
+    assert [one["label"] for one in reward["series"]] == [
+        f"{run}: training batch" for run in ("test", "test~2", "test~3")
+    ]
+    assert [one["values"] for one in reward["series"]] == [[0.25], [0.75], [0.25]]
+
+
+def test_curves_over_different_steps_keep_their_own():
+    runs = [("a", [Chart("Loss", "", [0, 2], [Series("loss", [1.0, 3.0])])]),
+            ("b", [Chart("Loss", "", [1, 2], [Series("loss", [5.0, None])]), Chart("KL", "", [1], [])])]  # fmt: skip
+    loss, kl = overlay(runs)
+    assert (loss.steps, [one.values for one in loss.series]) == ([0, 1, 2], [[1.0, None, 3.0], [None, 5.0, None]])
+    assert kl.steps == [1]
+
+
+@pytest.mark.parametrize("address", ["/r/test/compare?kind=runs&b=no", "/r/test/compare.json?b=no"])
+def test_an_unknown_run_is_not_compared(browser, address):
+    page = browser.get(address)
+    assert (page.status_code, "there is no run no here" in page.text) == (404, True)
+
+
+def test_a_single_run_says_how_to_show_several(filled):
+    page = client(filled).get("/r/test/compare?kind=runs")
+    assert "tba ui runs/a runs/b" in page.text

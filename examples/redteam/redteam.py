@@ -15,7 +15,7 @@ from typing import Any
 
 from tba.common.config.task import server_address
 from tba.common.errors import HttpRefused, TaskError
-from tba.common.http_json import JsonClient
+from tba.searcher.scoring.http_model import JsonClient
 from tba.searcher.tasks.task import CORRECT, ListedTask, Prompt, Reward
 
 _SEED_BITS = 0x7FFFFFFF

@@ -1,12 +1,12 @@
-"""The frozen reference model in a searcher: log-probabilities of whole responses.
+"""The models of an evaluation besides the policy: a frozen reference, and a sentence encoder.
 
-Float32 weights, with matrices in bfloat16 where autocast would round them before each product; teacher forced,
-temperature 1, summed in float64 over the tokens that count. Duplicated on purpose: searcher and trainer share no code
-that needs torch. `tests/unit/searcher/test_references.py` keeps this, the trainer's `model/scorer.py` and
-`publishing/canary.py`, and the engine's `score` equal.
+The reference has float32 weights, with matrices in bfloat16 where autocast would round them before each product; it is
+teacher forced, at temperature 1, and summed in float64 over the tokens that count. Duplicated on purpose: searcher and
+trainer share no code that needs torch. `tests/unit/searcher/test_references.py` keeps this, the trainer's
+`model/scorer.py` and `publishing/canary.py`, and the engine's `score` equal.
 
-Shape suffixes: N sequences, T tokens of the longest, R response tokens of one row, c a chunk of them, H hidden size,
-V vocabulary.
+Shape suffixes: N sequences or texts, T tokens of the longest, R response tokens of one row, c a chunk of them, H hidden
+size, V vocabulary.
 """
 
 import math
@@ -16,19 +16,22 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.pretrained import from_directory
-from tba.common.wire.trajectory import TokenSequence, Trajectory, sequences
+from tba.common.wire.trajectory import Int32, TokenSequence, Trajectory, sequences
+from tba.searcher.evaluation.measure import Floats
 
 # Most tokens of a batch, padding included.
 _BATCH_TOKENS = 8192
 # Response positions whose logits exist at the same time.
 _CHUNK = 256
+# Texts that are embedded at a time, and the longest input of an encoder that names no limit of its own.
+_TEXTS, _MAX_TOKENS = 64, 512
 
 
 class ReferenceModel:
@@ -53,7 +56,7 @@ class ReferenceModel:
 
         None for a failed rollout, for a row with a token outside the vocabulary, and where the result is not finite.
         """
-        usable = [n for n, row in enumerate(rows) if self._is_usable(row)]
+        usable = [n for n, row in enumerate(rows) if all(map(self._are_known, (row.prompt_ids, row.response_ids)))]
         each = [(n, sequence) for n in usable for sequence in sequences(rows[n])]
         sums = dict.fromkeys(usable, 0.0)
         cut = partial(cut_by_tokens, limit=_BATCH_TOKENS, padded=True)
@@ -62,9 +65,8 @@ class ReferenceModel:
                 sums[each[index][0]] += logprob
         return [sums[n] if math.isfinite(sums.get(n, math.nan)) else None for n in range(len(rows))]
 
-    def _is_usable(self, row: Trajectory) -> bool:
-        ids = (row.prompt_ids, row.response_ids)
-        return all(len(part) and part.min() >= 0 and part.max() < self._vocabulary for part in ids)
+    def _are_known(self, ids: Int32) -> bool:
+        return len(ids) > 0 and bool(0 <= ids.min() <= ids.max() < self._vocabulary)
 
     def _batch(self, rows: Sequence[TokenSequence]) -> list[float]:
         width = max(map(_tokens, rows))
@@ -106,3 +108,42 @@ def to_bfloat16(model: PreTrainedModel) -> None:
 
 def _tokens(row: TokenSequence) -> int:
     return len(row.context_ids) + len(row.response_ids)
+
+
+class SentenceEncoder:
+    """A sentence encoder: the mean of a transformer's last hidden states over the tokens of a text.
+
+    This is how the sentence-transformers models pool, such as all-MiniLM-L6-v2; their final normalisation does not
+    change a cosine. `model` is a directory or hub id. Raises ConfigError if it does not load, or OutOfMemory.
+    """
+
+    def __init__(self, model: str, *, device: str) -> None:
+        directory = model_directory(model, setting="eval.embedder")
+        with loading(f"the sentence encoder in {directory}", device):
+            self._tokenizer = from_directory(AutoTokenizer, directory)
+            self._model = from_directory(AutoModel, directory, use_safetensors=True)
+            self._model.to(device).eval().requires_grad_(False)
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self._device = torch.device(device)
+        positions = getattr(self._model.config, "max_position_embeddings", None) or _MAX_TOKENS
+        self._longest = min(self._tokenizer.model_max_length, positions)
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[str]) -> Floats:
+        """Return the embeddings [N, H] of texts, each cut to the longest input of the model."""
+        parts = []
+        for start in range(0, len(texts), _TEXTS):
+            batch = self._tokenizer(
+                list(texts[start : start + _TEXTS]),
+                padding=True,
+                truncation=True,
+                max_length=self._longest,
+                return_tensors="pt",
+            ).to(self._device)
+            inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+            hidden_NTH = self._model(**inputs).last_hidden_state.float()
+            mask_NT1 = batch["attention_mask"][..., None]
+            mean_NH = (hidden_NTH * mask_NT1).sum(1) / mask_NT1.sum(1).clamp(min=1)
+            parts.append(mean_NH.cpu().numpy().astype(np.float64))
+        return np.concatenate(parts)

@@ -37,7 +37,7 @@ from benchmarks.off_policy.sampling import Response, as_batch, respond
 from benchmarks.off_policy.setting import WARMUP_STEPS, objective_section
 from benchmarks.off_policy.tasks import ROOT, Problem, Task, small_config
 from examples.arithmetic.make_model import build_tokenizer, save, train
-from tba.common.config import ScoringModelSection, TrainSection
+from tba.common.config import RewardModelSection, TrainSection
 from tba.searcher.evaluation.measure import NEAR_DUPLICATE_DISTANCE, cosine_distance, without_near_duplicates
 from tba.searcher.scoring.classifier import RewardModel
 from tba.tests.helpers.trainer import learner_of
@@ -124,7 +124,7 @@ def make_classifier() -> Path:
 
 def scorer_of(path: Path) -> Callable[[Sequence[tuple[str, str]]], list[float]]:
     """Return a function of pairs of prompt and response to logits: the reward model of a searcher."""
-    model = RewardModel(path, ScoringModelSection(path=str(path)), "cpu")
+    model = RewardModel(path, RewardModelSection(path=str(path)), "cpu")
 
     def score(pairs: Sequence[tuple[str, str]]) -> list[float]:
         encoded = [model.encode(*pair) for pair in pairs]

@@ -53,6 +53,7 @@ Database = Annotated[
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen without keys where other machines can connect.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, and change nothing.")]
+KeepSteps = Annotated[int, typer.Option(min=0, help="Newest trained steps that stay, for resume.")]
 Format = Annotated[str | None, typer.Option("--format", help="jsonl, parquet or openenv; default: by the suffix.")]
 _TABLE_ROWS = 100
 # The largest integer of SQLite.
@@ -277,7 +278,7 @@ def prune(
         Path | None, typer.Option("--export", help="Write what is deleted to this file first: .jsonl or .parquet.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete rows without an export.")] = False,
-    keep_steps: Annotated[int, typer.Option(min=0, help="Newest trained steps that stay, for resume.")] = 1000,
+    keep_steps: KeepSteps = 1000,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -309,12 +310,42 @@ def prune(
 
 
 @app.command()
+def archive(
+    destination: Annotated[
+        str, typer.Argument(metavar="DESTINATION", help="A directory, or a URL of fsspec such as s3://bucket/tba.")
+    ],
+    config: ConfigFile = None,
+    sets: Sets = None,
+    buffer: Database = None,
+    keep_steps: KeepSteps = 1000,
+    as_json: Json = False,
+) -> None:
+    """Move tokens of trajectories that can no longer be sampled to Parquet files. Works while the server runs.
+
+    Rewards, texts and history stay in the database, and whatever shows or trains on old trajectories reads the files.
+    Steps that a checkpoint next to the database may repeat keep their tokens. The file shrinks if the server is
+    stopped; else its freed space is used again. Settings count as for `prune --tokens`. May be killed at any moment.
+    """
+    settings = _as_served(ConfigOptions.next_to(destination, config, sets, has_database=True), buffer, None)
+    from tba.buffer.tools.archive import archive as run_archive
+    from tba.buffer.tools.printing import print_fields
+
+    with row_progress() as on_progress:
+        done = run_archive(settings, destination, keep_steps=keep_steps, on_progress=on_progress)
+    if as_json:
+        return print_json(done)
+    return print_fields({name.replace("_", " "): value for name, value in done.items()} | {"files": len(done["files"])})
+
+
+@app.command()
 def check(
     file: FileArgument = None,
     config: ConfigFile = None,
     sets: Sets = None,
     buffer: Database = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the comparison of indexes with their tables.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip the comparison of indexes with their tables, and archives.")
+    ] = False,
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
@@ -389,16 +420,12 @@ def existing(options: ConfigOptions, buffer: Path | None) -> "Config":
     return resolve(options, buffer, exists=True).config
 
 
-def _prune_tokens(
-    options: ConfigOptions, buffer: Path | None, run: str | None, *, keep_steps: int, dry_run: bool, as_json: bool
-) -> None:
+def _as_served(options: ConfigOptions, buffer: Path | None, run: str | None) -> "Config":
+    """Return the settings that a run was last served with, and above them those that are given."""
     resolved = resolve(options, buffer, unless=("buffer.database", "run.dir"), exists=True)
     path = resolved.config.database
     given = run or (resolved.config.run.name if "run.name" in resolved.origins else None)
     from tba.buffer.store.starts import recorded_settings
-    from tba.buffer.tools.printing import print_fields
-    from tba.buffer.tools.prune import prune_tokens
-    from tba.common.clock import SystemClock
 
     recorded = {**recorded_settings(path, given), "buffer.database": path}
     if given is not None:
@@ -406,6 +433,17 @@ def _prune_tokens(
     settings = resolved.over(recorded, f"recorded in {path}", needs="buffer")
     if run is not None:
         settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": run})})
+    return settings
+
+
+def _prune_tokens(
+    options: ConfigOptions, buffer: Path | None, run: str | None, *, keep_steps: int, dry_run: bool, as_json: bool
+) -> None:
+    settings = _as_served(options, buffer, run)
+    from tba.buffer.tools.printing import print_fields
+    from tba.buffer.tools.prune import prune_tokens
+    from tba.common.clock import SystemClock
+
     done = prune_tokens(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
     if as_json:
         return print_json(done)

@@ -6,7 +6,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from tba.buffer.store.recorded_work import refuse_other_work
@@ -195,16 +194,14 @@ def _embedder(plan: Plan) -> Result:
     return _model("eval.embedder", path)
 
 
-def _scoring_model(name: str, plan: Plan) -> Result:
-    section = plan.config.reward_model if name == "reward_model" else plan.config.gold_model.classifier
+def _reward_model(plan: Plan) -> Result:
+    section = plan.config.reward_model
     if not section.configured:
         return "ok", "none is configured"
-    setting = f"{name}.path"
     if not section.url and is_hub_name(section.path) and model_here(section.path) is None:
-        unused = "unchecked", f"{section.path} is on the hub, and only `tba eval` uses it"
-        return unused if setting in unused_models(plan.config) else _model(setting, section.path)
+        return _model("reward_model.path", section.path)
     try:
-        return "ok", check_reward_model(section, name)
+        return "ok", check_reward_model(section)
     except MissingExtra as error:
         return ("fail" if plan.starts else "unchecked"), f"{section.source}: {error}; a role here needs it"
     except HttpUnavailable as error:
@@ -266,6 +263,5 @@ CHECKS = (
     Check("keys", _of_machine(doctor.check_keys)),
     Check("modes", _of_machine(doctor.check_modes)),
     Check("task", _task, start=_need_hub, anywhere=True, of_role="task.name"),
-    Check("reward model", partial(_scoring_model, "reward_model"), anywhere=True, of_role="reward_model.path"),
-    Check("gold model", partial(_scoring_model, "gold_model"), anywhere=True, of_role="gold_model.path"),
+    Check("reward model", _reward_model, anywhere=True, of_role="reward_model.path"),
 )

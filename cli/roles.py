@@ -127,9 +127,10 @@ def train(
     settings = resolved.config
     _check_training(settings)
     device, count = _choose_device(settings)
-    stop = start_process("train", level="INFO" if _is_first_rank() else "ERROR")
+    # The first rank of each node.
+    stop = start_process("train", level="INFO" if os.environ.get("LOCAL_RANK", "0") == "0" else "ERROR")
     stop.drain_seconds = trainer_drain_seconds(settings)
-    if count > 1:
+    if count:
         from tba.deploy.rank_launcher import train_together
 
         return train_together(settings, sys.argv[1:], count, stop)
@@ -212,7 +213,7 @@ def _sft(config: "Config", plan: tuple[Any, ...], *, resume: bool, as_json: bool
     device, count = _choose_device(config)
     level = "ERROR" if not _is_first_rank() else "WARNING" if as_json or sys.stderr.isatty() else "INFO"
     stop, out = start_process("sft", level=level), plan[1]
-    if count > 1:
+    if count:
         if as_json:
             raise UsageError(f"--json is for one process: with several read {out}.work/metrics.jsonl")
         from tba.deploy.rank_launcher import train_together
@@ -236,10 +237,12 @@ def _is_first_rank() -> bool:
 
 
 def _choose_device(config: "Config") -> tuple[str, int]:
-    """Pin the GPUs to train on. Returns this process's device, and how many ranks it starts: 1 if it trains itself."""
+    """Pin the GPUs to train on. Returns this process's device, and how many ranks it starts: 0 if it trains itself."""
     from tba.common.system.devices import CPU, choose_and_pin
+    from tba.common.system.process import node_number
 
     rank, device, count = os.environ.get("LOCAL_RANK"), CPU, config.train.processes
     if config.train.gpu != CPU:
         device, count = f"cuda:{rank or 0}", len(choose_and_pin(config.train.gpu, "train.gpu"))
-    return device, count if rank is None else 1
+    _, nodes = (0, 1) if rank is not None else node_number()
+    return device, 0 if rank is not None or count * nodes == 1 else count

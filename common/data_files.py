@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.common import jsonl
-from tba.common.errors import MissingExtra, TaskError, first_line
+from tba.common.errors import MissingExtra, TaskError, UsageError, first_line
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -83,6 +83,22 @@ def pyarrow() -> tuple[Any, Any]:
     except ModuleNotFoundError:
         raise MissingExtra("pyarrow", "parquet") from None
     return pyarrow, pyarrow.parquet
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL or a local path, and the path in it.
+
+    Raises MissingExtra without fsspec, UsageError for a URL that no installed package understands.
+    """
+    try:
+        import fsspec.core
+    except ModuleNotFoundError:
+        raise MissingExtra("fsspec", "archive") from None
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{url} cannot be opened: {first_line(error)}") from error
+    return system, path
 
 
 def without_nested_nulls(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """`tba train` over several processes of this machine: one rank for each GPU, all of them or none.
 
 Each rank gets its number as torchrun passes it (RANK, LOCAL_RANK, WORLD_SIZE), so that the same command also works
-under torchrun. Two things differ. The ranks rendezvous through a file and talk over the loopback device: no port
-is open to other machines. And this supervisor ends them: exit codes keep their meaning, and SIGTERM saves first.
+under torchrun. Two things differ. The ranks of one node rendezvous through a file and talk over the loopback device: no
+port is open to other machines. And this supervisor ends them: exit codes keep their meaning, and SIGTERM saves first.
+
+Over several nodes (NNODES), each has such a supervisor. They do not talk to each other: ranks notice lost ranks.
 """
 
 import os
@@ -14,7 +16,14 @@ from pathlib import Path
 from tba.common.config import Config
 from tba.common.errors import EXIT_LOST, TbaError
 from tba.common.system.devices import CPU
-from tba.common.system.process import RENDEZVOUS_VARIABLE, notify_systemd, openmp_threads, partition_cores
+from tba.common.system.process import (
+    RENDEZVOUS_VARIABLE,
+    node_number,
+    notify_systemd,
+    openmp_threads,
+    partition_cores,
+)
+from tba.common.system.watchdog import Watchdog
 from tba.deploy.child import NO_RESTART, Child, RestartPolicy, ending, trainer_drain_seconds
 from tba.deploy.supervisor import Supervisor
 
@@ -28,37 +37,46 @@ def train_together(config: Config, arguments: Sequence[str], count: int, stop: C
 
     If a rank fails, the others are ended. Raises TbaError with the exit code of the rank that failed first.
     """
+    node, nodes = node_number()
+    watchdog = Watchdog()
     with tempfile.TemporaryDirectory(prefix="tba-ranks-") as rendezvous:
-        ranks = _children(config, arguments, count, Path(rendezvous) / "ranks")
+        ranks = _children(config, arguments, count, Path(rendezvous) / "ranks" if nodes == 1 else None)
         with Supervisor(ranks, config.launch) as supervisor:
             while not (stop() or all(child.ended for child in ranks) or any(child.exit_code for child in ranks)):
                 supervisor.poll()
                 # The training thread of rank 0 is the working loop of all of them.
                 for notice in {"READY=1", "WATCHDOG=1"}.intersection(ranks[0].notices):
                     notify_systemd(notice)
+                if node:
+                    # Ranks there wait for rank 0, whose own watchdog ends all of them.
+                    watchdog.beat()
                 time.sleep(_POLL_SECONDS)
             if stop():
                 supervisor.stop(ranks, drain_seconds=trainer_drain_seconds(config))
                 if ranks[0].exit_code:
-                    raise _failure(ranks[0], count)
+                    raise _failure(ranks[0], count * nodes)
             elif (culprit := _culprit(supervisor, ranks)) is not None:
-                raise _failure(culprit, count)
+                raise _failure(culprit, count * nodes)
 
 
-def _children(config: Config, arguments: Sequence[str], count: int, rendezvous: Path) -> list[Child]:
+def _children(config: Config, arguments: Sequence[str], count: int, rendezvous: Path | None) -> list[Child]:
+    """Return the ranks of this node, which meet through a file, or without one at MASTER_ADDR."""
+    node, nodes = node_number()
     parts = partition_cores(count)
     # Offload computes AdamW on the host.
     binds = config.train.gpu == CPU or config.train.offload == "optimizer"
     children = []
-    for rank, cores in enumerate(parts):
+    for local, cores in enumerate(parts):
+        rank = node * count + local
         environment = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            RENDEZVOUS_VARIABLE: str(rendezvous),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(count * nodes),
+            "LOCAL_WORLD_SIZE": str(count),
         }
+        if rendezvous is not None:
+            interfaces = {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+            environment |= {RENDEZVOUS_VARIABLE: str(rendezvous), **interfaces}
         # By default each rank would have as many threads as the machine has cores.
         if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(openmp_threads(parts))

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tba.common.config import Config, ScoringModelSection
+from tba.common.config import Config, RewardModelSection
 from tba.common.config.root import check_batches
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.rendering import PromptRenderer
@@ -63,25 +63,25 @@ def check_number_of_prompts(config: Config, task: Task | None = None) -> None:
         raise TaskError(f"task {task.name}: {error}") from error
 
 
-def check_reward_model(config: ScoringModelSection, section: str) -> str:
-    """Return a description of the model of `section`. Imports torch, which only such a model needs on this machine.
+def check_reward_model(config: RewardModelSection) -> str:
+    """Return a description of the reward model. Imports torch, which only such a model needs on this machine.
 
     Of one behind a server, a first score is asked for. Raises TbaError if it cannot be used.
     """
     if config.url:
-        return asyncio.run(_check_server(config, section))
+        return asyncio.run(_check_server(config))
     need("torch", "train")
     need("transformers", "train")
     from tba.searcher.scoring.classifier import check_files
 
-    return check_files(config, section)
+    return check_files(config)
 
 
-async def _check_server(config: ScoringModelSection, section: str) -> str:
+async def _check_server(config: RewardModelSection) -> str:
     try:
         from tba.searcher.scoring.http_model import HttpModel
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "httpx2", "train") from error
-    async with HttpModel(config, config.api_key.get_secret_value(), section) as model:
+    async with HttpModel(config, config.api_key.get_secret_value()) as model:
         await model.try_out(seconds=_SERVER_SECONDS)
     return f"{config.url} scores by {config.api}"

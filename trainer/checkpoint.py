@@ -8,22 +8,24 @@
                            weights of a learned log Z as `log_z.<name>`
 
 A directory with its final name is complete; one whose hashes differ from its manifest was damaged later and is moved
-aside. Files hold full tensors, so any number of ranks can resume from them. Learning rate and beta are functions of the
-step and need no state; the optimiser's settings come from the configuration, also after a resume.
+aside. Files hold full tensors, so any number of ranks can resume from them. Rank 0 writes and
+reads them, a tensor at a time: the others need no access to its disk. Learning rate and beta are functions of the step
+and need no state; the optimiser's settings come from the configuration, also after a resume.
 """
 
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -33,7 +35,7 @@ from tba.common.errors import CheckpointError, CheckpointMismatch, UsageError
 from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.system.durable import new_directory, open_regular, require_space, sha256_of, write_json
-from tba.trainer.distributed import ALONE, SAVE, Ranks, full_tensor, local_part, shard_like
+from tba.trainer.distributed import ALONE, RESUME, SAVE, Ranks, full_tensor, local_part
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.model.host_buffers import HostBuffers, HostCopy
 from tba.trainer.model.scorer import weights_of
@@ -48,6 +50,8 @@ MODEL = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _REFERENCE = "reference.safetensors"
 _LOG_Z = "log_z."
+# Returns a tensor of a file by its name, sharded as a second argument is.
+ReadTensor = Callable[..., Tensor]
 
 
 class _Damaged(CheckpointError):
@@ -67,6 +71,8 @@ class Checkpoint:
     """A ReportStep that the buffer had not acknowledged."""
     adapter: dict[str, Any] | None = None
     """Settings and base of the adapters; None for a full model."""
+    tensors: dict[str, dict[str, tuple[str, list[int]]]] = field(default_factory=dict)
+    """Type and shape of each tensor, by file and name."""
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -189,9 +195,19 @@ def find(directory: Path, *, resume: bool, otherwise: str) -> Checkpoint | None:
     return newest(directory)
 
 
+def share(found: Checkpoint | None, ranks: Ranks) -> Checkpoint | None:
+    """Return the checkpoint that rank 0 has found, on every rank. Only rank 0 has its files."""
+    if ranks.rank:
+        _, index = ranks.receive()
+        return Checkpoint(**msgpack.unpackb(index)) if index else None
+    ranks.send(RESUME, msgpack.packb(asdict(found) | {"path": str(found.path)}) if found else b"")
+    return found
+
+
 def restore(checkpoint: Checkpoint, learner: Learner) -> None:
-    """Load a checkpoint into a new learner of the same model. Raises CheckpointMismatch."""
-    if checkpoint.adapter != learner.adapter:
+    """Load a checkpoint into a new learner of the same model. Every rank must call it. Raises CheckpointMismatch."""
+    # Only rank 0 knows the base of the adapters. If it raises, the others lose it.
+    if learner.ranks.rank == 0 and checkpoint.adapter != learner.adapter:
         raise CheckpointMismatch(
             f"{checkpoint.path} is of lora settings {checkpoint.adapter}, the configuration gives {learner.adapter}: "
             "lora and the files under model.path must stay what they were"
@@ -201,33 +217,47 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
             f"{checkpoint.path} was trained with the reference {checkpoint.reference}, the configuration says "
             f"{learner.reference.description}: [reference] must stay what it was"
         )
-    load_weights(checkpoint, learner.policy, learner.masters())
-    if (moved := checkpoint.path / _REFERENCE).exists():
-        learner.reference.restore(load_file(moved))
-    tensors = load_file(checkpoint.path / _OPTIMIZER)
-    _restore_log_z(checkpoint, tensors, learner)
-    torch.set_rng_state(tensors["rng.cpu"])
-    if learner.policy.device.type == "cuda" and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"], learner.policy.device)
-    learner.resume(checkpoint.step, _optimizer_state(tensors, learner))
+    load_weights(checkpoint, learner.policy, learner.masters(), learner.ranks)
+    if _REFERENCE in checkpoint.tensors:
+        with _reader(checkpoint, _REFERENCE, learner.ranks) as read_tensor:
+            learner.reference.restore(read_tensor)
+    with _reader(checkpoint, _OPTIMIZER, learner.ranks) as read_tensor:
+        _restore_log_z(checkpoint, read_tensor, learner)
+        torch.set_rng_state(read_tensor("rng.cpu"))
+        if learner.policy.device.type == "cuda" and "rng.cuda" in checkpoint.tensors[_OPTIMIZER]:
+            torch.cuda.set_rng_state(read_tensor("rng.cuda"), learner.policy.device)
+        learner.resume(checkpoint.step, _optimizer_state(checkpoint, read_tensor, learner))
 
 
 @torch.no_grad()
-def load_weights(checkpoint: Checkpoint, policy: PreTrainedModel, masters: Mapping[str, Tensor]) -> None:
+def load_weights(
+    checkpoint: Checkpoint, policy: PreTrainedModel, masters: Mapping[str, Tensor], ranks: Ranks = ALONE
+) -> None:
     """Load the weights of a checkpoint into a policy, or into its float32 `masters`. Raises CheckpointMismatch."""
     expected = _trained(policy, checkpoint.adapter)
-    with safe_open(checkpoint.path / MODEL, framework="pt") as weights:
-        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
-            raise CheckpointMismatch(
-                f"{checkpoint.path} is of another model than model.path: set it to that of the run"
-            )
+    shapes = {name: shape for name, (_, shape) in checkpoint.tensors[MODEL].items()}
+    if shapes != {name: list(tensor.shape) for name, tensor in expected.items()}:
+        raise CheckpointMismatch(f"{checkpoint.path} is of another model than model.path: set it to that of the run")
+    with _reader(checkpoint, MODEL, ranks) as read_tensor:
         for name, tensor in expected.items():
-            value = shard_like(tensor, weights.get_tensor(name))
+            value = read_tensor(name, tensor)
             if name in masters:
                 masters[name].copy_(local_part(value))
             else:
                 tensor.copy_(value)
+
+
+@contextlib.contextmanager
+def _reader(checkpoint: Checkpoint, file: str, ranks: Ranks) -> Iterator[ReadTensor]:
+    """Read tensors of a file on rank 0, which sends them. All ranks must ask for the same ones in the same order."""
+    with contextlib.nullcontext() if ranks.rank else safe_open(checkpoint.path / file, framework="pt") as opened:
+
+        def read_tensor(name: str, like: Tensor | None = None) -> Tensor:
+            dtype, shape = checkpoint.tensors[file][name]
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            return ranks.from_rank_0(opened.get_tensor(name) if opened else empty, like)
+
+        yield read_tensor
 
 
 def read(path: Path) -> Checkpoint:
@@ -240,35 +270,44 @@ def read(path: Path) -> Checkpoint:
         for name, digest in manifest["files"].items():
             if sha256_of(path / name) != digest:
                 raise _Damaged(f"{name} does not hash to what the manifest says")
+        tensors = {file: _index(path / file) for file in {MODEL, _OPTIMIZER, *manifest["files"]}}
         return Checkpoint(
-            path, manifest["step"], manifest["run"], manifest["reference"], manifest["unreported"], manifest["adapter"]
-        )
+            path, manifest["step"], manifest["run"], manifest["reference"], manifest["unreported"],
+            manifest["adapter"], tensors,
+        )  # fmt: skip
     # Those of a manifest of another form, also of one that nests without end.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
 
 
-def _optimizer_state(tensors: dict[str, Tensor], learner: Learner) -> dict[int, dict[str, Tensor]]:
+def _index(file: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return type and shape of the tensors of a file by name. Their values are mapped, and not read."""
+    with safe_open(file, framework="pt") as tensors:
+        found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        return {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in found.items()}
+
+
+def _optimizer_state(checkpoint: Checkpoint, read_tensor: ReadTensor, learner: Learner) -> dict[int, dict[str, Tensor]]:
     on_host = isinstance(learner.optimizer, HostAdamW)
     state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
+    for key in checkpoint.tensors[_OPTIMIZER]:
         number, _, name = key.partition(".")
         if number.isdecimal():
             index = int(number)
             # The step count is a scalar on every rank, even where the parameter is sharded.
-            mine = value if name == "step" else shard_like(learner.trained[index], value)
+            mine = read_tensor(key, None if name == "step" else learner.trained[index])
             state.setdefault(index, {})[name] = local_part(mine) if on_host else mine
     return state
 
 
-def _restore_log_z(checkpoint: Checkpoint, tensors: dict[str, Tensor], learner: Learner) -> None:
-    found = {key.removeprefix(_LOG_Z): tensor for key, tensor in tensors.items() if key.startswith(_LOG_Z)}
+def _restore_log_z(checkpoint: Checkpoint, read_tensor: ReadTensor, learner: Learner) -> None:
+    found = [name.removeprefix(_LOG_Z) for name in checkpoint.tensors[_OPTIMIZER] if name.startswith(_LOG_Z)]
     if bool(found) != (learner.log_z is not None):
         raise CheckpointMismatch(
             f"{checkpoint.path} {'has' if found else 'lacks'} a learned log Z: objective.name must stay what it was"
         )
     if learner.log_z is not None:
-        learner.log_z.load_state_dict(found)
+        learner.log_z.load_state_dict({name: read_tensor(_LOG_Z + name) for name in found})
 
 
 class CheckpointWriter:

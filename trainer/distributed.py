@@ -1,7 +1,8 @@
 """The processes that train one model together: their commands, and FSDP2's sharding of the model over them.
 
-Only rank 0 talks to the buffer and writes files; the others execute its commands (`tba.trainer.loop.run_other_rank`):
+Only rank 0 talks to the buffer and writes files; the others execute its commands (`tba.trainer.loop`):
 
+    RESUME and a checkpoint's index    take part in loading it, tensor by tensor
     STEP and the batch                 make the same step
     PUBLISH and the kinds of tensors   take part in gathering weights or adapters, tensor by tensor
     SAVE                               take part in gathering weights and optimiser state
@@ -9,16 +10,21 @@ Only rank 0 talks to the buffer and writes files; the others execute its command
 
 Commands go over gloo and the CPU, even where gradients and weights go over NCCL. They are msgpack, never pickle.
 
-Weights, gradients and optimiser state are sharded over the ranks. Each decoder layer is gathered when it is needed;
-embeddings, last norm and head (the root) are gathered together, around all layers. Rank 0 alone loads the weights; the
-others receive each layer when it is sharded. Sharded weights are float32. In bfloat16 runs all of them are gathered in
-bfloat16, to which autocast would convert the matrices anyway. Each rank's gradient of a gathered weight is in bfloat16;
-it is added over micro-batches and over the ranks in float32.
+Weights, gradients and optimiser state are sharded over the ranks, or over those of each node (`Ranks.replicate`, HSDP):
+then each node has a whole model, and gradients are added over the nodes. Each decoder layer is gathered when it is
+needed; embeddings, last norm and head (the root) are gathered together, around all layers. Rank 0 alone loads the
+weights; the others receive each layer when it is sharded. Sharded weights are float32. In bfloat16 runs all of them are
+gathered in bfloat16, to which autocast would convert the matrices anyway. Each rank's gradient of a gathered weight is
+in bfloat16; it is added over micro-batches and over the ranks in float32.
 """
 
 import contextlib
+import fcntl
 import os
-from collections.abc import Collection, Iterator
+import socket
+import struct
+import time
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,30 +32,53 @@ import msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tba.common.errors import ConfigError, RankLost
+from tba.common.log import get_logger
 from tba.common.system.process import RENDEZVOUS_VARIABLE
+
+log = get_logger(__name__)
 
 # The others wait for rank 0 for as long as it waits for data. A rank that dies closes its sockets, which is noticed
 # immediately.
 _TIMEOUT = timedelta(days=365)
+# A node without power, or behind a cut cable, closes nothing: after so long without an answer it is lost.
+_SILENT_SECONDS = 60
+_PROBES = 4
+_POLL_SECONDS = 0.2
+_PORT = "29500"
+# ioctl(2): the IPv4 address of an interface, netdevice(7).
+_SIOCGIFADDR = 0x8915
 # What `shard` calls on each FSDPModule.
 _FSDP_METHODS = ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
-STEP, PUBLISH, SAVE, END = "step", "publish", "save", "end"
+RESUME, STEP, PUBLISH, SAVE, END = "resume", "step", "publish", "save", "end"
 _LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
 
 
 class Ranks:
-    """One of the processes: `rank` of `size`. `mesh` is the device mesh of FSDP, None for a single process."""
+    """One of the processes: `rank` of `size` on `nodes`, each of which has as many.
 
-    def __init__(self, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None) -> None:
+    `mesh` is the device mesh of FSDP, None for a single process. `replicas` are the whole models.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None, nodes: int = 1) -> None:
         self.rank = rank
         self.size = size
         self.mesh = mesh
+        self.nodes, self.replicas = nodes, 1
         self._commands = dist.new_group(backend="gloo", timeout=_TIMEOUT) if size > 1 else None
+
+    def replicate(self) -> None:
+        """Shard within each node, and replicate over the nodes. Every rank must call it, before `shard`."""
+        assert self.mesh is not None
+        self.replicas = self.nodes
+        shape = (self.nodes, self.size // self.nodes)
+        self.mesh = init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+        _notice_silence()
 
     def send(self, command: str, payload: bytes = b"") -> None:
         """Send a command to all other ranks. Called on rank 0; does nothing for a single process."""
@@ -88,6 +117,23 @@ class Ranks:
         joined[start : start + len(value_n)] = value_n
         return self.sum(joined)
 
+    def least(self, value: int) -> int:
+        """Return the least value of all ranks."""
+        least = torch.tensor(value)
+        if self.size > 1:
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self._commands)
+        return int(least)
+
+    def from_rank_0(self, value: Tensor, like: Tensor | None = None) -> Tensor:
+        """Return rank 0's value on every rank: sharded as `like` is, else whole. On the others it may be meta."""
+        if isinstance(like, DTensor):
+            return shard_of_rank_0(like, value)
+        if self.size > 1:
+            # A clone, since a tensor of a file keeps all of the file mapped.
+            value = torch.empty_like(value, device="cpu") if value.is_meta else value.clone()
+            dist.broadcast(value.view(-1).view(torch.uint8), src=0, group=self._commands)
+        return value
+
     def close(self) -> None:
         """Leave the group. A rank that fails need not call it: the others notice when it ends."""
         if self.size > 1:
@@ -97,11 +143,12 @@ class Ranks:
 ALONE = Ranks()
 
 
-def join(device: torch.device) -> Ranks:
+def join(device: torch.device, stop: Callable[[], bool] = lambda: False) -> Ranks:
     """Join the ranks that `tba train` or `torchrun` has started; ALONE if there is only this process.
 
-    Both set RANK and WORLD_SIZE. The rendezvous is MASTER_ADDR for torchrun, a file for `tba train`. Raises ConfigError
-    if this torch is too old to train in several processes.
+    Both set RANK and WORLD_SIZE, and LOCAL_WORLD_SIZE where there are several nodes. The rendezvous is a file, or
+    MASTER_ADDR. If `stop()` comes before all ranks do, the process exits. Raises ConfigError for variables that do not
+    fit those of the other ranks, or if this torch is too old to train in several processes.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -111,11 +158,101 @@ def join(device: torch.device) -> Ranks:
             f"several processes train together with torch 2.9 or newer, and torch {torch.__version__} is installed "
             f"(its FSDPModule has no {missing[0]}): install a newer one, or train in one process"
         )
-    file = os.environ.get(RENDEZVOUS_VARIABLE)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if size % local:
+        raise ConfigError(f"WORLD_SIZE = {size} is no multiple of LOCAL_WORLD_SIZE = {local}: nodes have equally many")
+    file, address = os.environ.get(RENDEZVOUS_VARIABLE), os.environ.get("MASTER_ADDR", "127.0.0.1")
+    # torchrun has a store of its own, and has started all ranks.
+    meets = not file and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _meet(address, rank, size, stop) if meets else None
+    if not file:
+        _choose_interface(address)
+    place = None if meets else f"file://{file}" if file else "env://"
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    rendezvous = f"file://{file}" if file else "env://"
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
-    return Ranks(rank, size, init_device_mesh(device.type, (size,)))
+    dist.init_process_group(backend, place, store=store, rank=rank, world_size=size)
+    ranks = Ranks(rank, size, init_device_mesh(device.type, (size,)), size // local)
+    _notice_silence()
+    return ranks
+
+
+def _meet(host: str, rank: int, size: int, stop: Callable[[], bool]) -> TCPStore:
+    """Wait for all ranks at MASTER_PORT of a host. Returns the store, which rank 0 serves at this address alone."""
+    port = int(os.environ.get("MASTER_PORT", _PORT))
+    log.info("waiting for all processes of this trainer", address=f"{host}:{port}", rank=rank, processes=size)
+    # Without this socket, torch would listen on all interfaces.
+    listener = _listen(host, port) if rank == 0 else None
+    while listener is None:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_SILENT_SECONDS):
+            break
+        _wait(stop)
+    store = TCPStore(host, port, size, rank == 0, _TIMEOUT, False, master_listen_fd=listener)
+    first = store.compare_set("size", "", str(size)).decode()
+    if first != str(size):
+        raise ConfigError(f"{first} processes train at {host}:{port}, here {size}: give all nodes the same number")
+    store.set(f"rank{rank}", "")
+    while not store.check([f"rank{other}" for other in range(size)]):
+        _wait(stop)
+    return store
+
+
+def _wait(stop: Callable[[], bool]) -> None:
+    """Wait a moment for another rank. Nothing is lost if the process ends now."""
+    if stop():
+        raise SystemExit(0)
+    time.sleep(_POLL_SECONDS)
+
+
+def _listen(host: str, port: int) -> int:
+    """Return a socket that listens at the address alone. Raises ConfigError if that is not possible."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # Debian gives a machine's own name this address.
+        if address[0] == "127.0.1.1":
+            raise ConfigError(f"MASTER_ADDR = {host} is 127.0.1.1 here, where no other node is: name its address")
+        return socket.create_server(address[:2], family=family).detach()
+    except OSError as error:
+        raise ConfigError(
+            f"rank 0 cannot listen at MASTER_ADDR = {host}, port {port} ({error.strerror}): name an address of its "
+            "node that no other trainer uses; NODE_RANK is 0 there, and nowhere else"
+        ) from error
+
+
+def _choose_interface(host: str) -> None:
+    """Have gloo and NCCL use the interface of the route to a host, unless the environment names one."""
+    family, kind, _, _, address = socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Nothing is sent.
+        probe.connect(address)
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            # Some have no IPv4 address.
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode())
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == own:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def _notice_silence() -> None:
+    """Have the kernel end this process's connections to a node that has not answered for _SILENT_SECONDS.
+
+    gloo has no option for it: https://github.com/facebookincubator/gloo/blob/main/gloo/transport/tcp/socket.cc.
+    """
+    options = [
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_SECONDS // _PROBES),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_SECONDS // _PROBES),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES - 1),
+        # For data that has been sent and not acknowledged; in milliseconds.
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_SECONDS * 1000),
+    ]
+    for name in os.listdir("/proc/self/fd"):
+        # Sockets of other kinds do not have the options.
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as own:
+                    for option in options:
+                        own.setsockopt(*option)
 
 
 @contextlib.contextmanager
@@ -196,12 +333,16 @@ def _from_rank_0(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor
 
 
-def keep_gathered(scorer: nn.Module, *, last: bool) -> None:
-    """Keep gathered weights and unreduced gradients on each rank between the micro-batches of a step.
+def set_gathering(scorer: nn.Module, *, keep: bool, last: bool) -> None:
+    """Say before each backward pass of a step whether it is the `last`: only that one adds gradients over the nodes.
 
-    The first micro-batch gathers the weights; the `last` one frees them and reduces the gradients.
+    With `keep`, gathered weights and unreduced gradients stay on each rank between the micro-batches: the first one
+    gathers the weights; the last one frees them and reduces the gradients.
     """
     assert isinstance(scorer, FSDPModule)
+    if not keep:
+        scorer.set_requires_all_reduce(last)
+        return
     scorer.set_reshard_after_forward(False)
     scorer.set_reshard_after_backward(last)
     scorer.set_requires_gradient_sync(last)
@@ -239,10 +380,3 @@ def shard_of_rank_0(tensor: Tensor, value: Tensor) -> Tensor:
     device = tensor.device_mesh.device_type
     whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=0)
-
-
-def shard_like(tensor: Tensor, value: Tensor) -> Tensor:
-    """Shard a full `value` as `tensor` is sharded. Every rank has the value, so there is no communication."""
-    if not isinstance(tensor, DTensor):
-        return value
-    return distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)

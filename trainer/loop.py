@@ -6,7 +6,6 @@ Step s comes after s updates: its batch makes update s + 1, and weights publishe
 import contextlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import torch
@@ -75,7 +74,7 @@ def train(
     keep_freed_memory()
     lock, holder = config.run.dir / run_files.TRAINER_LOCK, f"another trainer works in {config.run.dir}: stop it first"
     with until_lost():
-        ranks = join(torch.device(device))
+        ranks = join(torch.device(device), stop)
         report = require_memory(config, torch.device(device), ranks)
         if ranks.rank > 0:
             _train_other_rank(config, torch.device(device), ranks, report)
@@ -85,7 +84,7 @@ def train(
             if found is not None:
                 refuse_other_run(found.path, [RunIdentity(found.run)], RunIdentity(config.run.name))
             log.info("starting", model=config.model.path, buffer=config.address if dial is None else "offline")
-            ranks.send(str(found.path) if found else "")
+            checkpoint.share(found, ranks)
             trainer = Trainer(
                 config, found, torch.device(device), stop, dial=dial, last_step=last_step, ranks=ranks, report=report
             )
@@ -94,10 +93,11 @@ def train(
 
 
 def _train_other_rank(config: Config, device: torch.device, ranks: Ranks, report: Report) -> None:
-    path, _ = ranks.receive()
+    found = checkpoint.share(None, ranks)
     learner, _ = build(config, model_directory(config.model.path), device, ranks, report)
-    if path:
-        checkpoint.restore(checkpoint.read(Path(path)), learner)
+    if found is not None:
+        checkpoint.restore(found, learner)
+    notify_systemd("READY=1")
     with objects_frozen():
         run_other_rank(learner, ranks)
     ranks.close()

@@ -124,7 +124,7 @@ def sft(
     config = config.model_copy(update={"train": train})
     prepare(config, device)
     with until_lost(), contextlib.ExitStack() as stack:
-        ranks = join(torch.device(device))
+        ranks = join(torch.device(device), stop)
         if ranks.rank == 0:
             lock = plan.work / run_files.TRAINER_LOCK
             missing = [directory for directory in (plan.work, *plan.work.parents) if not directory.exists()]
@@ -200,13 +200,10 @@ class Job:
 
     def _find(self, *, resume: bool) -> Checkpoint | None:
         """Return the checkpoint that rank 0 finds, on every rank."""
-        if self._ranks.rank:
-            path, _ = self._ranks.receive()
-            return checkpoint.read(Path(path)) if path else None
-        work = self._plan.work
-        found = checkpoint.find(work / run_files.CHECKPOINTS, resume=resume, otherwise=f"delete {work}")
-        self._ranks.send(str(found.path) if found else "")
-        return found
+        work, found = self._plan.work, None
+        if self._ranks.rank == 0:
+            found = checkpoint.find(work / run_files.CHECKPOINTS, resume=resume, otherwise=f"delete {work}")
+        return checkpoint.share(found, self._ranks)
 
     def _stops(self, stop: Callable[[], bool]) -> bool:
         """Return whether rank 0 is to stop, on every rank, so that all make the same steps."""

@@ -42,10 +42,11 @@ _LOSSES = "SELECT step, json_extract(metrics, '$.loss') FROM batches WHERE run =
 _COMPACTED_STEPS = """
 SELECT DISTINCT b.step FROM trajectory_rows t JOIN consumption_rows c ON c.trajectory = t.id
 JOIN batches b ON b.id = c.batch
-WHERE t.run = ? AND t.compacted_at IS NOT NULL AND b.run = t.run AND b.step < ? ORDER BY b.step
+WHERE t.run = ? AND t.compacted_at IS NOT NULL AND t.archive IS NULL AND b.run = t.run AND b.step < ? ORDER BY b.step
 """
 _COMPACTED = """
-SELECT COUNT(*) FROM trajectory_rows WHERE run = ? AND id <= ? AND error IS NULL AND compacted_at IS NOT NULL
+SELECT COUNT(*) FROM trajectory_rows
+WHERE run = ? AND id <= ? AND error IS NULL AND compacted_at IS NOT NULL AND archive IS NULL
 """
 
 
@@ -116,20 +117,23 @@ _COPIED = (
 
 
 def overlay(database: DatabaseFile, run: Run, recorded: Path, recorded_run: int, newest: int) -> None:
-    """Shadow our prompts and trajectories with those of a run in another database, up to trajectory id `newest`.
+    """Shadow our prompts, trajectories and archives with those of another database, up to trajectory id `newest`.
 
     SQLite resolves a table name to a temporary view of that name first, so every query reads the recorded rows.
     Statements that write name other tables, which stay our own.
     """
+    # Archived tokens count as present: `Trajectories.payloads` reads them.
+    instead = {"run": f"{run.id} AS run", "compacted_at": "IIF(archive IS NULL, compacted_at, NULL) AS compacted_at"}
     with storage_errors(recorded):
         database.execute("ATTACH ? AS recorded", (f"{recorded.absolute().as_uri()}?mode=ro",))
         for table, condition in (
             ("prompts", f"run = {recorded_run}"),
             ("trajectory_rows", f"run = {recorded_run} AND id <= {newest}"),
             ("payloads", f"trajectory <= {newest}"),
+            ("archives", f"run = {recorded_run}"),
         ):
             names = [row[1] for row in database.all(f"PRAGMA recorded.table_info({table})")]
-            columns = ", ".join(f"{run.id} AS run" if name == "run" else name for name in names)
+            columns = ", ".join(instead.get(name, name) for name in names)
             database.execute(
                 f"CREATE TEMP VIEW {table} AS SELECT {columns} FROM recorded.{table} WHERE {condition}"  # noqa: S608
             )

@@ -65,6 +65,10 @@ class SamplingIndex:
     def __len__(self) -> int:
         return self._rows
 
+    def __contains__(self, id_: int) -> bool:
+        row = self.columns.find(id_)
+        return row != NONE and self.columns.state[row] != REMOVED
+
     # ------------------------------------------------------------ changes
 
     def extend(self, block: Block) -> None:

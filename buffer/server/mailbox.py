@@ -24,6 +24,8 @@ GROUP_BYTES = 1 << 20
 # they wait here: a repetition is left out.
 _URGENT_PER_GROUP = 32
 _URGENT_PER_PEER = 64
+# Each takes some 20 us. A thousand searchers send a thousand per second, and a busy disk commits 20 times.
+_HEARTBEATS_PER_GROUP = 256
 _OTHERS_PER_PEER = 128
 
 
@@ -59,7 +61,7 @@ class Arrival:
 
 
 class Mailbox:
-    """Three first-in-first-out queues of arrivals: requests for batches, other urgent ones, and the rest. Thread-safe.
+    """First-in-first-out queues of arrivals: batches, heartbeats, other urgent requests, the rest. Thread-safe.
 
     The queues take turns: each transaction has some of each, and at most one batch. While puts wait, batches get half
     of the writer's time, so that a client that asks for batch after batch slows ingest but does not stop it. `dropped`
@@ -70,6 +72,8 @@ class Mailbox:
         self._limit = limit_bytes
         self._changed = threading.Condition()
         self._urgent: deque[Arrival] = deque()
+        # Apart, so that the status of a fleet does not wait behind its heartbeats.
+        self._heartbeats: deque[Arrival] = deque()
         self._batches: deque[Arrival] = deque()
         # The number of requests of each connection, by whether they are urgent.
         self._of_peer: Counter[tuple[Peer, bool]] = Counter()
@@ -94,7 +98,7 @@ class Mailbox:
     @property
     def empty(self) -> bool:
         """Whether all queues are empty."""
-        return not (self._urgent or self._batches or self._others)
+        return not (self._urgent or self._heartbeats or self._batches or self._others)
 
     def add(self, arrival: Arrival) -> None:
         """Append an arrival to its queue."""
@@ -109,9 +113,14 @@ class Mailbox:
             self._of_peer[counted] += 1
             if not arrival.is_urgent:
                 self._other_ids.add(request)
+            self._bytes += arrival.bytes
+            # No process waits for the reply to a heartbeat. Those of a thousand searchers would wake the writer, and
+            # then the network, a thousand times per second: this way they are answered together.
+            if isinstance(arrival.message, messages.Heartbeat):
+                self._heartbeats.append(arrival)
+                return
             queue = self._batches if arrival.is_batch else self._urgent if arrival.is_urgent else self._others
             queue.append(arrival)
-            self._bytes += arrival.bytes
             self._changed.notify_all()
 
     def note_batch(self, seconds: float, now: float) -> None:
@@ -131,7 +140,7 @@ class Mailbox:
         with self._changed:
             if self.empty:
                 self._changed.wait(timeout_seconds)
-            taken = [self._urgent.popleft() for _ in range(min(len(self._urgent), _URGENT_PER_GROUP))]
+            taken = _first(self._urgent, _URGENT_PER_GROUP) + _first(self._heartbeats, _HEARTBEATS_PER_GROUP)
             # After the urgent ones: a trainer reports a step before it asks for the next batch.
             if self._batches and (not self._others or time.monotonic() >= self._batches_from):
                 taken.append(self._batches.popleft())
@@ -153,6 +162,10 @@ class Mailbox:
             else:
                 rows += arrival.message.want if isinstance(arrival.message, messages.LeasePrompts) else 1
         return group
+
+
+def _first(queue: deque[Arrival], count: int) -> list[Arrival]:
+    return [queue.popleft() for _ in range(min(len(queue), count))]
 
 
 # Parked requests of one connection. A client has at most one of each kind.

@@ -10,6 +10,7 @@ from tba.buffer.service.clients import Clients
 from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.wire import messages
+from tba.common.wire.archive_messages import Archive
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.fields import Role
@@ -27,6 +28,7 @@ MAY_SEND: dict[str, tuple[Role, ...]] = {
     messages.RegisterPrompts.TYPE: ("searcher",),
     messages.LeasePrompts.TYPE: ("searcher",),
     messages.PutTrajectories.TYPE: ("searcher", "importer"),
+    Archive.TYPE: ("importer",),
     PutEvaluation.TYPE: ("evaluator",),
     messages.SampleBatch.TYPE: ("trainer",),
     messages.ReportStep.TYPE: ("trainer",),

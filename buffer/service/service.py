@@ -28,6 +28,7 @@ from tba.common.config import Config
 from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.wire import fields, messages
+from tba.common.wire.archive_messages import MAX_ARCHIVED, Archive, Movable
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.messages import GetStatus, PutEvaluation, Status
 
@@ -70,6 +71,7 @@ class BufferService:
             messages.FinishRun: training.finish_run,
             messages.Heartbeat: self._heartbeat,
             messages.Goodbye: self._goodbye,
+            Archive: self._archive,
             PutEvaluation: self._put_evaluation,
             GetStatus: lambda *_: ReplyBody(self.status()),
         }
@@ -153,10 +155,14 @@ class BufferService:
                 log.warning("leases expired", sender=sender, leases=leases.release(sender))
         clients.forget_long_gone()
 
-    def sampleable(self) -> set[int]:
-        """Return the ids of the trajectories that can be sampled."""
-        index = self.state.index
-        return {entry.id for prompt in index.prompts() for entry in index.entries(prompt)}
+    def movable(self, message: Archive) -> Movable:
+        """Return the next trajectories whose tokens nothing needs."""
+        found = self.state.store.trajectories.with_payload(message.after, MAX_ARCHIVED)
+        return Movable(self._old(message, found), found[-1] if len(found) == MAX_ARCHIVED else None)
+
+    def _old(self, message: Archive, trajectories: list[int]) -> list[int]:
+        left = [id_ for id_ in trajectories if id_ not in self.state.index]
+        return self.state.store.trajectories.old(self.state.run, left, message.since_step)
 
     def status(self) -> Status:
         """Return counts, clients and the stall, as `tba status` shows them."""
@@ -236,6 +242,14 @@ class BufferService:
         refuse_beyond("snapshot", message.version, message.step)
         self.state.store.evaluations.put(self.state.run, message)
         return ReplyBody(messages.Done())
+
+    def _archive(self, message: Archive, _: str) -> ReplyBody:
+        if not message.url:
+            return ReplyBody(self.movable(message))
+        # Not all may still be: since the question, a trainer may have requested an earlier batch.
+        old = self._old(message, message.trajectories)
+        self.state.store.trajectories.archive(self.state.run, message, old, self.state.clock.wall())
+        return ReplyBody(Movable(old))
 
     def _heartbeat(self, message: messages.Heartbeat, sender: str) -> ReplyBody:
         client = self.state.clients[sender]

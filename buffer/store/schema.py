@@ -15,10 +15,10 @@ from tba.buffer.store.views import VIEWS
 from tba.common.errors import StorageError
 
 # Increment it with each change of a table, an index or a view. It is stored with "tba" as the file's application id.
-VERSION = 12
+VERSION = 13
 _APPLICATION = int.from_bytes(b"tba") << 8
-# What ANALYZE makes, without expressions that could compute anything.
-_STATISTICS = re.compile(r"CREATE TABLE sqlite_stat\d\([^()]*\)")
+# What ANALYZE and Litestream make, without expressions that could compute anything.
+_OF_TOOLS = re.compile(r"CREATE TABLE (?:sqlite_stat\d|_litestream_(?:seq|lock)) ?\([^()]*\)")
 _TABLES = """
 -- What `tba buffer prune` has deleted still counts for `buffer.samples_per_insert`: `pruned` and `pruned_slots`.
 CREATE TABLE runs (id INTEGER PRIMARY KEY, uuid TEXT NOT NULL, name TEXT NOT NULL, created_at REAL NOT NULL,
@@ -48,7 +48,8 @@ CREATE TABLE trajectory_rows (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFER
     reward REAL NOT NULL, reward_parts TEXT NOT NULL, stop_reason TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
     response_tokens INTEGER NOT NULL, dedup_hash INTEGER NOT NULL, sampling TEXT NOT NULL, created_at REAL NOT NULL,
     received_at REAL NOT NULL, generation_seconds REAL NOT NULL, text TEXT, error TEXT, error_kind TEXT,
-    turns TEXT NOT NULL, metadata TEXT NOT NULL, payload_bytes INTEGER NOT NULL, compacted_at REAL) STRICT;
+    turns TEXT NOT NULL, metadata TEXT NOT NULL, payload_bytes INTEGER NOT NULL, compacted_at REAL,
+    archive INTEGER REFERENCES archives (id)) STRICT;
 CREATE INDEX idx_trajectories_run_reward ON trajectory_rows (run, reward);
 CREATE INDEX idx_trajectories_run_received_at ON trajectory_rows (run, received_at);
 CREATE INDEX idx_trajectories_prompt_policy_version ON trajectory_rows (prompt, policy_version);
@@ -57,6 +58,10 @@ CREATE INDEX trajectories_episodes ON trajectory_rows (run) WHERE turns != '[]';
 CREATE TABLE payloads (trajectory INTEGER PRIMARY KEY REFERENCES trajectory_rows (id), prompt_ids BLOB NOT NULL,
     response_ids BLOB NOT NULL, logprobs BLOB NOT NULL, version_runs BLOB NOT NULL, loss_mask BLOB NOT NULL,
     segments BLOB NOT NULL) STRICT;
+-- Files of `tba buffer archive`. Until one is complete, tokens of its trajectories may still be here, too.
+CREATE TABLE archives (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), url TEXT NOT NULL,
+    archived_at REAL NOT NULL, complete INTEGER NOT NULL) STRICT;
+CREATE UNIQUE INDEX idx_archives_url ON archives (url);
 CREATE TABLE snapshots (run INTEGER NOT NULL REFERENCES runs (id), version INTEGER NOT NULL, step INTEGER NOT NULL,
     path TEXT NOT NULL, manifest_sha256 TEXT NOT NULL, bytes INTEGER NOT NULL, announced_at REAL NOT NULL,
     address TEXT, PRIMARY KEY (run, version)) STRICT;
@@ -148,5 +153,5 @@ def _declared() -> dict[str, str]:
 def _declarations(connection: sqlite3.Connection) -> dict[str, str]:
     """Return the SQL of each table, index, view and trigger, by its kind and name, without quotes of plain names."""
     rows = connection.execute("SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-    own = {name: sql for name, sql in rows if not _STATISTICS.fullmatch(sql)}
+    own = {name: sql for name, sql in rows if not _OF_TOOLS.fullmatch(sql)}
     return {name: " ".join(re.sub(r'"(\w+)"', r"\1", sql).split()) for name, sql in own.items()}

@@ -7,7 +7,9 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from tba.buffer.store.archives import ArchiveFile
 from tba.buffer.store.reader import open_reader
+from tba.common.errors import MissingExtra, StorageError, UsageError
 from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE
 
 _SHOWN = 5
@@ -20,6 +22,9 @@ _RULES = {
     ),
     "compacted trajectories have no tokens": (
         "SELECT id FROM trajectory_rows WHERE compacted_at IS NOT NULL AND id IN (SELECT trajectory FROM payloads)"
+    ),
+    "archived trajectories are compacted": (
+        "SELECT id FROM trajectory_rows WHERE archive IS NOT NULL AND compacted_at IS NULL"
     ),
     "token counts match the stored arrays": (
         "SELECT t.id FROM trajectory_rows t JOIN payloads y ON y.trajectory = t.id"
@@ -65,6 +70,7 @@ _RULES = {
         " WHERE c.run = v.run AND c.epoch = v.epoch AND c.decision = 'skipped')"
     ),
 }
+_ARCHIVES = "the files of the archive are there"
 _REFERENCES = "every reference leads to a row"
 # The trajectories of an offline run are in another file.
 _NEED_TRAJECTORIES = {"consumption_rows", "reference_logprobs"}
@@ -86,7 +92,7 @@ _NOTES = {
 
 
 def check(path: Path, *, quick: bool = False) -> list[dict[str, str]]:
-    """Return (check, result, detail) rows. `quick` leaves out the comparison of indexes with their tables.
+    """Return (check, result, detail) rows. `quick` leaves out indexes' comparison with tables, and the archive's files.
 
     Raises UsageError if there is no file, StorageError if it cannot be read or has an unknown schema.
     """
@@ -101,6 +107,8 @@ def check(path: Path, *, quick: bool = False) -> list[dict[str, str]]:
             findings.append(_finding("trajectories", "note", f"an offline run: they are in {source}"))
             offline = _NEED_TRAJECTORIES
         findings.append(_references(connection, leave_out=offline))
+        if not quick:
+            findings.append(_archives(connection))
         findings += [_rule(connection, name, sql, "fail") for name, sql in _RULES.items()]
         return findings + [_rule(connection, name, sql, "note") for name, sql in _NOTES.items()]
 
@@ -135,6 +143,18 @@ def _references(connection: sqlite3.Connection, *, leave_out: set[str]) -> dict[
         rows, error = _select(connection, f"PRAGMA foreign_key_check({table})")
         dangling += [f"{table} row {rowid}: no such row in {referenced}" for _, rowid, referenced, _ in rows]
     return _finding(_REFERENCES, "fail" if dangling or error else "ok", error or _shorten(dangling))
+
+
+def _archives(connection: sqlite3.Connection) -> dict[str, str]:
+    """Open each file of `tba buffer archive`, without reading its tokens."""
+    files, error = _select(connection, "SELECT url FROM archives ORDER BY id")
+    wrong = [error] if error else []
+    for (url,) in files:
+        try:
+            ArchiveFile(url)
+        except (StorageError, UsageError, MissingExtra) as failure:
+            wrong.append(str(failure))
+    return _finding(_ARCHIVES, "fail" if wrong else "ok", _shorten(wrong))
 
 
 def _rule(connection: sqlite3.Connection, name: str, sql: str, otherwise: str) -> dict[str, str]:

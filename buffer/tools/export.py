@@ -7,21 +7,23 @@ line is an OpenEnv `TrainingTrace` (training_trace.py).
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tba.buffer.store.archives import LOG_RATIOS, Archives
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.storage_errors import stored_list, stored_object
 from tba.buffer.tools import training_trace
 from tba.buffer.tools.backup import check_target, replacing
 from tba.buffer.tools.query_process import reading_only
-from tba.buffer.tools.show import arrays_of_blobs
+from tba.buffer.tools.show import arrays_of_blobs, read_log_ratios
 from tba.common import data_files
 from tba.common.errors import UsageError
-from tba.common.wire.trajectory import ARRAY_KINDS, MAP_FIELDS, ROW_FIELDS
+from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE, MAP_FIELDS, ROW_FIELDS
 
 JSONL, PARQUET, OPENENV = "jsonl", "parquet", "openenv"
 FORMATS = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
@@ -44,17 +46,19 @@ _FIELDS = {
     "received_at": "t.received_at",
     **{name: f"t.{name}" for name in ROW_FIELDS},
 }
-_SELECT_RECORD = f"""
-SELECT {", ".join((*_FIELDS.values(), *(f"y.{kind.name}" for kind in ARRAY_KINDS)))}
+_ARCHIVE_FIELDS = _FIELDS | {"prompt": "p.text", "answer": "p.answer"}
+_FROM_RECORD = f"""
+, a.url, {", ".join(f"y.{kind.name}" for kind in ARRAY_KINDS)}
 FROM trajectory_rows t
-JOIN payloads y ON y.trajectory = t.id
+LEFT JOIN payloads y ON y.trajectory = t.id
+LEFT JOIN archives a ON a.id = t.archive
 JOIN runs r ON r.id = t.run
 JOIN prompts p ON p.id = t.prompt
 JOIN senders s ON s.id = t.sender
 LEFT JOIN visits v ON v.id = t.visit
 LEFT JOIN snapshots n ON n.run = t.run AND n.version = t.policy_version
 WHERE t.id = ?
-"""  # noqa: S608
+"""
 
 
 def export(
@@ -106,13 +110,14 @@ def open_records(path: Path, where: str = "1") -> Iterator[tuple[Iterator[dict[s
     Compacted trajectories match, but have no record.
     """
     seen = 0
+    archives = Archives()
 
     def records() -> Iterator[dict[str, Any]]:
         nonlocal seen
         for (id_,) in ids:
             seen += 1
-            if (row := connection.execute(_SELECT_RECORD, (id_,)).fetchone()) is not None:
-                yield _record(row)
+            if (record := _record(connection, id_, _FIELDS, archives)) is not None:
+                yield record | {kind.name: record[kind.name].tolist() for kind in ARRAY_KINDS}
 
     with open_reader(path) as connection:
         # All rows come from the same snapshot of the database, even if reading takes long.
@@ -122,12 +127,34 @@ def open_records(path: Path, where: str = "1") -> Iterator[tuple[Iterator[dict[s
             yield records(), lambda: seen
 
 
-def _record(row: tuple[Any, ...]) -> dict[str, Any]:
-    record = dict(zip(_FIELDS, row[: len(_FIELDS)], strict=True))
+def _record(
+    connection: sqlite3.Connection, trajectory: int, fields: dict[str, str], archives: Archives | None
+) -> dict[str, Any] | None:
+    """Return these fields of a trajectory and its arrays, from the database or its archive; None if they are gone."""
+    row = connection.execute(f"SELECT {', '.join(fields.values())} {_FROM_RECORD}", (trajectory,)).fetchone()
+    url, *blobs = row[len(fields) :]
+    if blobs[0] is None:
+        if url is None or archives is None:
+            return None
+        blobs = archives.read(trajectory, url).payload
+    record = dict(zip(fields, row[: len(fields)], strict=True))
     for name in MAP_FIELDS:
         record[name] = stored_list(record[name]) if ROW_FIELDS[name] is list else stored_object(record[name])
-    arrays = arrays_of_blobs(row[len(_FIELDS) :])
-    return record | {name: array.tolist() for name, array in arrays.items()}
+    return record | arrays_of_blobs(tuple(blobs))
+
+
+def archive_record(connection: sqlite3.Connection, trajectory: int) -> dict[str, Any] | None:
+    """Return a trajectory as a row of `archive_schema`; None if the database does not have its tokens."""
+    if (record := _record(connection, trajectory, _ARCHIVE_FIELDS, None)) is None:
+        return None
+    turns = [turn | {"parts": json.dumps(turn.get("parts", {}))} for turn in record["turns"]]
+    # float32 has every number of float16, and more programs read it.
+    ratios = [
+        {"step": step, "slot": slot, "values": np.frombuffer(blob, LOG_RATIO_DTYPE).astype(np.float32)}
+        for (step, slot), blob in read_log_ratios(connection, trajectory).items()
+    ]
+    maps = {name: json.dumps(record[name]) for name in MAP_FIELDS}
+    return record | maps | {"turns": turns, "version_runs": record["version_runs"].tolist(), LOG_RATIOS: ratios}
 
 
 def _write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> int:
@@ -140,14 +167,7 @@ def _write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> int:
 
 def _parquet_writer() -> Callable[[Path, Iterator[dict[str, Any]]], int]:
     pa, pq = data_files.pyarrow()
-    integers = ("id", "epoch", "sequence", "policy_version", "policy_step")
-    floats = ("received_at", *(name for name, kind in ROW_FIELDS.items() if kind is float))
-    types = dict.fromkeys(integers, pa.int64()) | dict.fromkeys(floats, pa.float64())
-    fields = [(name, types.get(name, pa.string())) for name in _FIELDS]
-    for kind in ARRAY_KINDS:
-        numbers = pa.list_(pa.from_numpy_dtype(np.dtype(kind.dtype)))
-        fields.append((kind.name, numbers if kind.width == 1 else pa.list_(numbers)))
-    schema = pa.schema(fields)
+    schema = pa.schema(_columns(pa, _FIELDS))
 
     def write(path: Path, records: Iterator[dict[str, Any]]) -> int:
         count = 0
@@ -161,14 +181,41 @@ def _parquet_writer() -> Callable[[Path, Iterator[dict[str, Any]]], int]:
     return write
 
 
+def archive_schema(pa: Any) -> Any:
+    """Return the schema of the files of `tba buffer archive`: what an import reads, and more for those who query."""
+    turn = {"start": pa.int64(), "tokens": pa.int64(), "seconds": pa.float64(), "environment_seconds": pa.float64()}
+    turn |= {"reward": pa.float64(), "parts": pa.string(), "messages": pa.list_(pa.list_(pa.string()))}
+    ratios = {"step": pa.int64(), "slot": pa.int64(), "values": pa.list_(pa.float32())}
+    lists = {"turns": pa.list_(pa.struct(turn.items())), LOG_RATIOS: pa.list_(pa.struct(ratios.items()))}
+    return pa.schema([*(dict(_columns(pa, _ARCHIVE_FIELDS)) | lists).items()])
+
+
+def _columns(pa: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
+    integers = ("id", "epoch", "sequence", "policy_version", "policy_step")
+    floats = ("received_at", *(name for name, kind in ROW_FIELDS.items() if kind is float))
+    types = dict.fromkeys(integers, pa.int64()) | dict.fromkeys(floats, pa.float64())
+    fields = [(name, types.get(name, pa.string())) for name in names]
+    for kind in ARRAY_KINDS:
+        numbers = pa.list_(pa.from_numpy_dtype(np.dtype(kind.dtype)))
+        fields.append((kind.name, numbers if kind.width == 1 else pa.list_(numbers)))
+    return fields
+
+
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a parquet file, with maps parsed. Raises MissingExtra, or UsageError for another file."""
     for row in data_files.read_parquet(path, UsageError):
-        for name in MAP_FIELDS:
-            if isinstance(row.get(name), str):
+        turns = row.get("turns")
+        texts = [(row, name) for name in MAP_FIELDS]
+        # Those of an archive are a list already.
+        texts += [(turn, "parts") for turn in turns] if isinstance(turns, list) else []
+        for place, name in texts:
+            if isinstance(place.get(name), str):
                 try:
-                    row[name] = json.loads(row[name])
+                    place[name] = json.loads(place[name])
                 except ValueError as error:
                     raise UsageError(f"{path} is not a readable parquet file: {error}") from error
+        # Of an archive.
+        for name in ("answer", LOG_RATIOS):
+            row.pop(name, None)
         # A null is an absent key, except for `reward`: its default of 1 must be explicit.
         yield {name: value for name, value in row.items() if value is not None or name == "reward"}

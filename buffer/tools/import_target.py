@@ -34,14 +34,14 @@ class ImportTarget(ABC):
         """Commit a put. Raises Refused, BufferUnavailable, WireError or StorageError."""
         if self._sender != sender:
             self._sender = sender
-            self._ask(make_hello())
-        reply = self._ask(message, frames)
+            self.ask(make_hello())
+        reply = self.ask(message, frames)
         assert isinstance(reply, messages.PutAck)
         return reply
 
     @abstractmethod
-    def _ask(self, message: messages.Message, frames: Sequence[bytes] = ()) -> messages.Message:
-        """Return the reply to a request of the sender."""
+    def ask(self, message: messages.Message, frames: Sequence[bytes] = ()) -> messages.Message:
+        """Return the reply to a request of the sender, or of no one in particular before the first put."""
 
 
 @contextlib.contextmanager
@@ -71,8 +71,8 @@ class LocalTarget(ImportTarget):
         self.run = run.uuid
         self._service = BufferService(store, run, config, SystemClock())
 
-    def _ask(self, message: messages.Message, frames: Sequence[bytes] = ()) -> messages.Message:
-        encoded = encode_request(message, id=1, role=_ROLE, sender=self._sender, run=self.run, frames=frames)
+    def ask(self, message: messages.Message, frames: Sequence[bytes] = ()) -> messages.Message:
+        encoded = encode_request(message, id=1, role=_ROLE, sender=self._sender or _ROLE, run=self.run, frames=frames)
         # Encoded and decoded, so that a put passes the same checks as one over the network.
         request = decode_request([memoryview(frame) for frame in encoded])
         reply = self._service.handle_durably(request.header, to_columns(request))
@@ -85,12 +85,12 @@ class ServerTarget(ImportTarget):
 
     def __init__(self, client: BufferClient, config: Config) -> None:
         self._client = client
-        status = self._ask(GetStatus())
+        status = self.ask(GetStatus())
         assert isinstance(status, Status)
         refuse_other_server(client.address, status.run_name, config.run.name)
         self.run = client.run
 
-    def _ask(self, message: messages.Message, frames: Sequence[bytes] = ()) -> messages.Message:
+    def ask(self, message: messages.Message, frames: Sequence[bytes] = ()) -> messages.Message:
         self._client.sender = self._sender or self._client.sender
         try:
             return self._client.call(message, messages.Message, frames=frames, deadline_seconds=_REPLY_SECONDS)[0]

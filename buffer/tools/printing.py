@@ -57,7 +57,8 @@ def print_trajectory(known: dict[str, Any]) -> None:
     turns, pieces = known.pop("turns"), known.pop("pieces", [])
     texts = {name: known.pop(name) for name in ("prompt_text", "response_text", "text")}
     trained_by, references = known.pop("trained_by"), known.pop("reference_logprobs")
-    runs = known.pop("version_runs") or []
+    runs, absent = known.pop("version_runs") or [], known.pop("no_tokens")
+    known.pop("log_ratios")
     known.pop("received_at_text")
     fields = {name.replace("_", " "): _readable(name, value) for name, value in known.items()}
     for name, value in known["reward_parts"].items():
@@ -71,11 +72,12 @@ def print_trajectory(known: dict[str, Any]) -> None:
     fields["sum of log-probabilities"] = sum(tokens["logprobs"]) if tokens["logprobs"] else None
     fields |= {f"reference {name}": value for name, value in references.items()}
     print_fields({name: value for name, value in fields.items() if value is not None and name != "reward parts"})
-    _print_text("prompt", texts["prompt_text"], tokens["prompt_ids"])
+    _print_text("prompt", texts["prompt_text"], tokens["prompt_ids"] if absent is None else absent)
     if pieces:
         _print_turns(turns, pieces, tokens["response_ids"], runs)
     else:
-        _print_text("response", texts["text"] or texts["response_text"], tokens["response_ids"])
+        response = tokens["response_ids"] if absent is None else absent
+        _print_text("response", texts["text"] or texts["response_text"], response)
     typer.echo()
     if trained_by:
         steps = [{name: _readable(name, value) for name, value in step.items()} for step in trained_by]
@@ -115,9 +117,9 @@ def _readable(name: str, value: Any) -> Any:
     return time.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
 
 
-def _print_text(heading: str, text: str | None, ids: list[int] | None) -> None:
+def _print_text(heading: str, text: str | None, ids: list[int] | str) -> None:
     typer.echo(f"\n{heading}:")
     if text is not None:
         typer.echo(printable(text, keep="\n\t"))
     else:
-        typer.echo(f"token ids {ids}" if ids is not None else "its tokens were dropped by `tba buffer prune --tokens`")
+        typer.echo(ids if isinstance(ids, str) else f"token ids {ids}")

@@ -25,13 +25,14 @@ from tba.common import run_files
 from tba.common.clock import Clock
 from tba.common.config import Config
 from tba.common.errors import StorageError, UsageError
+from tba.common.wire.archive_messages import Archive, Movable
 
 # Trajectories per transaction.
 _ROWS = 1000
 _OF_TRAJECTORIES = {"payloads": "trajectory", "reference_logprobs": "trajectory", "trajectory_rows": "id"}
 # Children first.
 _OF_RUNS = ("batches", "visits", "curriculum_rows", "held_out_rows", "evaluation_rows", "prompts", "snapshots",
-    "senders", "starts")  # fmt: skip
+    "senders", "starts", "archives")  # fmt: skip
 
 
 def prune_tokens(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool) -> dict[str, Any]:
@@ -44,11 +45,12 @@ def prune_tokens(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool
     """
     with _opened(config.database) as store:
         run = _run_of(store, config.database, config.run.name)
-        first_kept = max(0, min([store.batches.steps_done(run) - keep_steps, *_checkpoints(config.database)]))
-        needed = BufferService(store, run, config, clock).sampleable()
-        needed |= store.batches.trajectories(run, since_step=first_kept)
         sizes = store.trajectories.payload_sizes(run)
-        drop = [trajectory for trajectory in sizes if trajectory not in needed]
+        kept = first_kept(config.database, store.batches.steps_done(run), keep_steps)
+        service, found, drop = BufferService(store, run, config, clock), Movable([], 0), list[int]()
+        while found.after is not None:
+            found = service.movable(Archive(since_step=kept, after=found.after))
+            drop += found.trajectories
         before = store.database.size_bytes()
         if not dry_run and drop:
             _check_disk(config.database, before)
@@ -112,6 +114,11 @@ def _opened(path: Path) -> Iterator[Store]:
 def _run_of(store: Store, path: Path, name: str | None) -> Run:
     runs = {run.name: run for run in store.runs.all()}
     return runs[choose_run(path, runs, name, "--run")]
+
+
+def first_kept(path: Path, steps_done: int, keep_steps: int) -> int:
+    """Return the first step whose batch a trainer that resumes may ask for."""
+    return max(0, min([steps_done - keep_steps, *_checkpoints(path)]))
 
 
 def _checkpoints(path: Path) -> list[int]:

@@ -1,5 +1,6 @@
 """Read one trajectory with its tokens and training history, and follow the newest ones."""
 
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -8,17 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from tba.buffer.store.archives import Archives
 from tba.buffer.store.reader import open_reader, read_maps
 from tba.buffer.store.starts import SERVED_FIRST
 from tba.buffer.store.storage_errors import stored_list, stored_object
-from tba.common.errors import StorageError, UsageError
-from tba.common.wire.trajectory import ARRAY_KINDS, QUANTITIES
+from tba.common.errors import MissingExtra, StorageError, UsageError
+from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE, QUANTITIES
 
 _POLL_SECONDS = 0.5
 _TRAINED_COLUMNS = ("step", "slot", "staleness", *QUANTITIES, "skipped", "trained_at")
 _STEPS = f"SELECT {', '.join(_TRAINED_COLUMNS)} FROM consumption WHERE trajectory = ? ORDER BY step, slot"  # noqa: S608
 _REFERENCES = "SELECT reference, logprob FROM reference_logprobs WHERE trajectory = ? ORDER BY reference"
 _TURNS = "SELECT turns FROM trajectory_rows WHERE id = ?"
+_RATIOS = """SELECT b.step, c.slot, c.token_log_ratios FROM consumption_rows c JOIN batches b ON b.id = c.batch
+    WHERE c.trajectory = ? AND c.token_log_ratios IS NOT NULL"""
 _PAYLOAD = f"SELECT {', '.join(kind.name for kind in ARRAY_KINDS)} FROM payloads WHERE trajectory = ?"  # noqa: S608
 TAIL_COLUMNS = (
     "id",
@@ -39,7 +43,9 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
     """Return a trajectory: its row, prompt and response as text and tokens, and the steps that trained on it.
 
     Of an episode, `turns` are its turns, and `pieces` its response cut where sampled tokens begin and end. `decode`
-    converts token ids to text, if given. Raises UsageError if there is no such trajectory.
+    converts token ids to text, if given. `log_ratios` are those of each token by the step that reported them.
+    `no_tokens` says why tokens are missing: dropped, or in an archive that cannot be read; None if they are there.
+    Raises UsageError if there is no such trajectory.
     """
     with open_reader(path) as connection:
         found = read_maps(connection, "SELECT * FROM trajectories WHERE id = ?", trajectory)
@@ -54,12 +60,30 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
         steps = read_maps(connection, _STEPS, trajectory)
         references = dict(connection.execute(_REFERENCES, (trajectory,)).fetchall())
         blobs = connection.execute(_PAYLOAD, (trajectory,)).fetchone()
+        ratios = read_log_ratios(connection, trajectory)
+    row["no_tokens"] = "Its tokens were dropped by `tba buffer prune --tokens`." if blobs is None else None
+    if blobs is None and row["archive"] is not None:
+        try:
+            blobs, ratios = Archives().read(trajectory, row["archive"])
+            row["no_tokens"] = None
+        except (StorageError, MissingExtra, UsageError) as error:
+            row["no_tokens"] = f"Its tokens cannot be read: {error}."
+    # Of several slots of a batch, the first.
+    row["log_ratios"] = {
+        step: np.frombuffer(blob[: len(blob) // 2 * 2], LOG_RATIO_DTYPE).tolist()
+        for (step, _), blob in sorted(ratios.items(), reverse=True)
+    }
     tokens = _tokens(blobs, decode)
     if row["turns"]:
         tokens["pieces"] = _pieces(tokens, {turn.get("start") for turn in row["turns"]}, decode)
     if row["prompt_text"] is not None:
         del tokens["prompt_text"]
     return {**row, **tokens, "trained_by": steps, "reference_logprobs": references}
+
+
+def read_log_ratios(connection: sqlite3.Connection, trajectory: int) -> dict[tuple[int, int], bytes]:
+    """Return the log-ratios of the tokens of a trajectory that the database has, by (step, slot)."""
+    return {(step, slot): blob for step, slot, blob in connection.execute(_RATIOS, (trajectory,))}
 
 
 def recorded_model(path: Path, trajectory: int) -> str:

@@ -11,7 +11,8 @@ from tba.common import run_files
 _TRAINED = "FROM consumption_rows JOIN batches ON batches.id = batch WHERE run = ? AND trained_at IS NOT NULL"
 _QUERIES = {
     "trajectories": "SELECT COUNT(*) FROM trajectory_rows WHERE run = ?",
-    "compacted": "SELECT COUNT(compacted_at) FROM trajectory_rows WHERE run = ?",
+    "compacted": "SELECT COUNT(compacted_at) - COUNT(archive) FROM trajectory_rows WHERE run = ?",
+    "archived": "SELECT COUNT(archive) FROM trajectory_rows WHERE run = ?",
     "with_error": "SELECT COUNT(error) FROM trajectory_rows WHERE run = ?",
     "response_tokens": "SELECT COALESCE(SUM(response_tokens), 0) FROM trajectory_rows WHERE run = ?",
     "mean_reward": "SELECT AVG(reward) FROM trajectory_rows WHERE run = ? AND error IS NULL",

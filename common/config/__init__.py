@@ -2,7 +2,7 @@
 
     root        Config: all sections, derived values, and the checks across sections
     run         [run] [model] [eval] [launch] [security]
-    task        [task] [reward_model] [gold_model]
+    task        [task] [reward_model]
     buffer      [buffer] [curriculum]
     search      [search]
     train       [train] [sft] [objective] [lora] [reference] [metrics]
@@ -19,7 +19,7 @@ from tba.common.config.root import Config
 from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection, SecuritySection
 from tba.common.config.search import Explored, SearchSection
 from tba.common.config.section import Section
-from tba.common.config.task import GoldModelSection, RewardModelSection, ScoringModelSection, TaskSection, Truncated
+from tba.common.config.task import RewardModelSection, TaskSection, Truncated
 from tba.common.config.train import (
     LoraSection,
     MetricsSection,
@@ -35,7 +35,6 @@ __all__ = [
     "CurriculumSection",
     "EvalSection",
     "Explored",
-    "GoldModelSection",
     "LaunchSection",
     "LoraSection",
     "MetricsSection",
@@ -44,7 +43,6 @@ __all__ = [
     "ReferenceSection",
     "RewardModelSection",
     "RunSection",
-    "ScoringModelSection",
     "SearchSection",
     "Section",
     "SecuritySection",

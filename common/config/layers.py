@@ -33,7 +33,6 @@ _NAMING_FLAGS = ("model.path", "buffer.database")
 _MOST_MISTAKES = 10
 _ONE_M = "buffer.recency_fraction holds for the whole run"
 _PAUSES = "restarts wait for a second, then twice as long, up to a minute"
-_OF_GOLD_MODEL = "a gold model has the defaults of [reward_model]"
 # Sections and keys of earlier builds, and what does their work now.
 REMOVED = {
     "alarm": "Alertmanager calls for help (docs/operations.md, deploy/prometheus/alerts.yml)",
@@ -42,13 +41,7 @@ REMOVED = {
     "reward_model.batch_tokens": "a forward pass has at most 16,384 tokens",
     "reward_model.max_length": "the tokenizer and the positions of the model limit a pair",
     "reward_model.load_seconds": "a model has ten minutes to load, a server to answer",
-    **{
-        f"gold_model.{key}": _OF_GOLD_MODEL
-        for key in (
-            *("api", "served_model", "concurrency", "device", "dtype", "batch_tokens", "max_length"),
-            *("time_limit_seconds", "load_seconds"),
-        )
-    },
+    "gold_model": "examples/tldr/tldr.py compares with reference answers: set its option gold_url",
     "buffer.recency_fraction_final": _ONE_M,
     "buffer.recency_anneal_steps": _ONE_M,
     "buffer.rank_exponent": "rank draws by 1 / rank; softmax has buffer.inverse_temperature",

@@ -39,9 +39,8 @@ def check_paths(config: Config, *, here: bool = True) -> list[str]:
 def model_paths(config: Config) -> dict[str, str]:
     """Return the settings that name models, with their values: directories, or names of the hub."""
     models = {"model.path": config.model.path}
-    for section in ("reward_model", "gold_model"):
-        if path := getattr(config, section).path:
-            models[f"{section}.path"] = path
+    if config.reward_model.path:
+        models["reward_model.path"] = config.reward_model.path
     if config.eval.embedder:
         models["eval.embedder"] = config.eval.embedder
     return models
@@ -61,7 +60,7 @@ def hub_models(config: Config) -> dict[str, str]:
 
 def unused_models(config: Config) -> tuple[str, ...]:
     """Return the settings of models that only an evaluation by hand would use."""
-    return () if config.eval.at_end or config.eval.gpu else ("gold_model.path", "eval.embedder")
+    return () if config.eval.at_end or config.eval.gpu else ("eval.embedder",)
 
 
 def asked_gpus(config: Config) -> dict[str, str]:

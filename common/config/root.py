@@ -11,7 +11,7 @@ from tba.common.config.buffer import BufferSection, CurriculumSection
 from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection, SecuritySection
 from tba.common.config.search import SearchSection
 from tba.common.config.section import Section
-from tba.common.config.task import GoldModelSection, RewardModelSection, TaskSection
+from tba.common.config.task import RewardModelSection, TaskSection
 from tba.common.config.train import (
     LoraSection,
     MetricsSection,
@@ -33,7 +33,6 @@ class Config(Section):
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
     reward_model: RewardModelSection = RewardModelSection()
-    gold_model: GoldModelSection = GoldModelSection()
     buffer: BufferSection = BufferSection()
     curriculum: CurriculumSection = CurriculumSection()
     search: SearchSection = SearchSection()

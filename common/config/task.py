@@ -1,4 +1,4 @@
-"""[task], [reward_model] and [gold_model]: prompts, and how responses are scored."""
+"""[task] and [reward_model]: prompts, and how responses are scored."""
 
 import re
 from typing import Annotated, Any, Literal, Self, get_args
@@ -138,8 +138,9 @@ class TaskSection(TaskSource):
         return any(source.name not in _WITHOUT_CODE or source.options for source in self.sources)
 
 
-class _ModelSource(Section):
-    """Where a sequence classifier with one label is, here or behind an HTTP server (docs/rewards.md)."""
+class RewardModelSection(Section):
+    """A sequence classifier with one label, here or behind an HTTP server, whose logit is added to the reward of the
+    task (docs/rewards.md)."""
 
     path: str = ""
     """A Hugging Face model directory or hub id of a classifier with one label, which each searcher loads."""
@@ -147,37 +148,11 @@ class _ModelSource(Section):
     """Instead of `path`: the address of an HTTP server with the model, such as http://node0:8000 of `vllm serve MODEL
     --runner pooling`. Empty, like `path`: no model."""
     api_key: BearerToken = SecretStr("")
-    """With `url`: sent as a bearer token. It is not stored with the run; TBA_REWARD_MODEL__API_KEY or
-    TBA_GOLD_MODEL__API_KEY keeps it out of the file."""
+    """With `url`: sent as a bearer token. It is not stored with the run; TBA_REWARD_MODEL__API_KEY keeps it out of the
+    file."""
     template: Literal["concatenation", "chat"] = "concatenation"
     """Its input. concatenation: prompt and response as one text; chat: a user and an assistant message, formatted by
     the chat template of its tokenizer."""
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: str) -> str:
-        return server_address(url) if url else url
-
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
-        if self.path and self.url:
-            raise ValueError("path and url both name a model: remove one")
-        return self
-
-    @property
-    def configured(self) -> bool:
-        """Whether there is a model."""
-        return bool(self.path or self.url)
-
-    @property
-    def source(self) -> str:
-        """The path or the URL of the model."""
-        return self.path or self.url
-
-
-class ScoringModelSection(_ModelSource):
-    """A sequence classifier with one label, here or behind an HTTP server (docs/rewards.md)."""
-
     api: Literal["classify", "pooling", "score"] = "classify"
     """With `url`: the route of vLLM that is asked. score sends prompt and response as two texts, for cross-encoders;
     the others as one text or conversation."""
@@ -191,25 +166,28 @@ class ScoringModelSection(_ModelSource):
     time_limit_seconds: PositiveFloat = 60.0
     """Time limit of a forward pass, in seconds. After it the rows of its pairs get an error and the process is
     replaced. With `url`: time limit of a response's score, all retries included."""
+    weight: float = 1.0
+    """The reward is the task's reward plus this weight times the logit."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        return server_address(url) if url else url
 
     @model_validator(mode="after")
-    def _check_api(self) -> Self:
+    def _check_source(self) -> Self:
+        if self.path and self.url:
+            raise ValueError("path and url both name a model: remove one")
         if self.url and self.api == "score" and self.template == "chat":
             raise ValueError('api = "score" sends prompt and response as two texts: remove template = "chat"')
         return self
 
-
-class RewardModelSection(ScoringModelSection):
-    """A sequence classifier whose logit is added to the reward of the task (docs/rewards.md)."""
-
-    weight: float = 1.0
-    """The reward is the task's reward plus this weight times the logit."""
-
-
-class GoldModelSection(_ModelSource):
-    """A second classifier, by which `tba eval` compares answers with reference answers (docs/evaluation.md)."""
+    @property
+    def configured(self) -> bool:
+        """Whether there is a model."""
+        return bool(self.path or self.url)
 
     @property
-    def classifier(self) -> ScoringModelSection:
-        """The model with the defaults of [reward_model] for its other settings."""
-        return ScoringModelSection(**dict(self))
+    def source(self) -> str:
+        """The path or the URL of the model."""
+        return self.path or self.url

@@ -28,9 +28,10 @@ class TrainSection(Section):
     """The trainer's GPU, or several (`6,7`, `4-7`, UUIDs, `all`) that train together with FSDP2, or `cpu`."""
     processes: Positive = 1
     """Number of processes that train together with FSDP2 if gpu is `cpu`: to try out what GPUs do."""
-    sharding: Literal["auto", "all", "optimizer"] = "auto"
+    sharding: Literal["auto", "node", "all", "optimizer"] = "auto"
     """What is sharded over several processes. all: weights, gradients and optimiser states, gathered for each pass.
-    optimizer: each process holds all weights and gradients during a step. auto is optimizer if that fits a GPU by the
+    optimizer: each process holds all weights and gradients during a step. node: each node has a whole model, sharded
+    over its own GPUs (HSDP). auto is what communicates least of node, optimizer and all, and fits a GPU by the
     estimate of check_memory."""
     steps: Positive = 1000
     """Optimiser steps of the whole run."""

@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
+from tba.common.errors import UsageError
 from tba.common.system.orphan_guard import kill_all, session_of
 
 # Options of prctl(2).
@@ -35,7 +36,7 @@ _SHORT = 80
 PARENT_VARIABLE = "TBA_PARENT_PID"
 # Python's variable that keeps the working directory, and that of a script, out of `sys.path`.
 SAFE_PATH = "PYTHONSAFEPATH"
-# The file through which the ranks of a trainer find each other.
+# The file through which the ranks of a trainer on one node find each other.
 RENDEZVOUS_VARIABLE = "TBA_RENDEZVOUS"
 # What an engine tells its supervisor: the size of its KV cache. systemd ignores names with X_.
 KV_CACHE_NOTICE = "X_KV_CACHE_GIB="
@@ -323,6 +324,22 @@ def partition_cores(processes: int) -> list[list[int]]:
         return [cores] * processes
     bounds = [len(cores) * part // processes for part in range(processes + 1)]
     return [cores[first:last] for first, last in pairwise(bounds)]
+
+
+def node_number() -> tuple[int, int]:
+    """Return the number of this node, from 0, and how many train together: NODE_RANK (or Slurm's) and NNODES.
+
+    Raises UsageError if they do not fit.
+    """
+    nodes = os.environ.get("NNODES", "1")
+    node = "0" if nodes == "1" else os.environ.get("NODE_RANK", os.environ.get("SLURM_NODEID", ""))
+    fits = node.isdecimal() and nodes.isdecimal() and int(node) < int(nodes)
+    if not fits or (nodes != "1" and "MASTER_ADDR" not in os.environ):
+        raise UsageError(
+            f'NNODES is "{nodes}" and NODE_RANK "{node}": to train on several nodes set NNODES to their number, '
+            "NODE_RANK to that of each, from 0, and MASTER_ADDR to the address of node 0"
+        )
+    return int(node), int(nodes)
 
 
 def openmp_threads(parts: Sequence[Sequence[int]]) -> int:

@@ -6,9 +6,7 @@ a run in progress.
 
 import contextlib
 import hashlib
-import itertools
 import json
-import multiprocessing.connection
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,9 +39,7 @@ from tba.searcher.episodes import Ask, Episodes, Limits
 from tba.searcher.evaluation import measure
 from tba.searcher.evaluation.answers import Answer, Question, answer, for_storage
 from tba.searcher.pipeline import Exploration
-from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
-from tba.searcher.scoring.scoring import Item, storable
 from tba.searcher.tasks.task import (
     Prompt,
     Task,
@@ -61,11 +57,10 @@ log = get_logger(__name__)
 
 # Keys of [task] that change neither prompts nor scores, or are part of the prompts' own hash.
 _NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency"}
-_OF_CLASSIFIER = {"path", "weight", "template"}
+_OF_CLASSIFIER, _OF_SERVER = {"path", "weight", "template"}, {"url", "api", "served_model"}
 _NOT_MEASURED = {"at_end", "gpu", "stored_responses"}
 _REFERENCE_ROWS = 256
 _HASH_DIGITS = 16
-_WAIT_SECONDS = 1.0
 # The sampled answers of an evaluation have seeds of their own, as those of an epoch do.
 _EPOCH = 0
 
@@ -91,21 +86,20 @@ class Subject:
 
 
 def read_subject(config: Config) -> Subject:
-    """Load the held-out prompts. Raises TaskError without any, or without the answers that `[gold_model]` needs."""
+    """Load the held-out prompts. Raises TaskError without any."""
     task, renderer, stopping = load(config)
     # A prompt that occurs twice counts once.
     prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
     if not prompts:
         raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
-    if config.gold_model.configured and not any(prompt.answer for prompt in prompts):
-        raise TaskError("gold_model compares with the answers of the held-out prompts, and none has one: remove it")
     check_answers(task)
     check_rendering(task, prompts, renderer, context_of(config))
+    scoring = _OF_CLASSIFIER | (_OF_SERVER if config.reward_model.url else set())
     plays = any(has_environment(task, prompt) for prompt in prompts)
     # What changes no number must not have a curve of evaluations repeated.
     settings = {
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
-        **_scoring_models(config),
+        "reward_model": config.reward_model.model_dump(mode="json", include=scoring),
         "eval": config.eval.model_dump(mode="json", exclude=_NOT_MEASURED),
         "max_tokens": config.search.max_tokens,
         "stop": config.search.stop,
@@ -115,69 +109,6 @@ def read_subject(config: Config) -> Subject:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     prompt_set = fingerprint(prompts, renderer.settings(prompts))
     return Subject(task, renderer, stopping, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
-
-
-def _scoring_models(config: Config) -> dict[str, Any]:
-    """Return the settings of the classifiers that change scores."""
-    reward, gold = config.reward_model, config.gold_model.classifier
-    served = {"url", "api", "served_model"}
-    found = {"reward_model": reward.model_dump(mode="json", include=_OF_CLASSIFIER | (served if reward.url else set()))}
-    if gold.configured:
-        found["gold_model"] = gold.model_dump(mode="json", include=_OF_CLASSIFIER | served)
-    return found
-
-
-class GoldModel:
-    """Scores of the classifier of `[gold_model]` for answers, and for the reference answers (`answer`) of prompts."""
-
-    def __init__(self, scorer: ModelScorer, prompts: Sequence[Prompt]) -> None:
-        self._scorer = scorer
-        self._prompts = prompts
-        self._tickets = itertools.count()
-        self._references: list[float | None] = [None] * len(prompts)
-
-    def compare(
-        self, texts: Sequence[str], go_on: Callable[[], bool]
-    ) -> tuple[list[float | None], list[float | None]] | None:
-        """Return the scores of the texts, one per prompt, and of the reference answers; None if `go_on` is False.
-
-        A prompt without a reference answer has neither. A reference is scored until it has a score.
-        """
-        asked = {(place, False): text for place, text in enumerate(texts)}
-        missing = [place for place, score in enumerate(self._references) if score is None]
-        asked |= {(place, True): self._prompts[place].answer for place in missing}
-        if (found := self._score(asked, go_on)) is None:
-            return None
-        self._references = [found.get((place, True), score) for place, score in enumerate(self._references)]
-        return [found.get((place, False)) for place in range(len(texts))], list(self._references)
-
-    def _score(
-        self, texts: Mapping[tuple[int, bool], str], go_on: Callable[[], bool]
-    ) -> dict[tuple[int, bool], float | None] | None:
-        """Return the scores of texts by prompt and whether it is the reference; none of prompts without a reference."""
-        found: dict[tuple[int, bool], float | None] = {}
-        places: dict[int, tuple[int, bool]] = {}
-        for place, text in texts.items():
-            prompt = self._prompts[place[0]]
-            if prompt.answer:
-                item = Item(next(self._tickets), prompt, storable(text), True, time.monotonic())
-                places[item.ticket] = place
-                self._scorer.submit(item)
-        reasons = []
-        self._scorer.send()
-        while places:
-            multiprocessing.connection.wait(self._scorer.channels, _WAIT_SECONDS)
-            for result in self._scorer.poll():
-                # Results of an evaluation that was given up may still arrive.
-                if result.item.ticket not in places:
-                    continue
-                found[places.pop(result.item.ticket)] = result.value
-                reasons += [result.error] if result.error is not None else []
-            if not go_on():
-                return None
-        if reasons:
-            log.warning("the gold model failed", texts=len(reasons), reason=reasons[0])
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +127,6 @@ class Evaluator:
     rewards: Rewards
     references: LogprobsOf | None
     embed: measure.Embed | None
-    gold: GoldModel | None
     serving: contextlib.ExitStack
 
     def evaluate(self, snapshot: Snapshot, pinned: PinnedSnapshot, report: Report = lambda *_: True) -> Row | None:
@@ -252,12 +182,6 @@ class Evaluator:
         names = [name_of(self.subject.task, prompt) for prompt in self.subject.prompts]
         tasks = names if len(set(names)) > 1 else ()
         measure.measure_greedy(measured, answers[:prompts], tasks)
-        if self.gold is not None:
-            scores = self.gold.compare([one.text for one in answers[:prompts]], go_on)
-            if scores is None:
-                return None
-            golds = [prompt.answer for prompt in self.subject.prompts]
-            measure.measure_win_rate(measured, answers[:prompts], golds, *scores)
         if not samples:
             return measured
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
@@ -336,11 +260,6 @@ def open_evaluator(
         # Before the engine, as `WorkerPool` says.
         rewards = make_rewards(config, subject.task, device, stop)
         ending.callback(rewards.close)
-        gold = None
-        if config.gold_model.configured:
-            scorer = ModelScorer(config.gold_model.classifier, device, stop, section="gold_model")
-            ending.callback(scorer.close)
-            gold = GoldModel(scorer, subject.prompts)
         # Entered before the engine, so released after it: the engine may read the files of the weights it serves.
         serving = ending.enter_context(contextlib.ExitStack())
         prompt_tokens = mean_tokens(subject.prompts, subject.renderer)
@@ -364,7 +283,6 @@ def open_evaluator(
             rewards=rewards,
             references=references,
             embed=embed,
-            gold=gold,
             serving=serving,
         )
         yield evaluator, assembler

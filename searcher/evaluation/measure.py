@@ -102,36 +102,6 @@ def measure_sampled(measured: Measured, groups: Sequence[Sequence[Answer]], task
             _add_known(measured, f"distinct_{n}", [distinct([a.response_ids.tolist() for a in g], n) for g in groups])
 
 
-def measure_win_rate(
-    measured: Measured,
-    answers: Sequence[Answer],
-    references: Sequence[str],
-    gold: Sequence[float | None],
-    gold_of_references: Sequence[float | None],
-) -> None:
-    """Add the share of prompts whose answer has a higher gold score than the reference answer; a tie counts half.
-
-    An answer that failed loses. Pairs that the gold model could not score are left out, and their share is reported;
-    above 2 % nothing else is.
-    """
-    pairs = [
-        (answer, reference, mine, theirs)
-        for answer, reference, mine, theirs in zip(answers, references, gold, gold_of_references, strict=True)
-        if reference
-    ]
-    known = [theirs is not None and (mine is not None or a.error is not None) for a, _, mine, theirs in pairs]
-    wins = [_win(*pair) for pair in pairs]
-    measured.add("gold_failed", [not there for there in known])
-    errors = [
-        a.error or (None if there else "the gold model failed") for (a, *_), there in zip(pairs, known, strict=True)
-    ]
-    if not measured.has_scores("pairs of a response and a reference", errors):
-        return
-    measured.add("win_rate", wins, known)
-    _add_known(measured, "gold_reward", [mine for _, _, mine, _ in pairs])
-    _add_known(measured, "gold_reward_of_references", [theirs for *_, theirs in pairs])
-
-
 def measure_divergence(
     measured: Measured, groups: Sequence[Sequence[Answer]], references: Sequence[Sequence[float | None]]
 ) -> None:
@@ -249,15 +219,6 @@ def _graded(groups: Sequence[Sequence[Answer]], tasks: Sequence[str]) -> list[bo
 def _has_correct(answers: Sequence[Answer]) -> bool:
     """Whether the task says what is correct, or every answer failed, so that it is unknown."""
     return any(CORRECT in a.reward.parts for a in answers) or all(a.error is not None for a in answers)
-
-
-def _win(answer: Answer, reference: str, mine: float | None, theirs: float | None) -> float:
-    if answer.error is not None or mine is None or theirs is None:
-        return 0.0
-    # Scores of the same text differ by rounding if their batches differ.
-    if answer.text == reference or mine == theirs:
-        return 0.5
-    return float(mine > theirs)
 
 
 def _part(answer: Answer, name: str) -> float | None:

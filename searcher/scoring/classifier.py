@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from tba.common.config import ScoringModelSection
+from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError, quantity
 from tba.common.log import get_logger
 from tba.common.rendering import Message, as_map
@@ -44,18 +44,14 @@ Score = float | str
 class RewardModel:
     """The classifier of a directory on one device.
 
-    `section` is the name of the configuration's section, for messages. Raises ConfigError if the files are not a reward
-    model, OutOfMemory.
+    Raises ConfigError if the files are not a reward model, OutOfMemory.
     """
 
-    def __init__(
-        self, directory: Path, config: ScoringModelSection, device: str, section: str = "reward_model"
-    ) -> None:
+    def __init__(self, directory: Path, config: RewardModelSection, device: str) -> None:
         self._config = config
-        self._section, self._name = section, section.replace("_", " ")
         self._device = torch.device(device)
-        self._model = _load(directory, self._device, section)
-        self._tokenizer = _read_tokenizer(directory, section, chat=config.template == "chat")
+        self._model = _load(directory, self._device)
+        self._tokenizer = _read_tokenizer(directory, chat=config.template == "chat")
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
         self._own_pad_id = _own_pad_id(self._model.config)
         # The length of a pair is limited by the model's positions and by the tokenizer.
@@ -80,10 +76,10 @@ class RewardModel:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         else:
             if messages and not prompt:
-                raise ValueError(f'the prompt has messages and no text: set {self._section}.template = "chat"')
+                raise ValueError('the prompt has messages and no text: set reward_model.template = "chat"')
             ids = self._tokenizer.encode(prompt + response, verbose=False)
         if not 0 < len(ids) <= self._max_tokens:
-            raise ValueError(f"{quantity(len(ids), 'token')}; the {self._name} takes 1 to {self._max_tokens}")
+            raise ValueError(f"{quantity(len(ids), 'token')}; the reward model takes 1 to {self._max_tokens}")
         if max(ids) >= self._vocabulary:
             raise ValueError(f"token {max(ids)} is outside the vocabulary of {self._vocabulary}")
         return ids
@@ -151,13 +147,13 @@ class RewardModel:
         return pad
 
 
-def check_files(config: ScoringModelSection, section: str) -> str:
-    """Describe the model of a section in one sentence, for `tba doctor`. Raises ConfigError for another kind of model.
+def check_files(config: RewardModelSection) -> str:
+    """Describe the reward model in one sentence, for `tba doctor`. Raises ConfigError for another kind of model.
 
     The classifier is built without memory for its weights; whether the files hold a head is only seen when they load.
     """
-    directory = model_directory(config.path, setting=f"{section}.path")
-    model_config = _read_config(directory, section)
+    directory = model_directory(config.path, setting="reward_model.path")
+    model_config = _read_config(directory)
     with torch.device("meta"):
         try:
             name = type(from_config(AutoModelForSequenceClassification, model_config, directory)).__name__
@@ -165,21 +161,21 @@ def check_files(config: ScoringModelSection, section: str) -> str:
             raise
         # A model's constructor may raise anything for values that it does not expect.
         except Exception as error:
-            raise not_loaded(_model_in(directory, section), error) from error
+            raise not_loaded(_model_in(directory), error) from error
     weight_files(directory)
-    _read_tokenizer(directory, section, chat=config.template == "chat")
+    _read_tokenizer(directory, chat=config.template == "chat")
     pad = _own_pad_id(model_config)
     padding = "no padding token of its own" if pad is None else f"pads with token {pad}"
     return f"{config.path}: {name}, {padding}, {config.template}"
 
 
-def _model_in(directory: Path, section: str) -> str:
-    return f"the {section.replace('_', ' ')} in {directory}"
+def _model_in(directory: Path) -> str:
+    return f"the reward model in {directory}"
 
 
-def _load(directory: Path, device: torch.device, section: str) -> Any:
-    config = _read_config(directory, section)
-    with loading(_model_in(directory, section), device):
+def _load(directory: Path, device: torch.device) -> Any:
+    config = _read_config(directory)
+    with loading(_model_in(directory), device):
         model, found = from_directory(
             AutoModelForSequenceClassification,
             directory,
@@ -190,7 +186,7 @@ def _load(directory: Path, device: torch.device, section: str) -> Any:
         )
         # A checkpoint without a head loads too, with a random one.
         if missing := sorted(found["missing_keys"]):
-            raise ConfigError(f"{_model_in(directory, section)} is not a classifier: it lacks {', '.join(missing[:3])}")
+            raise ConfigError(f"{_model_in(directory)} is not a classifier: it lacks {', '.join(missing[:3])}")
         model.to(device).eval().requires_grad_(False)
     text = model.config.get_text_config()
     if hasattr(text, "use_cache"):
@@ -198,9 +194,9 @@ def _load(directory: Path, device: torch.device, section: str) -> Any:
     return model
 
 
-def _read_config(directory: Path, section: str) -> Any:
+def _read_config(directory: Path) -> Any:
     """The configuration of a classifier with one label. Raises ConfigError if it is something else, or OutOfMemory."""
-    model = _model_in(directory, section)
+    model = _model_in(directory)
     with loading(model):
         config: Any = from_directory(AutoConfig, directory)
     if config.num_labels != 1:
@@ -214,7 +210,7 @@ def _read_config(directory: Path, section: str) -> Any:
     return config
 
 
-def _read_tokenizer(directory: Path, section: str, *, chat: bool) -> Any:
+def _read_tokenizer(directory: Path, *, chat: bool) -> Any:
     """The model's tokenizer. With `chat` it must have a chat template. Raises ConfigError, OutOfMemory."""
     try:
         tokenizer = from_directory(AutoTokenizer, directory)
@@ -222,11 +218,11 @@ def _read_tokenizer(directory: Path, section: str, *, chat: bool) -> Any:
         raise
     # The library raises many kinds; `not_loaded` tells a lack of memory from faulty files.
     except Exception as error:
-        raise not_loaded(f"the tokenizer of {_model_in(directory, section)}", error) from error
+        raise not_loaded(f"the tokenizer of {_model_in(directory)}", error) from error
     if chat and not tokenizer.chat_template:
         raise ConfigError(
-            f'{section}.template = "chat", and the tokenizer in {directory} has no chat template: '
-            f'set {section}.template = "concatenation"'
+            f'reward_model.template = "chat", and the tokenizer in {directory} has no chat template: '
+            'set reward_model.template = "concatenation"'
         )
     return tokenizer
 
@@ -243,8 +239,8 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     settings = next(connection.messages)
     try:
-        config = ScoringModelSection.model_validate(settings["config"])
-        model = RewardModel(Path(settings["directory"]), config, settings["device"], settings["section"])
+        config = RewardModelSection.model_validate(settings["config"])
+        model = RewardModel(Path(settings["directory"]), config, settings["device"])
     except ConfigError as error:
         connection.send(["refused", storable(str(error))])
         sys.exit(1)

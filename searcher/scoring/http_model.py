@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import httpx2
 
-from tba.common.config import ScoringModelSection
+from tba.common.config import RewardModelSection
 from tba.common.errors import HttpRefused, HttpUnavailable
 from tba.common.rendering import as_map
 from tba.common.system.background import backoff
@@ -131,11 +131,10 @@ def _quoted(text: bytes) -> str:
 
 
 class HttpModel:
-    """The classifier at `url`. `key` is its API key, `section` is named in messages. It belongs to one event loop."""
+    """The classifier at `url`. `key` is its API key. It belongs to one event loop."""
 
-    def __init__(self, config: ScoringModelSection, key: str, section: str = "reward_model") -> None:
+    def __init__(self, config: RewardModelSection, key: str) -> None:
         self._config = config
-        self._section = section
         self._client = JsonClient(config.url, key=key, connections=config.concurrency)
 
     async def __aenter__(self) -> Self:
@@ -165,7 +164,7 @@ class HttpModel:
             whole = (*(prompt.messages or [("user", prompt.text)]), ("assistant", response))
             return body | {"messages": [as_map(message) for message in whole]}
         if prompt.messages and not prompt.text:
-            raise ValueError(f'the prompt has messages and no text: set {self._section}.template = "chat"')
+            raise ValueError('the prompt has messages and no text: set reward_model.template = "chat"')
         if config.api == "score":
             return body | {"text_1": prompt.text, "text_2": response}
         return body | {"input": prompt.text + response}
@@ -177,7 +176,7 @@ class HttpModel:
             found = item[key]
         except (KeyError, TypeError, ValueError):
             raise HttpRefused(
-                f"{self._config.url} answered without data[0].{key}: set {self._section}.api to a route it has"
+                f"{self._config.url} answered without data[0].{key}: set reward_model.api to a route it has"
             ) from None
         values = found if isinstance(found, list) else [found]
         if len(values) != 1:
@@ -200,10 +199,10 @@ def main() -> None:
     """Serve until the searcher closes the socket."""
     connection = Connection()
     settings = next(connection.messages)
-    config = ScoringModelSection.model_validate(settings["config"])
+    config = RewardModelSection.model_validate(settings["config"])
     # One event loop for all batches: connections belong to a loop.
     with asyncio.Runner() as runner:
-        model = HttpModel(config, settings["key"], settings["section"])
+        model = HttpModel(config, settings["key"])
         try:
             runner.run(model.try_out(seconds=settings["load_seconds"]))
         except (HttpRefused, HttpUnavailable) as error:
@@ -214,7 +213,7 @@ def main() -> None:
             runner.run(_score(connection, model, config, items))
 
 
-async def _score(connection: Connection, model: HttpModel, config: ScoringModelSection, items: Sequence[Any]) -> None:
+async def _score(connection: Connection, model: HttpModel, config: RewardModelSection, items: Sequence[Any]) -> None:
     free = asyncio.Semaphore(config.concurrency)
 
     async def score_one(ticket: int, fields: Sequence[Any], response: str) -> None:

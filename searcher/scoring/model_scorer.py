@@ -9,7 +9,7 @@ import multiprocessing.connection
 from collections.abc import Callable
 from typing import Any
 
-from tba.common.config import ScoringModelSection
+from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError, WorkerLost
 from tba.common.log import get_logger
 from tba.common.weights.model_files import model_directory
@@ -26,49 +26,38 @@ _GRACE_SECONDS = 5.0
 
 
 class ModelScorer(WorkerPool):
-    """Scores by a classifier: that of `[reward_model]`, or of the `section` that `config` is.
+    """Scores by the classifier of `[reward_model]`.
 
     `device` is the searcher's own: `cpu` or `cuda`. The constructor returns when the model is loaded, so that an
     engine on the same GPU finds its memory taken, or after `stop()`: then it scores nothing and must be closed. Raises
     ConfigError if it is not a reward model, WorkerLost if it was not loaded or reached for another reason.
     """
 
-    def __init__(
-        self,
-        config: ScoringModelSection,
-        device: str,
-        stop: Callable[[], bool] = lambda: False,
-        *,
-        section: str = "reward_model",
-    ) -> None:
+    def __init__(self, config: RewardModelSection, device: str, stop: Callable[[], bool] = lambda: False) -> None:
         self.config = config
-        super().__init__(_server(config, section) if config.url else _own_process(config, device, section))
+        super().__init__(_server(config) if config.url else _own_process(config, device))
         try:
             while not (self.ready or stop()):
                 self.poll()
                 if self.refusal:
                     raise ConfigError(self.refusal)
                 if self.failed_starts:
-                    what = (
-                        f"{section}.url does not answer"
-                        if config.url
-                        else f"{section}.path {config.path} is not loaded"
-                    )
-                    raise WorkerLost(f"{what}: {self.last_error}")
+                    what = "url does not answer" if config.url else f"path {config.path} is not loaded"
+                    raise WorkerLost(f"reward_model.{what}: {self.last_error}")
                 multiprocessing.connection.wait(self.channels, _POLL_SECONDS)
         except BaseException:
             self.close()
             raise
-        log.info(section.replace("_", " "), model=config.source, ready=self.ready)
+        log.info("reward model", model=config.source, ready=self.ready)
 
 
-def _own_process(config: ScoringModelSection, device: str, section: str) -> PoolSettings:
+def _own_process(config: RewardModelSection, device: str) -> PoolSettings:
     device, environment = _placement(config.device, device)
-    directory = model_directory(config.path, setting=f"{section}.path")
+    directory = model_directory(config.path, setting="reward_model.path")
     return PoolSettings(
-        name=section.replace("_", " "),
+        name="reward model",
         module="tba.searcher.scoring.classifier",
-        settings={"config": _sent(config), "section": section, "directory": str(directory), "device": device},
+        settings={"config": _sent(config), "directory": str(directory), "device": device},
         workers=1,
         batch=_BATCH,
         load_seconds=LOAD_SECONDS,
@@ -79,16 +68,12 @@ def _own_process(config: ScoringModelSection, device: str, section: str) -> Pool
     )
 
 
-def _server(config: ScoringModelSection, section: str) -> PoolSettings:
+def _server(config: RewardModelSection) -> PoolSettings:
+    key = config.api_key.get_secret_value()
     return PoolSettings(
-        name=section.replace("_", " "),
+        name="reward model",
         module="tba.searcher.scoring.http_model",
-        settings={
-            "config": _sent(config),
-            "section": section,
-            "key": config.api_key.get_secret_value(),
-            "load_seconds": LOAD_SECONDS,
-        },
+        settings={"config": _sent(config), "key": key, "load_seconds": LOAD_SECONDS},
         workers=1,
         batch=max(_BATCH, config.concurrency),
         load_seconds=LOAD_SECONDS + _GRACE_SECONDS,
@@ -97,10 +82,9 @@ def _server(config: ScoringModelSection, section: str) -> PoolSettings:
     )
 
 
-def _sent(config: ScoringModelSection) -> dict[str, Any]:
-    """Return the settings that every classifier has, as a worker reads them."""
-    fields = set(ScoringModelSection.model_fields) - {"api_key"}
-    return config.model_dump(mode="json", include=fields)
+def _sent(config: RewardModelSection) -> dict[str, Any]:
+    """Return the settings as a worker reads them."""
+    return config.model_dump(mode="json", exclude={"api_key"})
 
 
 def _placement(configured: str, own: str) -> tuple[str, dict[str, str]]:

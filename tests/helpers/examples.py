@@ -1,6 +1,7 @@
 """An example of each message that may be sent."""
 
 from tba.common.wire import messages
+from tba.common.wire.archive_messages import Archive, Movable
 from tba.common.wire.messages import GetStatus, HeldOutResponse, PutEvaluation
 from tba.common.wire.trajectory import RowNumbers
 
@@ -30,6 +31,7 @@ REQUESTS = {
             token_log_ratios=[bytes.fromhex("003800b4")],
         ),
     ),
+    "archive": Archive(since_step=14, url="s3://bucket/run/9.parquet", trajectories=[9, 11], complete=True),
     "announce_snapshot": messages.AnnounceSnapshot(weights=REF, bytes=100),
     "finish_run": messages.FinishRun(step=15),
     "heartbeat": messages.Heartbeat(
@@ -65,6 +67,7 @@ REPLIES = {
     "registered": messages.Registered(known=1, complete=True),
     "leases": messages.Leases(visits=[messages.Visit(lease=5, epoch=0, prompt_key="p0")], reason=""),
     "put_ack": messages.PutAck(first_sequence=0, stored=4, duplicates=0),
+    "movable": Movable(trajectories=[9, 11], after=11),
     "not_ready": messages.NotReady(reason="3 of 7 prompts have trajectories"),
     "sources": messages.Sources(addresses=["tcp://node:5759"]),
     "done": messages.Done(),

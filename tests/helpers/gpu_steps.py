@@ -16,7 +16,8 @@ from tba.common.config import Config, ObjectiveSection, TrainSection
 from tba.common.config.run import ModelSection
 from tba.tests.helpers.trainer import make_batch, make_row
 from tba.trainer.batch.batch import Row, TrainBatch
-from tba.trainer.preflight.check import Report, report_on
+from tba.trainer.preflight.check import Report, examine
+from tba.trainer.preflight.shape import meta_model, shape_of
 
 GIB, GB = 1 << 30, 1e9
 _NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -86,7 +87,7 @@ def estimate_for(model: PretrainedConfig, train: TrainSection, folder: Path) -> 
     total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
     model.save_pretrained(folder)
     config = Config(model=ModelSection(dtype="bfloat16"), train=train, objective=ObjectiveSection(name="rloo"))
-    return report_on(config, folder, ranks=1, gpu_total=total)
+    return examine(config, shape_of(meta_model(folder)), ranks=1, gpu_total=total)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import msgpack
 import numpy as np
 
 from tba.common.wire import messages
+from tba.common.wire.archive_messages import Archive
 from tba.common.wire.codec import encode_request
 from tba.common.wire.messages import GetStatus, PutEvaluation
 from tba.tests.helpers.puts import make_episode, make_trajectory, numbers_of, put_message, reference
@@ -194,6 +195,8 @@ _PLAIN: list[Callable[[random.Random], messages.Message]] = [
         reference_logprobs=[-2.0],
         rows=numbers_of(n := r.randrange(1, 4), token_log_ratios=[r.choice((None, b"", bytes(6))) for _ in range(n)]),
     ),
+    lambda r: Archive(since_step=r.randrange(9), after=r.randrange(9)),
+    lambda r: Archive(since_step=r.randrange(9), url="u", trajectories=[r.randrange(9)], complete=True),
     lambda r: messages.AnnounceSnapshot(weights=reference(r.choice(VERSIONS), 0), bytes=1),
     lambda r: messages.FinishRun(step=r.randrange(9)),
     lambda r: messages.Heartbeat(activity="x", reason="", weights_version=r.choice((None, 1)), metrics={"a": 1.0}),

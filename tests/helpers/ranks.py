@@ -32,10 +32,12 @@ from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.distributed import ALONE, Ranks, full_tensor, join
 from tba.trainer.model.adapters import BASE, FACTORS, MERGED, gathered
 from tba.trainer.model.scorer import weights_of
-from tba.trainer.step.build import build
+from tba.trainer.step.build import build, require_memory
 from tba.trainer.step.learner import Learner, Measured
 
+# Reductions of gradients within a node, and their sums over nodes.
 REDUCTIONS: list[int] = []
+SUMS: list[int] = []
 # Keyword arguments of `make_learner`, and the number of prompts of a batch.
 SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     "plain": ({}, 5),
@@ -117,16 +119,17 @@ def make_batch(scenario: str, step: int, prompts: int) -> TrainBatch:
 def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2) -> dict[str, Any]:
     """Train a scenario.
 
-    Returns metrics and numbers of rows of each step, weights by name, and the number of gradient reductions.
+    Returns metrics and numbers of rows of each step, weights by name, and how often gradients were reduced.
     """
     keys, prompts = SCENARIOS[scenario.removesuffix("/again")]
     torch.manual_seed(0)
     learner = make_learner(ranks, **keys)
-    found = checkpoint.newest(directory / scenario)
+    found = checkpoint.share(None if ranks.rank else checkpoint.newest(directory / scenario), ranks)
     if found is not None:
         checkpoint.restore(found, learner)
     first = learner.steps_done
     REDUCTIONS.clear()
+    SUMS.clear()
     done = [learner.step(make_batch(scenario, step, prompts)) for step in range(first, first + steps)]
     weights = {
         f"{what}/{name}": tensor.clone()
@@ -142,6 +145,7 @@ def run(scenario: str, directory: Path, ranks: Ranks = ALONE, *, steps: int = 2)
         "rows": [columns_of(result.rows) for result in done],
         "weights": weights,
         "reductions": len(REDUCTIONS),
+        "sums": len(SUMS),
     }
 
 
@@ -153,23 +157,36 @@ def columns_of(rows: RowNumbers) -> dict[str, list[Any]]:
 
 
 def count_reductions() -> None:
-    """Record each reduction of gradients. FSDP looks up the function at each call."""
-    reduce = dist.reduce_scatter_single
+    """Record each reduction of gradients. FSDP looks up the functions at each call."""
+    reduce, add = dist.reduce_scatter_single, dist.all_reduce
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         REDUCTIONS.append(1)
         return reduce(*args, **kwargs)
 
-    dist.reduce_scatter_single = counted
+    def counted_sum(*args: Any, **kwargs: Any) -> Any:
+        # Only FSDP names the operation.
+        SUMS.extend([1] if "op" in kwargs else [])
+        return add(*args, **kwargs)
+
+    dist.reduce_scatter_single, dist.all_reduce = counted, counted_sum
 
 
-def main(rank: int, ranks: int, directory: Path, scenarios: list[str]) -> None:
-    """Run scenarios as one of `ranks` ranks, with a file in the directory as rendezvous."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ[RENDEZVOUS_VARIABLE] = str(directory / "rendezvous")
+def main(rank: int, ranks: int, directory: Path, scenarios: list[str], port: int = 0) -> None:
+    """Run scenarios as one of `ranks` ranks, with a file in the directory as rendezvous.
+
+    With a port these are two nodes, which meet there, and each has a whole model.
+    """
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    if port:
+        os.environ |= {"LOCAL_WORLD_SIZE": str(ranks // 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    else:
+        os.environ |= {RENDEZVOUS_VARIABLE: str(directory / "rendezvous"), "GLOO_SOCKET_IFNAME": "lo"}
     count_reductions()
     torch.use_deterministic_algorithms(True)
     group = join(torch.device("cpu"))
+    if port:
+        group.replicate()
     for name in scenarios:
         result = run(name, directory, group)
         if rank == 0:
@@ -207,3 +224,17 @@ def refuse(rank: int, ranks: int, directory: Path) -> None:
     """Expect that one of the ranks refuses the model of `load`."""
     with pytest.raises(ConfigError, match=r"set tie_word_embeddings = false in config\.json"):
         load(rank, ranks, directory, "none")
+
+
+def differ(rank: int, ranks: int, directory: Path) -> None:
+    """Expect that the ranks refuse to train together, since each has another number of tokens in a micro-batch."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ[RENDEZVOUS_VARIABLE] = str(directory / "rendezvous")
+    model, train = {"path": str(directory / "model")}, {"threads": 1 + rank, "micro_batch_tokens": 100 + rank}
+    config = Config.model_validate({"model": model, "task": {"train": "t"}, "train": train})
+    group = join(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"different settings: copy one tba\.toml to all nodes"):
+        require_memory(config, torch.device("cpu"), group)
+    same = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_tokens": 100})})
+    assert require_memory(same, torch.device("cpu"), group).fits
+    group.close()

@@ -17,7 +17,7 @@ from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.trajectory import Trajectory
 from tba.tests.helpers.buffer import BufferThread
-from tba.tests.helpers.checks import not_none, wait_until
+from tba.tests.helpers.checks import PATIENCE_SECONDS, not_none, wait_until
 from tba.tests.helpers.puts import make_trajectory, put_message
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.distributed import ALONE, Ranks
@@ -136,7 +136,7 @@ def learner_of(
     **models: Any,
 ) -> Learner:
     """Return a learner of two models; other arguments are those of `prepare_models`."""
-    prepared = prepare_models(policy, reference, train, ranks=ranks, **models)
+    prepared = prepare_models(policy, reference and (lambda: reference), train, ranks=ranks, **models)
     return Learner(prepared, train, objective_, ranks=ranks, report=report, measured=measured, watch=watch)
 
 
@@ -225,12 +225,19 @@ class TrainRun:
     """A run of a tiny model whose buffer is a thread, for processes of `tba train`. Keywords are keys of [train]."""
 
     def __init__(
-        self, root: Path, make_config_in: Any, start_tba: Any, *, lora: dict[str, Any] | None = None, **train: Any
+        self,
+        root: Path,
+        make_config_in: Any,
+        start_tba: Any,
+        *,
+        lora: dict[str, Any] | None = None,
+        buffer: dict[str, Any] | None = None,
+        **train: Any,
     ) -> None:
         root.mkdir(exist_ok=True)
         defaults = {"prompts_per_step": 2, "samples_per_prompt": 3, "warmup_steps": 0, "decay_steps": 2}
         model = {"path": str(save_tiny_model(root / "model", layers=2)), "dtype": "float32"}
-        made = make_config_in(root, model=model, train=defaults | train, lora=lora or {})
+        made = make_config_in(root, model=model, train=defaults | train, lora=lora or {}, buffer=buffer or {})
         self.file, self.lines, self.query = made.file, made.lines, made.query
         self.config = resolve(Path(made.file), environment={}).config
         self._start = start_tba
@@ -243,7 +250,7 @@ class TrainRun:
     def feed(self) -> None:
         """Put trajectories for all steps once weights are announced."""
         searcher = FakeSearcher(self.buffer.address, prompts=4)
-        searcher.wait_for_weights(seconds=60)
+        searcher.wait_for_weights(PATIENCE_SECONDS)
         searcher.put_groups(8)
         searcher.close()
 

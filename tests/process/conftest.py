@@ -71,7 +71,7 @@ def make_config_in() -> Callable[..., RunConfig]:
     """A function that writes a configuration into a directory; keyword arguments are sections."""
 
     def make(folder: Path, **sections: dict[str, Any]) -> RunConfig:
-        address = f"tcp://127.0.0.1:{free_port()}"
+        address = sections.get("buffer", {}).get("address") or f"tcp://127.0.0.1:{free_port()}"
         directory = folder / "run"
         defaults = {
             "run": {"name": "test", "dir": str(directory)},
@@ -156,13 +156,16 @@ def raw(config: RunConfig) -> Iterator[Any]:
 def start_tba(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """A function that starts `tba ...` in the background, with its output in a file of `tmp_path`.
 
-    `patch` is Python code to run first, to simulate faults of the system; keyword arguments are environment variables.
+    `patch` is Python code to run first, to simulate faults of the system, and `inside` a command that starts it
+    elsewhere; keyword arguments are environment variables.
     """
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*arguments: str, patch: str = "", **environment: str) -> subprocess.Popen[bytes]:
+    def start(
+        *arguments: str, patch: str = "", inside: Sequence[str] = (), **environment: str
+    ) -> subprocess.Popen[bytes]:
         program = ["-c", f"{patch}\nfrom tba.cli import main\nmain()"] if patch else ["-m", "tba"]
-        command = [sys.executable, *program, *arguments]
+        command = [*inside, sys.executable, *program, *arguments]
         env = clean_environment() | environment
         with (tmp_path / f"tba{len(started)}.log").open("wb") as output:
             process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=output, stderr=output)

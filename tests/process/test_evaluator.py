@@ -8,29 +8,20 @@ from tba.common.wire.messages import GetStatus, Status
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.puts import connected
-from tba.tests.helpers.reward_server import serving
 from tba.tests.process.conftest import arithmetic
 
 pytestmark = [pytest.mark.torch]
 _SECONDS = 300
 
 
-@pytest.fixture
-def gold():
-    """A gold model that scores a tenth of the length of a text."""
-    with serving() as server:
-        yield server
-
-
 def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_touched(
-    make_config, serve_weights, start_tba, gold
+    make_config, serve_weights, start_tba
 ):
     run = make_config(
         **arithmetic(
             task={"held_out_limit": 8},
             train={"steps": 8, "keep_snapshot_every": 4},
             eval={"samples": 2, "kl": True, "embedder": str(EXAMPLE_MODEL)},
-            gold_model={"url": gold.url},
         )
     )
     announcer = serve_weights(run)
@@ -55,11 +46,5 @@ def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_
     # Every snapshot is the reference itself.
     assert all(abs(kl) < 1e-3 for *_, kl in rows)
     first, second = read_json_lines(evaluations)
-    assert first["win_rate"] == second["win_rate"]
-    assert 0 < first["win_rate"] < 1
+    assert first["embedding_distance"] == second["embedding_distance"]
     assert 0 < first["embedding_distance"] <= 2
-    assert first["gold_failed"] == 0
-    low, high = first["intervals"]["win_rate"]
-    assert low <= first["win_rate"] <= high
-    # A first text at the start, 8 references once, and 8 answers of each snapshot.
-    assert gold.counts()["requests"] == 8 + 2 * 8 + 1

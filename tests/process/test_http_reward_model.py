@@ -1,5 +1,6 @@
 """A reward model behind an HTTP server in another process: what fails there is an error of a row, and never a 0."""
 
+import json
 import multiprocessing.connection
 import os
 import signal
@@ -8,16 +9,16 @@ from contextlib import closing
 
 import pytest
 
-from tba.common.config import Config
+from tba.common.config import Config, TaskSection
 from tba.common.errors import ConfigError, HttpRefused, WorkerLost
 from tba.searcher.checks import check_reward_model
-from tba.searcher.evaluation.evaluator import GoldModel
 from tba.searcher.scoring.model_scorer import ModelScorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.reward_server import KEY, serving
+from tba.tests.helpers.source_files import ROOT
 
 BAD_REPLIES = {
     "400": "answered with status 400: out of order",
@@ -148,10 +149,10 @@ def test_a_worker_that_is_refused_later_is_started_again_after_a_pause(server):
 
 def test_the_doctor_asks_the_server_for_a_score(server):
     section = Config.model_validate({"reward_model": {"url": server.url}}).reward_model
-    assert check_reward_model(section, "reward_model") == f"{server.url} scores by classify"
+    assert check_reward_model(section) == f"{server.url} scores by classify"
     server.fail("400")
     with pytest.raises(HttpRefused, match="status 400"):
-        check_reward_model(section, "reward_model")
+        check_reward_model(section)
 
 
 def test_a_prompt_without_a_text_needs_the_chat_template(rewards, server):
@@ -180,24 +181,22 @@ def test_keys_that_contradict_each_other_are_refused(keys, problem):
         Config.model_validate({"reward_model": keys})
 
 
-def test_a_gold_model_scores_answers_and_references_of_prompts_that_have_one(server):
-    config = Config.model_validate({"gold_model": {"url": server.url}})
-    prompts = [Prompt("0", "12", answer="345"), Prompt("1", "12"), Prompt("2", "", answer="3")]
-    with closing(ModelScorer(config.gold_model.classifier, "cpu", section="gold_model")) as scorer:
-        gold = GoldModel(scorer, prompts)
-        server.fail("400")
-        scores, references = gold.compare(["1", "1", "1234567"], lambda: True) or ([], [])
-        assert scores == [pytest.approx(0.3), None, pytest.approx(0.7)]
-        # The references were scored first, and one of them met the fault.
-        assert sorted(references, key=str) in ([0.1, None, None], [0.5, None, None])
-        # It is scored again, and the others are not.
-        before = server.counts()["requests"]
-        for _ in range(2):
-            assert gold.compare(["123", "", "123"], lambda: True) == (
-                [pytest.approx(0.5), None, pytest.approx(0.3)],
-                [pytest.approx(0.5), None, pytest.approx(0.1)],
-            )
-        assert server.counts()["requests"] == before + 5
-        assert gold.compare(["1", "1", "1"], lambda: False) is None
-        scores, _ = gold.compare(["", "", "1"], lambda: True) or ([], [])
-        assert scores == [pytest.approx(0.2), None, pytest.approx(0.1)]
+def test_the_task_of_tldr_compares_held_out_answers_with_the_summaries_of_people(server, tmp_path):
+    row = {"subreddit": "a", "title": "b", "post": "c", "summary": "12"}
+    for name, more in (("train", {"post": "d"}), ("held_out", {})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | more) + "\n")
+    data = {"data": str(tmp_path / "train.jsonl"), "held_out": str(tmp_path / "held_out.jsonl")}
+    name = str(ROOT / "examples/tldr/tldr.py")
+    config = TaskSection(name=name, options={**data, "gold_url": server.url}, reward_workers=1)
+    task = load_task(config)
+    ((prompt,), (trained,)), rewards = (task.held_out(), task.prompts()), Rewards(task, config)
+    before = server.counts()["requests"]
+    wins: dict[int, float | None] = {}
+    for ticket, (asked, text) in enumerate([(prompt, " 12"), (prompt, " 123"), (prompt, "1"), (trained, "1")]):
+        rewards.submit(ticket, asked, text, True)
+        while rewards.waiting:
+            wins |= {one.ticket: one.reward.parts.get("win_rate") for one in rewards.wait(1.0)}
+    rewards.close()
+    assert wins == {0: 0.5, 1: 1.0, 2: 0.0, 3: None}
+    # Of the summary one score is asked for.
+    assert server.counts()["requests"] == before + 4

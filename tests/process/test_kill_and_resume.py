@@ -1,4 +1,4 @@
-"""A trainer that is stopped many times, about half of them with SIGKILL, leaves the history of one unbroken run."""
+"""A trainer that is killed many times leaves the history of one unbroken run; one in a long step is not replaced."""
 
 import json
 import multiprocessing
@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from tba.common.config import Config
+from tba.common.errors import EXIT_CONFIG
 from tba.common.wire import messages
+from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.puts import connected
-from tba.tests.helpers.trainer import FakeSearcher, run_with_buffer
+from tba.tests.helpers.trainer import FakeSearcher, TrainRun, run_with_buffer
 from tba.tests.runner import size
 from tba.trainer.loop import train
 
@@ -116,3 +118,84 @@ def test_a_run_stopped_at_random_steps_equals_the_uninterrupted_run_bit_for_bit(
     left, right = ended.weights(), straight.weights()
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+# The long step reads from a FIFO, the gate. The gate can be opened for writing once the step has begun, and closing it
+# ends the step.
+FEW_STEPS = 3
+LONG_STEP = """
+from tba.trainer.step.learner import Learner
+make_step = Learner.step
+def step(self, batch):
+    if self.steps_done == 1:
+        open({gate!r}).read()
+    return make_step(self, batch)
+Learner.step = step
+"""
+
+
+class LongStep:
+    """A run whose first trainer is in its second step until `end_step`."""
+
+    def __init__(self, run: TrainRun, folder: Path) -> None:
+        self.run, self._folder = run, folder
+        os.mkfifo(folder / "gate")
+        self.first = run.start(patch=LONG_STEP.format(gate=str(folder / "gate")))
+        run.feed()
+        wait_until(self._is_in_step)
+
+    def _is_in_step(self) -> bool:
+        """Whether the first trainer reads from the gate. If so, the gate stays open."""
+        try:
+            self._gate = os.open(self._folder / "gate", os.O_WRONLY | os.O_NONBLOCK)
+        # No process reads from the gate.
+        except OSError:
+            assert self.first.poll() is None, self.log()
+            return False
+        return True
+
+    def end_step(self) -> None:
+        """Let the first trainer continue."""
+        os.close(self._gate)
+
+    def train_elsewhere(self, tba_here: Callable[..., Any]) -> Any:
+        """Run a second trainer with another run.dir, in this process, to its end."""
+        return tba_here("train", "--cpu", "--config", self.run.file, "--set", f"run.dir={self._folder / 'other'}")
+
+    def log(self) -> str:
+        return (self._folder / "tba0.log").read_text()
+
+    def steps(self) -> list[int]:
+        """Return the reported steps."""
+        return [step for (step,) in self.run.query("SELECT step FROM batches WHERE trained_at IS NOT NULL")]
+
+
+@pytest.fixture
+def system(tmp_path: Path, make_config_in: Any, start_tba: Any) -> Iterator[LongStep]:
+    run = TrainRun(tmp_path, make_config_in, start_tba, steps=FEW_STEPS)
+    try:
+        yield LongStep(run, tmp_path)
+    finally:
+        run.buffer.stop()
+
+
+def test_a_trainer_in_a_long_step_is_not_replaced_by_a_second_one(system, tba_here):
+    # It retries for 13 seconds, while the first one is in its step.
+    second = system.train_elsewhere(tba_here)
+    assert (second.exit_code, "is at work on run test" in second.message) == (EXIT_CONFIG, True)
+    assert system.first.poll() is None
+    assert system.steps() == [0]
+    system.end_step()
+    assert system.first.wait(60) == 0, system.log()
+    assert system.steps() == list(range(FEW_STEPS))
+
+
+def test_a_trainer_that_was_stopped_in_a_long_step_is_replaced(system, tba_here):
+    system.first.send_signal(signal.SIGSTOP)
+    second = system.train_elsewhere(tba_here)
+    assert second.exit_code == 0, second.message
+    assert system.steps() == list(range(FEW_STEPS))
+    system.first.send_signal(signal.SIGCONT)
+    system.end_step()
+    assert system.first.wait(60) == EXIT_CONFIG
+    assert "took over run test" in system.log()

@@ -1,7 +1,6 @@
 """A trainer's server and four nodes, each in a network namespace: what each sends when all fetch a snapshot at once."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from tba.buffer.service.clients import Clients
 from tba.common.clock import SystemClock
+from tba.tests.helpers.namespaces import inside, namespaces
 from tba.tests.runner import size
 
 NODES = 4
@@ -63,33 +63,11 @@ server.close()
 """
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture
 def network():
     """Namespaces on one bridge, the trainer's first: their names. Host i has the address 10.77.0.(i + 1)."""
-    names = [f"tba-{os.getpid()}-{number}" for number in range(NODES + 1)]
-    commands = [f"netns add {name}" for name in names]
-    commands += [f"-n {names[0]} link add name br0 type bridge", f"-n {names[0]} link set br0 up"]
-    commands += [f"-n {names[0]} addr add 10.77.0.1/24 dev br0"]
-    for number, name in enumerate(names[1:], 1):
-        commands += [
-            f"-n {names[0]} link add name port{number} type veth peer name eth0 netns {name}",
-            f"-n {names[0]} link set port{number} master br0",
-            f"-n {names[0]} link set port{number} up",
-            f"-n {name} addr add 10.77.0.{number + 1}/24 dev eth0",
-            f"-n {name} link set eth0 up",
-        ]
-    try:
-        for command in commands:
-            if (done := run("ip", *command.split())).returncode:
-                pytest.skip(f"no network namespaces here: ip {command}: {done.stderr.strip()}")
+    with namespaces(NODES + 1) as names:
         yield names
-    finally:
-        for name in names:
-            run("ip", "netns", "del", name)
 
 
 @pytest.fixture
@@ -97,7 +75,7 @@ def start(network, start_script):
     """Starts a script in a namespace."""
 
     def start(host: int, script: str, *arguments: str) -> subprocess.Popen[str]:
-        return start_script(script, *arguments, inside=["ip", "netns", "exec", network[host]])
+        return start_script(script, *arguments, inside=inside(network[host]))
 
     return start
 

@@ -1,4 +1,7 @@
-"""Several real processes that train one model over gloo make the same steps as one process."""
+"""Several real processes that train one model over gloo make the same steps as one process.
+
+Four of them are two nodes of two: each node has a whole model, sharded over its ranks (HSDP).
+"""
 
 import multiprocessing
 import shutil
@@ -11,18 +14,21 @@ import pytest
 import torch
 
 from tba.tests.helpers import ranks as helper
+from tba.tests.process.conftest import free_port
 
 # Some of the scenarios that the same processes run have adapters.
 pytestmark = pytest.mark.needs("peft")
 RESUMED = ("all", "tied", "learned_z", "lora", "reset", "ema", "offload")
+ON_NODES = ["plain", "small_chunks", "recomputed", "packed_gathered", "offload_tied", "stale", "packed_lora"]
 
 
 def train_over(ranks: int, directory: Path, scenarios: list[str]) -> None:
     """Run scenarios in `ranks` processes, which write their results to the directory."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tba.tests.helpers.ranks", "torch.distributed.fsdp", "peft"])
-    processes = [context.Process(target=helper.main, args=(rank, ranks, directory, scenarios)) for rank in range(ranks)]
-    helper.run_all(processes, 400)
+    port = free_port() if ranks == 4 else 0
+    each = [(rank, ranks, directory, scenarios, port) for rank in range(ranks)]
+    helper.run_all([context.Process(target=helper.main, args=arguments) for arguments in each], 400)
 
 
 class Trained:
@@ -34,14 +40,15 @@ class Trained:
         self.result = cache(self._result)
 
     def _directory(self, ranks: int) -> Path:
-        """Train with this number of ranks. Two ranks also resume from the checkpoints of one process."""
+        """Train with this number of ranks. Two and four ranks also resume from the checkpoints of one process."""
         directory = self.root / f"ranks{ranks}"
         directory.mkdir()
-        if ranks == 2:
+        if ranks == 3:
+            train_over(3, directory, ["plain", "one_prompt", "lora"])
+        elif ranks > 1:
             self.copy_checkpoints(directory, after=1)
-            train_over(2, directory, [*helper.SCENARIOS, *(f"{name}/again" for name in RESUMED)])
-        elif ranks > 2:
-            train_over(ranks, directory, ["plain", "one_prompt", "lora"])
+            scenarios = helper.SCENARIOS if ranks == 2 else ON_NODES
+            train_over(ranks, directory, [*scenarios, *(f"{name}/again" for name in RESUMED)])
         return directory
 
     def _result(self, scenario: str, ranks: int) -> dict[str, Any]:
@@ -92,6 +99,11 @@ def test_three_ranks_some_without_rows_make_the_same_steps_as_one(trained, scena
     assert_same(trained.result(scenario, 3), trained.result(scenario, 1), tolerance=1e-9)
 
 
+@pytest.mark.parametrize("scenario", ON_NODES)
+def test_two_nodes_that_hold_a_model_each_make_the_same_steps_as_one_process(trained, scenario):
+    assert_same(trained.result(scenario, 4), trained.result(scenario, 1), tolerance=tolerance_of(scenario))
+
+
 @pytest.mark.parametrize("scenario", ["packed", "packed_gathered"])
 def test_packed_rows_on_two_ranks_equal_padded_rows_on_one(trained, scenario):
     assert_same(trained.result(scenario, 2), trained.result("plain", 1), tolerance=1e-9)
@@ -118,9 +130,12 @@ def test_gradients_are_reduced_once_per_step_if_ranks_keep_them_gathered(trained
     steps, sharded_groups, chunks = 2, 3, 3 * 4
     assert trained.result("small_chunks_gathered", 2)["reductions"] == steps * sharded_groups
     assert trained.result("small_chunks", 2)["reductions"] == steps * sharded_groups * chunks
+    # Four ranks have a prompt or two each. Over the nodes gradients are added once.
+    assert trained.result("small_chunks", 4)["reductions"] == steps * sharded_groups * 2 * 4
+    assert trained.result("small_chunks", 4)["sums"] == steps * sharded_groups
 
 
-def test_one_process_resumes_from_two_and_two_from_one(trained, tmp_path):
+def test_one_process_resumes_from_two_and_two_or_two_nodes_from_one(trained, tmp_path):
     trained.copy_checkpoints(tmp_path / "one", after=1)
     trained.copy_checkpoints(tmp_path / "two", after=2)
     for scenario in RESUMED:
@@ -128,6 +143,7 @@ def test_one_process_resumes_from_two_and_two_from_one(trained, tmp_path):
         straight = helper.run(again, tmp_path / "one")
         assert_same(helper.run(again, tmp_path / "two"), straight, tolerance=tolerance)
         assert_same(trained.result(again, 2), straight, tolerance=tolerance)
+        assert_same(trained.result(again, 4), straight, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("scenario", ["reset", "ema"])

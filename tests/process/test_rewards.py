@@ -1,10 +1,12 @@
-"""Rewards that misbehave in real worker processes: each fails alone, and the other responses get their rewards."""
+"""Rewards and environments that misbehave in real worker processes: each fails alone, and the others go on."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from tba.common.config import TaskSection
@@ -204,3 +206,161 @@ def test_an_evaluation_counts_everything_that_cannot_be_answered_or_scored(score
 
 def test_an_evaluation_can_be_given_up(scorer):
     assert evaluate(scorer, ["good"] * 9, go_on=lambda finished: finished < 2) is None
+
+
+SECONDS = 5.0
+REPLIES = ["a", "b", "c", "stop"]
+# By the key of its prompt, what an episode ends with: the kind of error, and the sentence on it.
+ENVIRONMENT_MISDEEDS = {
+    "environment raises": ("environment", "environment(): ValueError: no such move"),
+    "environment kills": ("worker", "environment(): the worker was killed by SIGKILL"),
+    "reset hangs": ("turn_timeout", "reset(): timed out after 5 s"),
+    "reset none": ("environment", "reset(): TypeError: NoneType returned, not a list of messages"),
+    "reset text": ("environment", "reset(): TypeError: str returned, not a list of messages"),
+    "step hangs": ("turn_timeout", "step(): timed out after 5 s"),
+    "step late": ("turn_timeout", "step(): timed out after 5 s"),
+    "step raises": ("environment", "step(): ValueError: no such move"),
+    "step leaves": ("environment", "step(): SystemExit: 4"),
+    "step exits": ("worker", "step(): the worker died with exit code 3"),
+    "step kills": ("worker", "step(): the worker was killed by SIGKILL"),
+    "step eats": ("environment", "step(): out of memory (limit 256 MiB)"),
+    "step none": ("environment", "step(): TypeError: NoneType returned, not a Turn"),
+    "step tuple": ("environment", "step(): TypeError: tuple returned, not a Turn"),
+    "step nan": ("environment", "step(): ValueError: a reward must be finite, not nan with parts {}"),
+    "step strings": ("environment", "step(): ValueError: the message 'hello': write (role, content), two strings, or"),
+    "step large": ("environment", "step(): ValueError: an answer of 10,485,764 bytes, and at most 1,048,576 are"),
+    "close hangs": ("turn_timeout", "close(): timed out after 5 s"),
+    "close raises": ("environment", "close(): ValueError: no such move"),
+    "close exits": ("worker", "close(): the worker died with exit code 3"),
+}
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Make Rewards of a class of hostile_environments.py; they are closed at the end, and leave no process."""
+    helpers = str(Path(__file__).parents[1] / "helpers")
+    monkeypatch.setenv("PYTHONPATH", helpers, prepend=os.pathsep)
+    monkeypatch.syspath_prepend(helpers)
+    mark, opened = f"{os.getpid()}-{time.monotonic_ns()}", []
+    # Processes of other tests run the same programs.
+    monkeypatch.setenv("HOSTILE_MARK", mark)
+
+    def make(name="HostileEnvironments", **keys):
+        limits = {"reward_workers": 1, "reward_seconds": SECONDS, "reward_memory_mib": 256} | keys
+        config = TaskSection(name=f"hostile_environments:{name}", **limits)
+        opened.append(Rewards(load_task(config), config))
+        return opened[-1]
+
+    yield make
+    for rewards in opened:
+        rewards.close()
+    assert not [one for one in psutil.process_iter(["environ"]) if mark in (one.info["environ"] or {}).values()]
+
+
+def play(rewards, keys, replies=REPLIES):
+    """Play an episode for each key, all at the same time, until it is done or fails. Returns the results by key."""
+    tickets = dict(enumerate(keys))
+    found: dict[str, list[Any]] = {key: [] for key in keys}
+    given: dict[str, list[Any]] = {key: [] for key in keys}
+    for ticket, key in tickets.items():
+        rewards.play(ticket, Prompt(key, "question"), [])
+    while rewards.waiting:
+        for scored in rewards.wait(1.0):
+            key = tickets[scored.ticket]
+            found[key].append(scored)
+            if scored.error is None and not scored.turn.done and len(given[key]) < len(replies):
+                given[key] = [*given[key], (replies[len(given[key])], True)]
+                rewards.play(scored.ticket, Prompt(key, "question"), given[key])
+    return found
+
+
+def answers(results):
+    return [scored.turn.messages[0][1] for scored in results if scored.turn is not None]
+
+
+def expected(key):
+    return [f"begin {key}", "1 a", "2 a b", "3 a b c", "4 a b c stop"]
+
+
+def test_each_misdeed_fails_its_own_episode_and_names_the_call(make):
+    rewards = make(reward_workers=2)
+    good = [f"good{n}" for n in range(6)]
+    found = play(rewards, [*good, *ENVIRONMENT_MISDEEDS, "step forks"])
+    for key, (kind, sentence) in ENVIRONMENT_MISDEEDS.items():
+        last = found[key][-1]
+        assert (last.error_kind, last.turn) == (kind, None), last
+        assert last.error.startswith(f"environment of hostile: {sentence}"), last.error
+    for key in [*good, "step forks"]:
+        assert answers(found[key]) == expected(key)
+        assert sum(one.reward.total for one in found[key]) == 2.0
+    assert rewards.timeouts == 4
+
+
+def test_a_worker_that_ran_out_of_memory_retires_and_its_other_episodes_go_on(make):
+    rewards = make()
+    first = [worker.process.pid for worker in rewards._task.workers]
+    found = play(rewards, ["one", "step eats", "two"])
+    assert found["step eats"][-1].error.endswith("step(): out of memory (limit 256 MiB)")
+    assert [answers(found[key]) for key in ("one", "two")] == [expected("one"), expected("two")]
+    assert [worker.process.pid for worker in rewards._task.workers] != first
+
+
+def test_an_environment_with_shared_state_is_told_apart_when_it_is_repeated(make):
+    found = play(make("Shared"), ["shared", "step kills"])["shared"][-1]
+    assert found.error_kind == "environment"
+    assert "step(): another answer than before when the episode was repeated in another worker" in found.error
+
+
+def test_a_random_environment_is_not_repeated(make):
+    found = play(make("Luck"), ["shared", "step kills"])["shared"][-1]
+    assert (found.error_kind, found.interrupted) == ("worker", True)
+    assert found.error.endswith("its worker was replaced, and a random environment cannot be repeated")
+
+
+def test_coroutines_of_several_environments_run_together_and_each_has_its_deadline(make):
+    rewards = make("Coroutines")
+    for ticket, key in enumerate(play(rewards, ["one", "two", "three"], replies=[])):
+        rewards.play(ticket, Prompt(key, "question"), [("3", True)])
+    found = []
+    while rewards.waiting:
+        found += rewards.wait(1.0)
+    assert [one.turn.done for one in found] == [True] * 3
+    for reply in ("late", "stubborn"):
+        late = play(rewards, ["one"], replies=[reply])["one"][-1]
+        assert (late.error_kind, late.error) == ("turn_timeout", "environment of hostile: step(): timed out after 5 s")
+
+
+def test_a_call_that_waits_holds_up_no_other_episode(make):
+    rewards = make("Coroutines")
+    play(rewards, ["one", "two"], replies=[])
+    rewards.play(0, Prompt("one", "question"), [("2", True)])
+    # Sent, and begun in the only worker.
+    rewards.wait(1.0)
+    rewards.play(1, Prompt("two", "question"), [("2", True)])
+    found = []
+    while rewards.waiting:
+        found += rewards.wait(1.0)
+    assert [one.turn and one.turn.done for one in found] == [True] * 2
+
+
+def test_an_episode_can_end_with_a_last_turn_or_by_closing_it(make):
+    rewards = make()
+    for ticket, how in enumerate([{"last": True}, {"close": True}]):
+        prompt = Prompt("close raises", "question")
+        rewards.play(ticket, prompt, [])
+        assert _next(rewards).error is None
+        rewards.play(ticket, prompt, [("a", True)], **how)
+        assert _next(rewards).error == "environment of hostile: close(): ValueError: no such move"
+
+
+def _next(rewards):
+    # Messages alone end a wait: a call that is not sent at once would exceed the time limit of the test.
+    while not (found := rewards.wait(600.0)):
+        pass
+    return found[0]
+
+
+def test_without_workers_the_searcher_plays_itself(make):
+    found = play(make(reward_workers=0), ["good", "step raises"])
+    assert answers(found["good"]) == expected("good")
+    assert found["step raises"][-1].error == "environment of hostile: step(): ValueError: no such move"

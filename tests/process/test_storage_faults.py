@@ -1,21 +1,32 @@
-"""A full or slow disk: how a real server handles it, and which errors its producers receive."""
+"""A full or slow disk, for a real server and its producers, for snapshots and for metrics: nothing is lost."""
 
+import json
+import os
 import sqlite3
 import subprocess
 import time
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors import SafetensorError
 
+from tba.common.errors import CheckpointError, TbaError
+from tba.common.weights.snapshot import list_snapshots, read
 from tba.common.wire import client as client_module
 from tba.common.wire import messages
 from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.faults import BYTES_PER_TOKEN, ROWS, assert_all_is_stored_once, producing, stored
+from tba.tests.helpers.publisher import PublisherHarness
 from tba.tests.helpers.puts import connected, prepare
+from tba.trainer.metrics.metrics_log import MetricsLog
+from tba.trainer.model.host_buffers import HostBuffers
+from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, is_full_disk
 
 DISK_MIB = 24
 BALLAST_MIB = 14
@@ -57,6 +68,12 @@ class SmallDisk:
 
     def fill(self) -> None:
         self.ballast.write_bytes(bytes(BALLAST_MIB << 20))
+
+    def leave(self, free_bytes: int) -> None:
+        """Take the remaining space but for this."""
+        disk = os.statvfs(self.path)
+        with self.ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - free_bytes)
 
     def relieve(self) -> None:
         self.ballast.unlink()
@@ -198,3 +215,177 @@ def most_resident_mib(process, *, seconds: float) -> float:
 
 def resident_mib(process) -> float:
     return psutil.Process(process.pid).memory_info().rss / (1 << 20)
+
+
+@pytest.fixture
+def lab(small_disk):
+    """A model of half a megabyte, whose run writes to a small disk."""
+    lab = PublisherHarness(small_disk.path, hidden=128, min_free_mib=12)
+    lab.disk = small_disk  # type: ignore[attr-defined]
+    yield lab
+    lab.close()
+
+
+def steps(lab) -> list[int]:
+    return [read(path).manifest.step for path in list_snapshots(lab.config.snapshots)]
+
+
+def test_snapshots_wait_for_disk_space_and_only_the_newest_is_published_afterwards(lab):
+    publisher = lab.publisher()
+    publisher.publish(0)
+    assert publisher.flush(60)
+    lab.disk.fill()
+    for step in range(1, 6):
+        publisher.publish(step)  # returns: training continues
+    wait_until(lambda: publisher.reason.startswith("v5 waits for disk space"), what=publisher.reason)
+    assert "train.min_free_mib = 12" in publisher.reason
+    assert not publisher.flush(0.1)
+    lab.disk.relieve()
+    assert publisher.flush(60)
+    assert steps(lab) == [0, 5]
+    assert publisher.reason == ""
+    assert lab.announced().manifest.step == 5
+
+
+def test_a_disk_that_fills_during_a_write_is_recognised_and_no_file_is_left(lab):
+    copies = HostBuffers(torch.device("cpu"))
+    publication = Publication(0, 0, copies.copy(lab.weights().items()))
+    config = lab.config.model_copy(update={"train": lab.config.train.model_copy(update={"min_free_mib": 0})})
+    writer = SnapshotWriter(config, lab.model, copies, unwrapped=lab.model, model_files=lab.files)
+    lab.config.snapshots.mkdir(parents=True, exist_ok=True)
+    lab.disk.leave(128 << 10)
+    with pytest.raises((OSError, SafetensorError)) as caught:
+        writer.write(publication)
+    assert is_full_disk(caught.value)
+    assert list(lab.config.snapshots.iterdir()) == []
+
+
+def test_adapters_are_published_while_a_full_snapshot_waits_for_space(small_disk):
+    lora = {"rank": 1, "publish": "adapter"}
+    lab = PublisherHarness(small_disk.path, hidden=256, min_free_mib=12, lora=lora, keep_snapshot_every=5, steps=99)
+    publisher = lab.publisher()
+    publisher.publish(0)
+    assert publisher.flush(60)
+    small_disk.leave(13 << 20)
+    publisher.publish(1)
+    assert publisher.flush(60)
+    publisher.publish(5)
+    wait_until(lambda: publisher.reason.startswith("v2 waits for disk space"), what="it is full")
+    small_disk.relieve()
+    assert publisher.flush(60)
+    assert steps(lab) == [0, 1, 5]
+    lab.close()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_the_base_of_a_dropped_snapshot_is_published_with_the_next_one(small_disk, first):
+    lora = {"rank": 1, "publish": "adapter"}
+    lab = PublisherHarness(small_disk.path, hidden=128, min_free_mib=12, lora=lora, steps=99)
+    small_disk.fill()
+    publisher = lab.publisher()
+    publisher.publish(first)
+    publisher.publish(first + 1)
+    number = publisher._next_version - 1
+    wait_until(lambda: publisher.reason.startswith(f"v{number} waits"), what=publisher.reason)
+    small_disk.relieve()
+    assert publisher.flush(60)
+    publisher.publish(first + 2)
+    assert publisher.flush(60)
+    assert steps(lab) == [0, first + 1, first + 2]
+    assert lab.announced().manifest.base == number - 1
+    lab.close()
+
+
+@pytest.fixture
+def memory_lab(small_disk):
+    """The same, with snapshots in memory, which is the small disk as well."""
+    train: dict[str, Any] = {"min_free_mib": 12, "snapshots_in": "memory", "keep_snapshot_every": 2, "steps": 99}
+    lab = PublisherHarness(small_disk.path, hidden=128, **train)
+    lab.disk = small_disk  # type: ignore[attr-defined]
+    yield lab
+    lab.close()
+
+
+def test_without_room_for_one_more_copy_training_continues_and_the_next_attempt_is_published(memory_lab):
+    publisher = memory_lab.publisher()
+    memory_lab.disk.fill()
+    assert publisher.publish(0) is None
+    assert publisher.missed
+    assert "train.min_free_mib = 12" in publisher.reason
+    assert publisher.flush(1)
+    memory_lab.disk.relieve()
+    assert publisher.publish(0) == 0
+    assert publisher.flush(60)
+    assert (publisher.missed, publisher.reason) == (False, "")
+    assert memory_lab.announced().manifest.step == 0
+
+
+def test_a_kept_snapshot_waits_for_the_disk_while_newer_ones_are_published(memory_lab):
+    publisher = memory_lab.publisher()
+    publisher.publish(0)
+    assert publisher.flush(60)
+    memory_lab.disk.fill()
+    for version, step in enumerate((2, 3), 1):
+        publisher.publish(step)
+        wait_until(lambda: memory_lab.announced_ref().version == version, what="it is announced")  # noqa: B023
+        wait_until(lambda: not publisher._busy, what="the file of the one before is free")
+    wait_until(lambda: publisher.reason.startswith("v1 waits for disk space"), what=publisher.reason)
+    assert not publisher.flush(0.1)
+    memory_lab.disk.relieve()
+    assert publisher.flush(60)
+    assert steps(memory_lab) == [0, 2]
+
+
+# No divisor of a page, so that the disk is full in the middle of a line.
+NUMBERS: Any = {"text": "x" * 301}
+
+
+@pytest.fixture
+def metrics(small_disk):
+    log = MetricsLog(small_disk.path, first_step=0)
+    yield log
+    log.close()
+
+
+def record_until_lines_wait(log, first: int, waiting: int) -> int:
+    """Record steps. Returns the next one."""
+    step = first
+    while log.waiting < waiting:
+        log.record(step, 0.0, NUMBERS)
+        step += 1
+        assert step < first + 1000
+    return step
+
+
+def recorded_steps(disk) -> list[int]:
+    return [json.loads(line)["step"] for line in (disk.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lines_wait_for_space_and_are_then_written_whole_and_in_order(metrics, small_disk, caplog):
+    caplog.set_level("INFO")
+    metrics.record(0, 0.0, NUMBERS)
+    small_disk.leave(0)
+    step = record_until_lines_wait(metrics, 1, 20)
+    with pytest.raises(CheckpointError, match=r"20 lines of metrics are not on disk: .*No space left"):
+        metrics.sync()
+    small_disk.relieve()
+    metrics.record(step, 0.0, NUMBERS)
+    assert recorded_steps(small_disk) == list(range(step + 1))
+    metrics.sync()
+    assert caplog.messages == ["lines of metrics wait in memory", "lines of metrics that waited in memory are written"]
+    assert caplog.records[1].fields["lines"] == 20
+
+
+def test_lines_that_were_never_written_are_logged_at_the_end(small_disk, caplog):
+    log = MetricsLog(small_disk.path, first_step=0)
+    small_disk.leave(0)
+    log.record(0, 0.0, NUMBERS)
+    log.close()
+    assert any("lines of metrics were never written" in message for message in caplog.messages)
+
+
+def test_starting_on_a_full_disk_is_a_one_line_error(small_disk):
+    (small_disk.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    small_disk.leave(0)
+    with pytest.raises(TbaError, match=r"metrics\.jsonl cannot be written: No space left on device"):
+        MetricsLog(small_disk.path, first_step=1)

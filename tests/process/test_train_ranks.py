@@ -26,10 +26,10 @@ STEPS = 120
 def make_run(tmp_path, make_config_in, start_tba) -> Iterator[Callable[..., TrainRun]]:
     """Makes runs with trajectories for all steps; keyword arguments are keys of [lora]."""
     made: list[TrainRun] = []
-    train = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 40, "checkpoint_every": 10}
+    train: dict[str, Any] = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 40, "checkpoint_every": 10}
 
     def make(name: str, **lora: Any) -> TrainRun:
-        sizes = {"steps": STEPS, "micro_batch_tokens": 30}
+        sizes: dict[str, Any] = {"steps": STEPS, "micro_batch_tokens": 30}
         made.append(TrainRun(tmp_path / name, make_config_in, start_tba, lora=lora, **train | sizes))
         return made[-1]
 

@@ -1,4 +1,4 @@
-"""The command line up to the start of a role: help, options, and one sentence per mistake."""
+"""The command line up to the start of a role: help, first arguments, imports, and one sentence per mistake."""
 
 import json
 import re

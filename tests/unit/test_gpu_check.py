@@ -1,4 +1,4 @@
-"""`make gpu-check` without its stages: what counts as passed, stages that hang, and the page of what was run."""
+"""`make gpu-check` without its stages, and tests/gpu where there is no GPU."""
 
 import argparse
 import importlib

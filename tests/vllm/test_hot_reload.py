@@ -11,32 +11,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def tied(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def old(lab, tied):
-    return lab.model(seed=1, tied=tied)
-
-
-@pytest.fixture(scope="module")
-def new(lab, tied):
-    return lab.model(seed=2, tied=tied)
-
-
 @pytest.fixture(scope="module")
 def engine(lab, old):
     return lab.engine(old)
-
-
-def test_swapping_back_and_forth_leaves_no_trace(lab, engine, old, new):
-    sequences = [lab.tokens(length, length) for length in (2, 40, 250)]
-    for model in (old, new, old, new):
-        lab.serve(engine, model)
-        for scores, ids in zip(engine.score(sequences), sequences, strict=True):
-            np.testing.assert_allclose(scores, lab.logprobs(model, ids), atol=TOLERANCE)
 
 
 def test_a_prefix_computed_with_other_weights_is_never_reused(lab, engine, old, new):

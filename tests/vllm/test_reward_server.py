@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tba.common.config import ScoringModelSection
+from tba.common.config import RewardModelSection
 from tba.common.errors import HttpRefused
 from tba.searcher.scoring.classifier import RewardModel
 from tba.searcher.scoring.http_model import HttpModel
@@ -52,14 +52,14 @@ def url(model, tmp_path_factory):
 
 
 async def scores(url, pairs, seconds=60.0, **keys):
-    async with HttpModel(ScoringModelSection(url=url, **keys), "") as model:
+    async with HttpModel(RewardModelSection(url=url, **keys), "") as model:
         return [await model.score(Prompt("", prompt), response, seconds=seconds) for prompt, response in pairs]
 
 
 @pytest.mark.parametrize("keys", [{}, {"api": "pooling"}, {"template": "chat"}])
 def test_the_scores_of_vllm_are_those_of_the_classifier_here(url, model, keys):
     here = RewardModel(
-        model, ScoringModelSection(path=str(model), template=keys.get("template", "concatenation")), "cpu"
+        model, RewardModelSection(path=str(model), template=keys.get("template", "concatenation")), "cpu"
     )
     expected = [here.score([here.encode(*pair)], lambda *_: None)[0] for pair in PAIRS]
     assert asyncio.run(scores(url, PAIRS, **keys)) == pytest.approx(expected, abs=1e-4)

@@ -8,7 +8,7 @@ Invariant: the reference of a step, and its name, depend on the step alone. Log-
 name, so each is computed once per trajectory and reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from tba.common.config import ReferenceSection
 from tba.common.wire.fields import INITIAL_REFERENCE
 from tba.trainer.batch.batch import Row
-from tba.trainer.distributed import shard_like
 from tba.trainer.model.adapters import without_adapters
 from tba.trainer.model.scorer import Scorer, Scores, weights_of
 
@@ -70,7 +69,7 @@ class Reference:
         return {} if self.name_at(steps_done) == INITIAL_REFERENCE else weights_of(self.scorer.model)
 
     @torch.no_grad()
-    def restore(self, weights: dict[str, Tensor]) -> None:
-        """Load the weights of a checkpoint."""
+    def restore(self, read_tensor: Callable[[str, Tensor], Tensor]) -> None:
+        """Load the weights of a checkpoint: `read_tensor` returns one by its name, sharded as the other tensor is."""
         for name, own in weights_of(self.scorer.model).items():
-            own.copy_(shard_like(own, weights[name]))
+            own.copy_(read_tensor(name, own))

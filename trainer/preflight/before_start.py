@@ -8,6 +8,7 @@ from tba.common.config import Config
 from tba.common.config.paths import SHARED_UTILIZATION
 from tba.common.errors import ConfigError
 from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, searcher_gpus, shared_gpus
+from tba.common.system.process import node_number
 from tba.common.weights.model_files import config_here
 from tba.common.wire.socket_files import is_local
 
@@ -38,7 +39,7 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
         return "the model's config.json is not on this machine"
     if find_spec("torch") is None:
         return "torch is not installed here"
-    ranks, gpu_total, sharing = 1, None, 0
+    ranks, nodes, gpu_total, sharing = 1, 1, None, 0
     if config.train.gpu != CPU:
         present = list_gpus() if assumed is None else assumed
         chosen = choose_gpus(config.train.gpu, present, "train.gpu")
@@ -46,7 +47,8 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
         # MIG slices are not in nvidia-smi's list: the trainer asks torch.
         if not total:
             return f"nvidia-smi does not tell the memory of GPU {config.train.gpu}"
-        ranks, gpu_total = len(chosen), total << 20
+        nodes = node_number()[1]
+        ranks, gpu_total = len(chosen) * nodes, total << 20
         sharing = _count_engines(config, present)
     from tba.trainer.preflight.check import engine_bytes, examine
     from tba.trainer.preflight.shape import meta_model, shape_of
@@ -54,7 +56,7 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
     node = None if assumed is None else len(assumed)
     shape = shape_of(meta_model(directory), config.lora.targets)
     engines = sharing * engine_bytes(config, shape, gpu_total) if gpu_total is not None else 0
-    return examine(config, shape, ranks=ranks, gpu_total=gpu_total, assumed=node, engines=engines)
+    return examine(config, shape, ranks=ranks, nodes=nodes, gpu_total=gpu_total, assumed=node, engines=engines)
 
 
 def _count_engines(config: Config, present: Sequence[Gpu]) -> int:

@@ -90,8 +90,9 @@ class Report:
         return f"does not fit: the trainer needs {missing}{instead}"
 
     def _device(self) -> str:
-        ranks = self.setup.ranks
+        ranks, replicas = self.setup.ranks, self.setup.replicas
         where = "of the GPU" if ranks == 1 else f"on each of {quantity(ranks, 'GPU')}"
+        where += f", {ranks // replicas} for each whole model" if replicas > 1 else ""
         besides = f" besides engines of {_gb(self.engines)}" if self.engines else ""
         total, available = sum(self.device.values()), usable(self.gpu_total or 0)
         return f"{_gb(total)} of the {_gb(available)} usable {where}{besides} ({_parts(self.device)})"
@@ -107,6 +108,7 @@ def examine(
     shape: ModelShape,
     *,
     ranks: int,
+    nodes: int = 1,
     gpu_total: int | None,
     host_total: int | None = None,
     supervised: bool = False,
@@ -115,19 +117,20 @@ def examine(
 ) -> Report:
     """Estimate the memory of `ranks` processes that train a model, each with a GPU of `gpu_total` bytes or on the CPU.
 
-    `host_total` is by default the memory of this machine. `supervised` is `tba sft`: no reference, no snapshots.
-    `assumed` is the number of GPUs of a node that is not this one. `engines` are bytes of each GPU that engines take.
+    They are on `nodes`, equally many on each. `host_total` is by default the memory of this machine. `supervised` is
+    `tba sft`: no reference, no snapshots. `assumed` is the number of GPUs of a node that is not this one. `engines` are
+    bytes of each GPU that engines take.
     """
     if gpu_total is not None:
         gpu_total -= engines
-    setup = setup_of(config, shape, ranks=ranks, gpu_total=gpu_total, supervised=supervised)
+    setup = setup_of(config, shape, ranks=ranks, nodes=nodes, gpu_total=gpu_total, supervised=supervised)
     if host_total is None and assumed is None:
         host_total = host_memory()
     device, host = device_bytes(shape, setup), host_bytes(shape, setup)
     if supervised:
         host["snapshots"] = 0
     if gpu_total is None:
-        host |= {name: ranks * size for name, size in device.items()}
+        host |= {name: ranks // nodes * size for name, size in device.items()}
         return Report(setup, {}, host, None, host_total)
     node = count_gpus() if assumed is None else assumed
     report = Report(setup, device, host, gpu_total, host_total, node, engines=engines)
@@ -149,32 +152,24 @@ def engine_bytes(config: Config, shape: ModelShape, gpu_total: int) -> int:
     return _CONTEXT_BYTES + transformers_engine_bytes(shape, narrow=narrow, rows=rows, tokens=tokens)
 
 
-def report_on(
-    config: Config,
-    directory: Path,
-    *,
-    ranks: int,
-    gpu_total: int | None,
-    supervised: bool = False,
-    assumed: int | None = None,
+def require(
+    config: Config, directory: Path, *, ranks: int, nodes: int = 1, gpu_total: int | None, supervised: bool = False
 ) -> Report:
-    """Return the report for the model of a directory, of which only config.json is read. Raises ConfigError."""
+    """Raise ConfigError if training the model of a directory does not fit, unless `train.check_memory` is off.
+
+    Of the directory only config.json is read.
+    """
     shape = shape_of(meta_model(directory), config.lora.targets)
-    return examine(config, shape, ranks=ranks, gpu_total=gpu_total, supervised=supervised, assumed=assumed)
-
-
-def require(config: Config, directory: Path, *, ranks: int, gpu_total: int | None, supervised: bool = False) -> Report:
-    """Raise ConfigError if training the model of a directory does not fit, unless `train.check_memory` is off."""
-    report = report_on(config, directory, ranks=ranks, gpu_total=gpu_total, supervised=supervised)
+    report = examine(config, shape, ranks=ranks, nodes=nodes, gpu_total=gpu_total, supervised=supervised)
     if config.train.check_memory:
         report.check()
     return report
 
 
 def setup_of(
-    config: Config, shape: ModelShape, *, ranks: int, gpu_total: int | None, supervised: bool = False
+    config: Config, shape: ModelShape, *, ranks: int, nodes: int = 1, gpu_total: int | None, supervised: bool = False
 ) -> Setup:
-    """Return what decides the memory of a configuration. `train.sharding = "auto"` keeps gathered what fits."""
+    """Return what decides the memory of a configuration, of the ways of `train.sharding` the first that fits."""
     train = config.train
     separate = config.objective.uses_reference and not config.lora.rank and not supervised
     batch = train.prompts_per_step * train.samples_per_prompt * (config.search.max_tokens + _PROMPT_TOKENS)
@@ -186,22 +181,27 @@ def setup_of(
         reference=config.reference.kind if separate else "",
         lora_rank=0 if supervised else config.lora.rank,
         offload=train.offload == "optimizer",
-        gathered=ranks > 1 and train.sharding == "optimizer",
+        gathered=False,
         checkpointing=train.gradient_checkpointing,
         tokens=train.micro_batch_tokens if supervised else min(train.micro_batch_tokens, batch),
         published=2 if config.model.dtype == "bfloat16" else 4,
+        nodes=nodes,
     )
     if padded:
         # Splitting into n passes adds about tokens / n padding and n passes; a test tries rows of many lengths.
         setup = replace(setup, padding=int(1.25 * (setup.tokens * GPU_PASS_TOKENS) ** 0.5))
-    if ranks > 1 and train.sharding == "auto":
-        keeps = replace(setup, gathered=True)
-        return keeps if gpu_total is None or _fits(shape, keeps, gpu_total) else setup
-    return setup
+    ways = _ways(setup, train.sharding)
+    fitting = (one for one in ways if gpu_total is None or sum(device_bytes(shape, one).values()) <= usable(gpu_total))
+    return next(fitting, ways[-1])
 
 
-def _fits(shape: ModelShape, setup: Setup, gpu_total: int) -> bool:
-    return sum(device_bytes(shape, setup).values()) <= usable(gpu_total)
+def _ways(setup: Setup, sharding: str) -> list[Setup]:
+    """Return the ways to shard that a setting allows, the one with the least communication first."""
+    if setup.ranks == 1:
+        return [setup]
+    replicas = {"node": [setup.nodes], "auto": [setup.nodes, 1]}.get(sharding, [1])
+    gathered = {"all": [False], "optimizer": [True]}.get(sharding, [True, False])
+    return [replace(setup, replicas=one, gathered=keeps) for one in dict.fromkeys(replicas) for keeps in gathered]
 
 
 def _instead(report: Report, shape: ModelShape, *, adapters: bool) -> Iterator[str]:
@@ -209,7 +209,7 @@ def _instead(report: Report, shape: ModelShape, *, adapters: bool) -> Iterator[s
     setup = report.setup
     offload = 'train.offload = "optimizer"'
     more = range(setup.ranks + 1, _MOST_GPUS + 1)
-    wide = replace(setup, gathered=False)
+    wide = replace(setup, gathered=False, replicas=1)
     changes: list[tuple[str, Iterable[Setup]]] = [
         ("", [setup]),
         ("", (replace(wide, ranks=ranks) for ranks in more)),

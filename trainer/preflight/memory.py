@@ -35,7 +35,8 @@ class Setup:
 
     `half` computes in bfloat16. `reference` is the kind of a separate reference model, empty for none. `gathered`
     keeps gathered weights and gradients during a step (`train.sharding`). `published` are the bytes per parameter of a
-    snapshot. `padding` are the tokens that padded passes add to the `tokens` of a micro-batch.
+    snapshot. `padding` are the tokens that padded passes add to the `tokens` of a micro-batch. `ranks` are those of all
+    `nodes`; `replicas` are whole models, each sharded over the ranks of one node.
     """
 
     ranks: int
@@ -48,6 +49,8 @@ class Setup:
     tokens: int
     published: int = 2
     padding: int = 0
+    nodes: int = 1
+    replicas: int = 1
 
 
 def device_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
@@ -74,7 +77,7 @@ def state_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
         "optimizer": _ADAM_BYTES * on_device,
         "reference": reference * shape.parameters,
     }
-    return {name: -(-size // setup.ranks) for name, size in found.items()}
+    return {name: -(-size * setup.replicas // setup.ranks) for name, size in found.items()}
 
 
 def trained_parameters(shape: ModelShape, setup: Setup) -> int:
@@ -164,11 +167,11 @@ def host_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
     """
     trained = trained_parameters(shape, setup)
     checkpoint = 4 + _ADAM_BYTES + (4 if setup.reference in ("reset", "ema") else 0)
-    # Rank 0 loads policy and reference in float32, before they are cast or sharded.
-    models = 2 if setup.reference and setup.ranks > 1 else 1
+    # Rank 0 loads each in float32, before it is cast or sharded: the reference after the policy, whose masters wait.
+    models = 2 if setup.reference and setup.ranks > 1 and setup.offload else 1
     return {
         "loading": 4 * models * shape.parameters,
-        "offloaded optimizer": _offloaded(shape, setup) if setup.offload else 0,
+        "offloaded optimizer": _offloaded(shape, setup) * setup.replicas // setup.nodes if setup.offload else 0,
         "checkpoint": checkpoint * trained,
         "snapshots": (_SNAPSHOTS + (_CONVERTED if shape.experts else 0)) * setup.published * shape.parameters,
     }

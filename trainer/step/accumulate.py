@@ -23,7 +23,7 @@ from torch import Tensor
 from tba.common.wire.trajectory import QUANTITIES
 from tba.trainer.batch.batch import Row, TrainBatch, counted, known
 from tba.trainer.batch.micro_batches import Chunk, MicroBatch
-from tba.trainer.distributed import Ranks, keep_gathered
+from tba.trainer.distributed import Ranks, set_gathering
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.scorer import LogZHead, Scorer, Scores
 from tba.trainer.objectives.from_config import Objective
@@ -127,8 +127,8 @@ class Accumulator:
         return [self.batch.rows[row] for row in micro_batch.rows]
 
     def _set_gathering(self, *, last: bool) -> None:
-        if self.retain_gathered:
-            keep_gathered(self.scorer, last=last)
+        if self.ranks.size > 1:
+            set_gathering(self.scorer, keep=self.retain_gathered, last=last)
 
     def _backward_of_loss(self, micro_batch: MicroBatch, rows: list[Row], scores: Scores) -> None:
         """Backward pass from the loss of some groups to wherever the graph of their scores begins."""

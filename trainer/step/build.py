@@ -1,6 +1,6 @@
 """Prepare the process, and build a learner from the configuration, the same on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ _NOT_DETERMINING = {
     "publish_every", "snapshots_in", "keep_snapshots", "keep_snapshot_every", "serve_snapshots",
     "checkpoint_every", "min_free_mib",
 }  # fmt: skip
+# Sections that are the same on all nodes of one trainer, and keys in them that may differ.
+_COMMON = ("model", "train", "sft", "objective", "lora", "reference")
+_OWN = {"model": {"path"}, "train": {"gpu", "processes", "threads", "check_memory", "serve_snapshots"}}
 
 
 def prepare(config: Config, device: str) -> None:
@@ -79,11 +82,24 @@ def _why_no_cuda() -> str:
 
 
 def require_memory(config: Config, device: torch.device, ranks: Ranks, *, supervised: bool = False) -> Report:
-    """Raise ConfigError before anything is loaded if the model does not fit. `supervised` is `tba sft`."""
+    """Raise ConfigError before anything is loaded if the model does not fit. `supervised` is `tba sft`.
+
+    Every rank must call it: it also decides how the model is sharded, and raises ConfigError on all of them if they
+    have other settings.
+    """
+    common = config.model_dump_json(include=dict.fromkeys(_COMMON, True), exclude=_OWN)
+    settings = int(xxhash.xxh32_hexdigest(common.encode()), 16)
+    if ranks.least(settings) != -ranks.least(-settings):
+        raise ConfigError("the processes of this trainer have different settings: copy one tba.toml to all nodes")
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     files = model_directory(config.model.path)
-    report = require(config, files, ranks=ranks.size, gpu_total=total, supervised=supervised)
+    if total is not None:
+        # Otherwise ranks with other GPUs could choose another way to shard.
+        total = ranks.least(total)
+    report = require(config, files, ranks=ranks.size, nodes=ranks.nodes, gpu_total=total, supervised=supervised)
     log.info("memory", estimate=report.sentence())
+    if report.setup.replicas > 1:
+        ranks.replicate()
     return report
 
 
@@ -112,19 +128,19 @@ def build(
     half = in_half(device, config.model.dtype)
     offload = config.train.offload == "optimizer"
     policy = load_model(files, host if offload else home)
-    unwrapped, reference, adapter, masters = policy, None, None, None
+    unwrapped, load_reference, adapter, masters = policy, None, None, None
     if ranks.rank == 0 and (config.lora.rank or ranks.size > 1 or offload):
         unwrapped = structure_of(policy)
     packed = ranks.rank == 0 and packs(config.train.packing, policy, device.type, half=half)
     if config.lora.rank:
-        adapter = _put_adapters(policy, config.lora, files, half=half)
+        adapter = _put_adapters(policy, config.lora, base_digest(files) if ranks.rank == 0 else "", half=half)
     elif objective.needs_reference:
-        reference = _load_reference(config, files, host, home, half=half)
+        load_reference = partial(_load_reference, config, files, host, home, half=half)
     if offload:
         masters = take_masters(policy, home, half=half)
     models = prepare_models(
         policy,
-        reference,
+        load_reference,
         config.train,
         ranks=ranks,
         autocast=half,
@@ -144,7 +160,7 @@ def build(
 
 def prepare_models(
     policy: PreTrainedModel,
-    reference: PreTrainedModel | None,
+    load_reference: Callable[[], PreTrainedModel] | None,
     config: TrainSection,
     *,
     ranks: Ranks = ALONE,
@@ -158,9 +174,10 @@ def prepare_models(
 ) -> Models:
     """Make the scorers of a policy and its reference, sharded over the ranks.
 
-    `reference` may be None if the policy has adapters, whose reference is the policy without them, or if the objective
-    needs no reference. `packed` is whether rows are packed (`tba.trainer.model.packing.packs`); that of rank 0 counts,
-    since the other ranks have no weights to try it with. Raises ConfigError.
+    The reference is loaded when the policy is sharded, so that rank 0 does not hold two whole models. It may be None if
+    the policy has adapters and is the reference without them, or if the objective needs none. `packed` is whether rows
+    are packed (`tba.trainer.model.packing.packs`); that of rank 0 counts, since the other ranks have no weights to try
+    it with. Raises ConfigError.
     """
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(policy, autocast=autocast)
@@ -168,10 +185,14 @@ def prepare_models(
     packed = bool(ranks.sum(torch.tensor(int(packed and ranks.rank == 0))))
     scorer_of = partial(Scorer, autocast=autocast, packed=packed, exact_logits=exact_logits)
     scorer = scorer_of(policy)
-    initial = scorer if reference is None else scorer_of(reference.requires_grad_(False))
+    layers = policy._no_split_modules or ()
     if ranks.size > 1:
-        for one in dict.fromkeys((scorer, initial)):
-            shard(one, one.model._no_split_modules or (), ranks, autocast=autocast)
+        shard(scorer, layers, ranks, autocast=autocast)
+    initial = scorer
+    if load_reference is not None:
+        initial = scorer_of(load_reference().requires_grad_(False))
+        if ranks.size > 1:
+            shard(initial, layers, ranks, autocast=autocast)
     return Models(scorer, Reference(initial, reference_config or ReferenceSection(), lineage), masters, adapter)
 
 
@@ -192,13 +213,13 @@ def lineage_of(config: Config) -> str:
     return xxhash.xxh32_hexdigest(determining.encode())
 
 
-def _put_adapters(policy: PreTrainedModel, config: LoraSection, files: Path, *, half: bool) -> dict[str, Any]:
+def _put_adapters(policy: PreTrainedModel, config: LoraSection, base: str, *, half: bool) -> dict[str, Any]:
     """Put adapters into a policy, whose weights become bfloat16 if `half`. Returns what identifies the adapters."""
     add_adapters(policy, config)
     if half:
         to_bfloat16(policy)
     # `publish` may change between starts: it does not affect the adapters.
-    return {**config.model_dump(mode="json", exclude={"publish"}), "base": base_digest(files)}
+    return {**config.model_dump(mode="json", exclude={"publish"}), "base": base}
 
 
 def _load_reference(

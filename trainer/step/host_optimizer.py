@@ -126,7 +126,8 @@ class HostAdamW(torch.optim.AdamW):
         """Clip the gradients of the masters together. Returns their norm before it, over all ranks."""
         norm = nn.utils.get_total_norm([master.grad for master in self.masters if master.grad is not None])
         if self._ranks.size > 1:
-            norm = self._ranks.sum(norm.double().square()).sqrt()
+            # Each replica has every shard once.
+            norm = (self._ranks.sum(norm.double().square()) / self._ranks.replicas).sqrt()
         nn.utils.clip_grads_with_norm_(self.masters, limit, norm)
         return float(norm)
 

@@ -98,7 +98,7 @@ class Learner:
 
     `steps_done` counts updates, skipped ones included. `scorer` scores with the policy. `trained` are the parameters in
     the order of the optimiser. `report` is the preflight's: whether a GPU has memory for all gathered weights and
-    gradients, for `train.sharding = "auto"`, and what fills it. `watch` measures the time of each phase. `copies` may
+    gradients, and what fills it. `watch` measures the time of each phase. `copies` may
     still read the weights when the next update is due, which then waits for them.
     """
 
@@ -117,7 +117,7 @@ class Learner:
         self.scorer, self.reference, self.adapter = models.scorer, models.reference, models.adapter
         self.policy: PreTrainedModel = self.scorer.model
         self.steps_done = 0
-        self._config, self._objective, self._ranks, self._copies = config, objective, ranks, copies
+        self._config, self._objective, self.ranks, self._copies = config, objective, ranks, copies
         self._measured, self._watch = measured or Measured(), watch or Stopwatch(SystemClock())
         self.log_z = LogZHead(self.policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
         # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
@@ -125,8 +125,7 @@ class Learner:
         self._learning_rate = learning_rate_schedule(config)
         self._warned: set[str] = set()
         self._states_fill = report is not None and report.states_fill
-        fits_gathered = report is None or report.setup.gathered
-        keeps = config.sharding == "optimizer" or (config.sharding == "auto" and fits_gathered)
+        keeps = config.sharding != "all" if report is None else report.setup.gathered
         self._retain_gathered = ranks.size > 1 and keeps
         trained = _trained(self.policy)
         self._names, self.trained = list(trained), list(trained.values())
@@ -144,7 +143,7 @@ class Learner:
             optimizer = torch.optim.AdamW(policy_groups(self.trained), fused=fused, **settings)
         else:
             values = [masters[name] for name in self._names]
-            optimizer = HostAdamW(self.trained, values, self._ranks, **settings)
+            optimizer = HostAdamW(self.trained, values, self.ranks, **settings)
         if self.log_z is not None:
             # The head starts at zero and has large gradients at first. It has its own learning rate and is clipped
             # separately, so that it does not scale down the policy's gradient.
@@ -194,7 +193,7 @@ class Learner:
                 reason = f"loss {sums.loss}, gradient norm {worst}"
                 rows = row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=True)
                 return self._skip(batch, finite, rows, reason, broken or [row.id for row in batch.rows])
-            cosine = gradient_cosine(self.optimizer, self._ranks)
+            cosine = gradient_cosine(self.optimizer, self.ranks)
             ratios = self._policy_metrics(batch, sums)
             by_ess = self._config.learning_rate_by_ess
             learning_rate = self._update(math.sqrt(ratios.get("effective_sample_ratio", 1.0)) if by_ess else 1.0)
@@ -312,7 +311,7 @@ class Learner:
             scorer=self.scorer,
             objective=self._objective,
             log_z=self.log_z,
-            ranks=self._ranks,
+            ranks=self.ranks,
             watch=self._watch,
             batch=batch,
             reference_BK=reference_BK,
@@ -331,8 +330,8 @@ class Learner:
             group_size,
             limit=self._config.micro_batch_tokens,
             split=self.scorer.passes,
-            rank=self._ranks.rank,
-            ranks=self._ranks.size,
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
         )
 
     @torch.no_grad()
@@ -372,13 +371,13 @@ class Learner:
                 parts = torch.split(logprob_R.cpu(), [lengths[index] for index in micro_batch.rows])
                 for index, part in zip(micro_batch.rows, parts, strict=True):
                     of_tokens[index].copy_(part)
-        sums = dict(zip(missing, self._ranks.sum(sequence_N).tolist(), strict=True))
+        sums = dict(zip(missing, self.ranks.sum(sequence_N).tolist(), strict=True))
         computed = {id_: logprob for id_, logprob in sums.items() if math.isnan(known[id_])}
         known |= computed
         self._just_computed = (own, {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)})
         reference = torch.tensor([known[row.id] for row in batch.rows], dtype=torch.float64)
         if by_token:
-            of_tokens = torch.split(self._ranks.sum(token_R), lengths)
+            of_tokens = torch.split(self.ranks.sum(token_R), lengths)
         return reference.view_as(batch.reward_BK), computed, dict(zip(missing, of_tokens, strict=True))
 
     def _check_tokens(self, batch: TrainBatch) -> None:

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlencode
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +13,7 @@ from tba.buffer.tools.query import PageRows
 from tba.buffer.tools.show import describe, recorded_model
 from tba.buffer.tools.tokenizer import decoder_of
 from tba.common.errors import UsageError, quantity
-from tba.common.wire.trajectory import LOG_RATIO_DTYPE, QUANTITIES
+from tba.common.wire.trajectory import QUANTITIES
 from tba.ui.runs import Run
 from tba.ui.site import is_number, missing, run_of, site_of
 from tba.ui.trajectory_filter import SORTS, find
@@ -22,11 +21,6 @@ from tba.ui.trajectory_filter import SORTS, find
 _COLUMNS = """id, received_at, prompt, prompt_text, reward, policy_version, stop_reason, response_tokens, searcher,
     substr(error, 1, 500) AS error, substr(text, 1, 500) AS text, times_trained, last_step"""
 _SEARCHERS = "SELECT id, sender FROM clients WHERE run = ? AND trajectories > 0 ORDER BY id DESC LIMIT 200"
-_RATIO_STEPS = """SELECT DISTINCT b.step FROM consumption_rows c JOIN batches b ON b.id = c.batch
-    WHERE c.trajectory = ? AND c.token_log_ratios IS NOT NULL ORDER BY b.step"""
-# A batch may have the trajectory in several slots.
-_RATIOS = """SELECT c.token_log_ratios, c.staleness, c.mismatch FROM consumption_rows c JOIN batches b ON b.id = c.batch
-    WHERE c.trajectory = ? AND b.step = ? AND c.token_log_ratios IS NOT NULL ORDER BY c.slot LIMIT 1"""
 # A longer text is shown in full only if asked for: browsers lay out a line of a megabyte slowly.
 TEXT_CHARACTERS = 20_000
 STRIP_TOKENS = 2000
@@ -110,7 +104,7 @@ def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str
     response = known["text"] if known["text"] is not None else known.get("response_text")
     prompt = known["prompt_text"]
     total = len(known["response_ids"] or [])
-    ratios = _log_ratios(run, known, query.get("step")) if colour == "mismatch" else None
+    ratios = _log_ratios(known, query.get("step")) if colour == "mismatch" else None
     return {
         "known": known,
         "prompt": (prompt or "")[:limit],
@@ -153,25 +147,23 @@ def turns_of(known: dict[str, Any]) -> list[dict[str, Any]]:
     return turns
 
 
-def _log_ratios(run: Run, known: dict[str, Any], asked: str | None) -> LogRatios:
+def _log_ratios(known: dict[str, Any], asked: str | None) -> LogRatios:
     """Return the log-ratios of the tokens of a trajectory as a step reported them, by default the newest that did."""
-    with run.rows() as rows:
-        steps = [row["step"] for row in rows.all(_RATIO_STEPS, known["id"])]
-        step = int(asked) if asked else max(steps, default=None)
-        found = rows.first(_RATIOS, known["id"], step) if step in steps else None
+    steps = sorted(known["log_ratios"])
+    step = int(asked) if asked else max(steps, default=None)
     if step is None:
         why = "" if known["trained_by"] else ": no step has trained on them"
         return LogRatios(steps, step, [], f"No trainer has reported log-ratios of these tokens{why}.")
-    size = LOG_RATIO_DTYPE.itemsize * len(known["response_ids"] or [])
-    if found is None or len(found["token_log_ratios"]) != size:
+    values = known["log_ratios"].get(step, [])
+    if len(values) != len(known["response_ids"] or []) or not values:
         return LogRatios(steps, step, [], f"Step {step} has reported no log-ratios of these tokens.")
+    found = next(one for one in known["trained_by"] if one["step"] == step)
     what = "the mismatch of trainer and engine"
     # A row has the number `mismatch` if the weights that were trained sampled it.
     if found["mismatch"] is not None:
         what += ", which had the same weights"
     elif found["staleness"]:
         what += f", and what training changed in the {quantity(found['staleness'], 'step')} since it was sampled"
-    values = np.frombuffer(found["token_log_ratios"], LOG_RATIO_DTYPE).tolist()
     return LogRatios(steps, step, values, f"log π of the trainer at step {step} − log μ of the searcher: {what}.")
 
 

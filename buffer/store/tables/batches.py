@@ -157,11 +157,3 @@ class Batches:
         query = """SELECT step, json_extract(metrics, '$.loss') FROM batches
                    WHERE run = ? AND trained_at IS NOT NULL AND json_extract(metrics, '$.loss') IS NOT NULL"""
         return dict(self._database.all(query, run.id))
-
-    def trajectories(self, run: Run, *, since_step: int) -> set[int]:
-        """Return the trajectories of batches that are not trained yet, and of all batches from `since_step` on."""
-        query = (
-            "SELECT DISTINCT c.trajectory FROM batches b JOIN consumption_rows c ON c.batch = b.id"
-            " WHERE b.run = ? AND (b.step >= ? OR b.trained_at IS NULL)"
-        )
-        return {row[0] for row in self._database.all(query, run.id, since_step)}

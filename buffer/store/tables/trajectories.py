@@ -9,9 +9,11 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
 
+from tba.buffer.store.archives import Archives
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.runs import Run
 from tba.common.errors import Refused, quantity
+from tba.common.wire.archive_messages import Archive
 from tba.common.wire.trajectory import ARRAY_KINDS, ROW_FIELDS
 
 # A prompt may have very many trajectories: the index receives them in blocks of at most this size at a start.
@@ -48,6 +50,17 @@ SELECT p.trajectory, {", ".join(f"p.{name}" for name in _ARRAYS)}
 FROM json_each(?) asked CROSS JOIN payloads p ON p.trajectory = asked.value
 """  # noqa: S608
 
+_SELECT_ARCHIVED = """
+SELECT t.id, a.url FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value
+JOIN archives a ON a.id = t.archive WHERE t.compacted_at IS NULL
+"""
+_SELECT_OLD = """
+SELECT t.id FROM json_each(?) asked CROSS JOIN payloads y ON y.trajectory = asked.value
+JOIN trajectory_rows t ON t.id = y.trajectory WHERE t.run = ? AND NOT EXISTS (
+    SELECT 1 FROM consumption_rows c JOIN batches b ON b.id = c.batch
+    WHERE c.trajectory = t.id AND (b.step >= ? OR b.trained_at IS NULL))
+"""
+
 
 class Trajectories:
     """The trajectories of the runs of a database."""
@@ -57,6 +70,7 @@ class Trajectories:
         # Approximate bytes that the current transaction adds to the write-ahead log.
         self._unlogged = 0
         self._next_id: int | None = None
+        self._archives = Archives()
         self._forget_new()
 
     def _forget_new(self) -> None:
@@ -188,12 +202,16 @@ class Trajectories:
         self.flush()
         wanted = list(dict.fromkeys(trajectories))
         found = {id_: blobs for id_, *blobs in self._database.all(_SELECT_PAYLOADS, json.dumps(wanted))}
+        if missing := [id_ for id_ in wanted if id_ not in found]:
+            # Only offline: there the tokens of these rows count as present. A server waits for no other machine.
+            archived = self._database.all(_SELECT_ARCHIVED, json.dumps(missing))
+            found |= {id_: list(self._archives.read(id_, url).payload) for id_, url in archived}
         if len(found) < len(wanted):
             gone = quantity(len(wanted) - len(found), "trajectory", "trajectories")
             raise Refused(
                 "compacted",
-                f"the tokens of {gone} of this batch were dropped by `tba buffer prune --tokens`, so it cannot be "
-                "repeated: resume from a newer checkpoint",
+                f"the tokens of {gone} of this batch were dropped by `tba buffer prune --tokens`, or moved by `tba "
+                "buffer archive`, so it cannot be repeated: resume from a newer checkpoint",
             )
         return [found[id_] for id_ in trajectories]
 
@@ -205,18 +223,40 @@ class Trajectories:
         return self._database.one(query, json.dumps(trajectories))
 
     def payload_sizes(self, run: Run) -> dict[int, int]:
-        """Return the bytes of the payload of each trajectory that has one, oldest first."""
-        size = " + ".join(f"LENGTH(y.{name})" for name in _ARRAYS)
-        tables = "FROM trajectory_rows t JOIN payloads y ON y.trajectory = t.id"
-        return dict(self._database.all(f"SELECT t.id, {size} {tables} WHERE t.run = ? ORDER BY t.id", run.id))
+        """Return the bytes of the payload of each trajectory that has one."""
+        tables = "FROM payloads y JOIN trajectory_rows t ON t.id = y.trajectory"
+        return dict(self._database.all(f"SELECT t.id, t.payload_bytes {tables} WHERE t.run = ?", run.id))
 
     def drop_payloads(self, trajectories: Sequence[int], now: float) -> None:
         """Delete payloads and the log-ratios of their tokens, and set `compacted_at` of their trajectories."""
         ids = [(id_,) for id_ in trajectories]
+        self.count_logged(_ROW_BYTES * len(ids))
         self._database.execute_many("DELETE FROM payloads WHERE trajectory = ?", ids)
         dropped = [(now, id_) for id_ in trajectories]
         self._database.execute_many("UPDATE trajectory_rows SET compacted_at = ? WHERE id = ?", dropped)
         self._database.execute_many("UPDATE consumption_rows SET token_log_ratios = NULL WHERE trajectory = ?", ids)
+
+    def with_payload(self, after: int, count: int) -> list[int]:
+        """Return the next ids of trajectories with a payload, of all runs, oldest first."""
+        query = "SELECT trajectory FROM payloads WHERE trajectory > ? ORDER BY trajectory LIMIT ?"
+        return [id_ for (id_,) in self._database.all(query, after, count)]
+
+    def old(self, run: Run, trajectories: Sequence[int], since_step: int) -> list[int]:
+        """Return those of a run with a payload, whose batches are all trained and before `since_step`."""
+        return [id_ for (id_,) in self._database.all(_SELECT_OLD, json.dumps(trajectories), run.id, since_step)]
+
+    def archive(self, run: Run, file: Archive, ids: Sequence[int], now: float) -> None:
+        """Record a file, and drop the payloads that it has of these trajectories."""
+        self._database.execute(
+            "INSERT INTO archives (run, url, archived_at, complete) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (url) DO UPDATE SET complete = excluded.complete",
+            (run.id, file.url, now, file.complete),
+        )
+        self.drop_payloads(ids, now)
+        self._database.execute_many(
+            "UPDATE trajectory_rows SET archive = (SELECT id FROM archives WHERE url = ?) WHERE id = ?",
+            [(file.url, id_) for id_ in ids],
+        )
 
     def count_logged(self, size: int) -> None:
         """Note that the transaction wrote this many bytes to another table."""

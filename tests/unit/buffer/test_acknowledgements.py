@@ -1,4 +1,4 @@
-"""No reply leaves before its transaction is on the disk, and a failed sync ends the server instead of hanging it."""
+"""No reply leaves before its transaction is on the disk; requests that wait; queries in a process of their own."""
 
 import sqlite3
 import threading
@@ -216,6 +216,7 @@ def test_a_put_that_failed_and_came_again_is_counted_once(serving, trajectory, m
 
 
 LEASE = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=1.0)
+HEARTBEAT = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
 BATCH = messages.SampleBatch(step=0, prompts=1, samples=1, reference="none", wait_seconds=1.0)
 
 
@@ -234,6 +235,28 @@ def test_a_transaction_takes_some_of_each_queue_and_one_batch():
     types = [taken.header.type for taken in mailbox.take(0)]
     assert types == [*["get_status"] * 32, "sample_batch", "goodbye"]
     assert [taken.header.type for taken in mailbox.take(0)] == [*["get_status"] * 18, "sample_batch"]
+
+
+def test_a_status_does_not_wait_behind_the_heartbeats_of_a_fleet_nor_do_they_for_several_transactions():
+    mailbox = Mailbox(1 << 20)
+    for n in range(200):
+        mailbox.add(arrival(HEARTBEAT, peer=bytes([n]), role="searcher"))
+    mailbox.add(arrival(GetStatus()))
+    types = [taken.header.type for taken in mailbox.take(0)]
+    assert types == ["get_status", *["heartbeat"] * 200]
+    assert mailbox.empty
+
+
+def test_a_heartbeat_does_not_wake_the_writer_and_is_taken_with_the_next_request():
+    mailbox, taken = Mailbox(1 << 20), []
+    writer = threading.Thread(target=lambda: taken.extend(mailbox.take(60)))
+    writer.start()
+    wait_until(lambda: mailbox._changed._waiters)
+    mailbox.add(arrival(HEARTBEAT, role="searcher"))
+    assert mailbox._changed._waiters
+    mailbox.add(arrival(messages.Goodbye(), role="searcher"))
+    writer.join()
+    assert [arrival.header.type for arrival in taken] == ["heartbeat", "goodbye"]
 
 
 def test_other_requests_of_one_connection_beyond_a_limit_are_dropped():

@@ -1,4 +1,4 @@
-"""Clients that send what their role may not, or in another's name, over real sockets."""
+"""What a server refuses: clients in another's name or role, and what could harm the data or the memory of others."""
 
 import logging
 from contextlib import closing

@@ -216,7 +216,7 @@ def test_show_prints_an_episode_turn_by_turn_with_sampled_text_told_apart(tba_bu
     sampled = [(piece["start"], piece["tokens"]) for piece in known["pieces"] if piece["sampled"]]
     assert sampled == [(turn["start"], turn["tokens"]) for turn in turns]
     change(buffer.store.path, "DELETE FROM payloads")
-    assert "its tokens were dropped" in tba_buffer("show", 1, "-b", buffer.store.path).output
+    assert "Its tokens were dropped" in tba_buffer("show", 1, "-b", buffer.store.path).output
 
 
 def test_show_decodes_tokens_with_the_recorded_model_and_prints_times_in_utc(

@@ -1,4 +1,4 @@
-"""Episodes in the database: their turns as rows of a view, and batches with their rewards and segments."""
+"""Episodes and evaluations in the database: turns as rows of a view, batches of episodes, and what was measured."""
 
 from dataclasses import replace
 from typing import Any

@@ -15,6 +15,7 @@ CHANGES = {
     "has the trigger t,": """CREATE TRIGGER t AFTER INSERT ON starts BEGIN DELETE FROM trajectory_rows; END""",
     "has the view v,": f"CREATE VIEW v AS {ENDLESS} i FROM n",
     "has the table t,": "CREATE TABLE t (x)",
+    "has the table _litestream_lock,": "CREATE TABLE _litestream_lock (id INTEGER CHECK (abs(id) > 0))",
     "has the index i,": "CREATE INDEX i ON runs (json_set('{}', '$.' || name, 1))",
     "lacks the index visits_open:": "DROP INDEX visits_open",
     "declares the view groups in": f"DROP VIEW groups; CREATE VIEW groups AS {ENDLESS} MAX(i) AS run FROM n",
@@ -54,6 +55,13 @@ def test_no_command_reads_an_endless_view_of_a_database(filled, tba_buffer):
 def test_statistics_of_analyze_are_no_change_of_the_schema(filled):
     change(filled, "ANALYZE")
     Store(filled, durability="process").close()
+
+
+def test_the_tables_of_litestream_are_no_change_of_the_schema(filled, tba_buffer):
+    change(filled, "CREATE TABLE _litestream_seq (id INTEGER PRIMARY KEY, seq INTEGER)")
+    change(filled, "CREATE TABLE _litestream_lock (id INTEGER)")
+    Store(filled, durability="process").close()
+    assert tba_buffer("check", "-b", filled).exit_code == 0
 
 
 def test_a_database_whose_making_was_interrupted_is_made_to_the_end(tmp_path):

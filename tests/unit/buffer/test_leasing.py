@@ -1,4 +1,4 @@
-"""Leases: which prompts a searcher receives, and what ends a lease."""
+"""Leases: which prompts a searcher receives, what ends a lease, and what the curriculum skips or postpones."""
 
 import pytest
 from msgspec.structs import replace

@@ -1,4 +1,4 @@
-"""The reply of the service to puts, batches and the rest, on a real database file."""
+"""The reply of the service on a real database; which nodes are asked first; values that no server has stored."""
 
 import dataclasses
 

@@ -139,7 +139,7 @@ def test_a_directory_or_a_variable_in_the_wrong_place_is_refused_with_what_to_ty
     assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
 
 
-@pytest.mark.parametrize("key", ["REWARD_MODEL__API_KEY", "GOLD_MODEL__API_KEY", "SEARCH__SERVE_TOKEN"])
+@pytest.mark.parametrize("key", ["REWARD_MODEL__API_KEY", "SEARCH__SERVE_TOKEN"])
 def test_the_error_of_a_secret_does_not_show_it(key):
     sentence = refusal(environment={f"TBA_{key}": "hooks.example/SECRET é"})
     assert "(not shown)" in sentence

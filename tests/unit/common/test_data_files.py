@@ -1,4 +1,4 @@
-"""Data files in the formats in which people have them: the same rows from each, and errors that name the place."""
+"""Data files in the formats in which people have them, JSON lines included: the same rows, and errors with a place."""
 
 import gzip
 import json

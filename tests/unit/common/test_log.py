@@ -1,4 +1,4 @@
-"""Logs: equal warnings are counted, not repeated."""
+"""Logs, in which equal warnings are counted; why a run stands still; and which run a place belongs to."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Locks and records of the directory that a node's trainer and searchers share."""
+"""Locks and records of the directory of a node's weights; and a FIFO in the place of a file stops no process."""
 
 import contextlib
 import fcntl
@@ -48,7 +48,7 @@ def test_a_pin_waits_for_a_lock_that_ends_and_not_for_a_directory_that_its_owner
         os.close(descriptor)
         waiting.join(60)
         assert not_none(found[0]).path == snapshot
-        found[0].release()
+        not_none(found[0]).release()
     else:
         # The trainer keeps its lock while it writes the next snapshot.
         snapshot.rename(tmp_path / ".v00000000-part")

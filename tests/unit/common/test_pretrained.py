@@ -1,4 +1,4 @@
-"""Loading a model directory of someone else: its code never runs, and it does not build layers for hours."""
+"""A model directory of someone else: its code never runs, and errors name whether files or memory are at fault."""
 
 import json
 import os
@@ -42,7 +42,7 @@ LOADERS = {
     "engine": cpu_engine,
     "reference": partial(ReferenceModel, device="cpu", dtype="float32"),
     "encoder": partial(SentenceEncoder, device="cpu"),
-    "classifier": lambda path: check_files(RewardModelSection(path=path), "reward_model"),
+    "classifier": lambda path: check_files(RewardModelSection(path=path)),
 }
 
 

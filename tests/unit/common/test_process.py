@@ -1,4 +1,4 @@
-"""Memory, garbage collection and signals of a process, and the command that started it."""
+"""A process: its memory, signals, cores, watchdog, background threads, and the command that started it."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Threads and cores of the ranks that train together."""
+"""Numbers, threads and cores of the ranks that train together."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import Config
+from tba.common.errors import UsageError
+from tba.common.system.process import node_number
 from tba.deploy.rank_launcher import _children
 
 
@@ -26,3 +28,25 @@ def test_the_users_number_of_threads_is_kept(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     config = Config.model_validate({"train": {"gpu": "0-3", "offload": "optimizer"}})
     assert all("OMP_NUM_THREADS" not in rank.environment for rank in _children(config, [], 4, Path("rendezvous")))
+
+
+@pytest.mark.parametrize("number", ["NODE_RANK", "SLURM_NODEID"])
+def test_ranks_of_a_node_are_numbered_after_those_of_the_nodes_before_it(monkeypatch, number):
+    for name, value in {"NNODES": "3", number: "1", "MASTER_ADDR": "node0"}.items():
+        monkeypatch.setenv(name, value)
+    first, second = (child.environment for child in _children(Config(), [], 2, None))
+    assert (first["RANK"], first["LOCAL_RANK"], second["RANK"], second["LOCAL_RANK"]) == ("2", "0", "3", "1")
+    assert (first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"]) == ("6", "2")
+    # The interface is that of the route to MASTER_ADDR.
+    assert "GLOO_SOCKET_IFNAME" not in first
+
+
+@pytest.mark.parametrize("given", [
+    {"NNODES": "2", "MASTER_ADDR": "node0"}, {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "node0"},
+    {"NNODES": "2", "NODE_RANK": "0"}, {"NNODES": "two", "NODE_RANK": "0", "MASTER_ADDR": "node0"},
+])  # fmt: skip
+def test_nodes_without_a_number_or_an_address_are_refused(monkeypatch, given):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="set NNODES to their number, NODE_RANK to that of each, from 0, and MASTER_A"):
+        node_number()

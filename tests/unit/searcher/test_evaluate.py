@@ -1,6 +1,8 @@
-"""The choice of snapshots to evaluate while a trainer publishes and deletes snapshots."""
+"""Evaluations: the choice of snapshots, the estimators, and `tba generate` up to the start of its engine."""
 
+import importlib.util
 import shutil
+import sys
 from contextlib import closing
 from itertools import combinations, count
 from typing import Any, cast
@@ -8,10 +10,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tba.cli.models import _with_installed_engine
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import SnapshotCorrupt, SnapshotError, TaskError
+from tba.common.config.layers import resolve
+from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
 from tba.common.rendering import PromptRenderer
+from tba.common.run_snapshots import check_export, find_source
 from tba.common.weights.node_store import pin_path
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
 from tba.common.wire.client import BufferClient
@@ -29,15 +34,14 @@ from tba.searcher.evaluation.measure import (
     measure_diversity,
     measure_greedy,
     measure_sampled,
-    measure_win_rate,
     pass_at_k,
     without_near_duplicates,
 )
+from tba.searcher.generate import Generator
 from tba.searcher.tasks.task import Prompt, Reward
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
 from tba.tests.helpers.checks import not_none
-from tba.tests.helpers.source_files import ROOT
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
 
 
@@ -151,14 +155,6 @@ def test_the_engine_of_an_evaluation_learns_how_long_its_prompts_are(tmp_path, m
     config = Config.model_validate(settings)
     with pytest.raises(Asked, match="^6$"), open_evaluator(config, read_subject(config), device="cpu", name="eval"):
         pass
-
-
-def test_a_gold_model_without_an_answer_to_compare_with_is_refused_before_anything_starts(example_model):
-    servers = {"victim": {"url": "http://a"}, "classifier": {"url": "http://a"}}
-    task = {"name": str(ROOT / "examples/redteam/redteam.py"), "options": {**servers, "prompts": ["1+1="]}}
-    sections = {"model": {"path": str(example_model)}, "task": task, "gold_model": {"url": "http://a"}}
-    with pytest.raises(TaskError, match="and none has one: remove it"):
-        read_subject(Config.model_validate(sections))
 
 
 def test_what_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp_path, example_model, monkeypatch):
@@ -298,23 +294,6 @@ def test_the_divergence_is_a_mean_per_response_and_per_token_of_what_the_referen
     assert measured.metrics["diluted_perplexity"] == pytest.approx(np.exp(1.0))
 
 
-def test_the_win_rate_counts_ties_half_and_leaves_out_what_the_gold_model_could_not_score():
-    answers = [answered([1], text=text) for text in ("a", "b", "c", "same", "unpaired")] * 40
-    answers += [answered([1], text="unscored"), *(answered([1], error="reward: no") for _ in range(2))]
-    references = ["r", "r", "r", "same", ""] * 40 + ["r"] * 3
-    measured = Measured(seed=0)
-    gold = [2.0, 1.0, 1.0, 1.00001, None] * 40 + [None, 9.0, None]
-    of_references = [1.0, 1.0, 2.0, 1.0, None] * 40 + [1.0] * 3
-    measure_win_rate(measured, answers, references, gold, of_references)
-    # A win, a tie, a loss, a tie, two losses by failure.
-    assert measured.metrics["win_rate"] == pytest.approx(40 * (1 + 0.5 + 0 + 0.5) / 162)
-    assert measured.metrics["gold_failed"] == pytest.approx(1 / 163)
-    assert measured.metrics["gold_reward"] == pytest.approx((40 * (2 + 1 + 1 + 1.00001) + 9) / 161)
-    assert measured.metrics["gold_reward_of_references"] == pytest.approx((40 * 5 + 3) / 163)
-    low, high = measured.intervals["win_rate"]
-    assert low < measured.metrics["win_rate"] < high
-
-
 @pytest.mark.parametrize(("failures", "measured_there"), [(2, True), (3, False)])
 def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(failures, measured_there):
     failed = answered([1], error="reward: ConnectError")
@@ -324,8 +303,7 @@ def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(fai
     measure_greedy(measured, answers)
     measure_sampled(measured, [[one] for one in answers])
     measure_divergence(measured, [[one] for one in answers], [[one] for one in references])
-    measure_win_rate(measured, answers, ["r"] * 100, references, [-2.0] * 100)
-    scored = {"accuracy", "reward", "reward_part_correct", "sampled_reward", "pass_at_1", "kl", "win_rate"}
+    scored = {"accuracy", "reward", "reward_part_correct", "sampled_reward", "pass_at_1", "kl"}
     assert scored & measured.metrics.keys() == (scored if measured_there else set())
     assert measured.metrics["failed"] == failures / 100
     expected = f"{failures} of 100 responses could not be scored: reward: ConnectError; "
@@ -391,3 +369,48 @@ def test_rows_without_near_duplicates_equal_those_of_a_comparison_of_all_pairs(l
             expected.append(number)
     assert without_near_duplicates(rows, least) == expected
     assert without_near_duplicates(rows[:0], least) == []
+
+
+def test_a_model_without_a_chat_template_is_refused_for_a_conversation(example_model):
+    with pytest.raises(UsageError, match="has no chat template: leave out --chat"):
+        Generator(resolve(None).config, example_model, device="cpu", chat=True)
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen", "engine"),
+    [(True, (), "vllm"), (False, (), "transformers"), (False, ("search.engine=vllm",), "vllm")],
+)
+def test_transformers_generates_where_vllm_is_not_installed_and_was_not_asked_for(
+    monkeypatch, capsys, installed, chosen, engine
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None if name == "vllm" else find(name))
+    found = _with_installed_engine(resolve(None, environment={}, assignments=chosen).config, chosen=bool(chosen))
+    assert found.search.engine == engine
+    assert ("is not installed: generating with Transformers" in capsys.readouterr().err) == (engine == "transformers")
+
+
+def test_what_cannot_be_a_model_is_named(tmp_path, example_model):
+    config = resolve(None).config
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="nowhere does not exist: name a run directory"):
+        find_source(config, tmp_path / "nowhere", None)
+    with pytest.raises(UsageError, match="file is a file: name a run directory"):
+        find_source(config, tmp_path / "file", None)
+    assert find_source(config, example_model, None) == example_model
+    with pytest.raises(UsageError, match="is a model directory already: copy it"):
+        check_export(example_model, tmp_path / "out")
+
+
+def test_an_empty_prompt_is_refused_before_torch_is_loaded(tba_here, monkeypatch, example_model):
+    # An import of this module, which loads torch, would fail.
+    monkeypatch.setitem(sys.modules, "tba.searcher.generate", None)
+    done = tba_here("generate", "--model", example_model, "--cpu")
+    assert (done.exit_code, "the prompt on standard input is empty" in done.message) == (2, True)
+
+
+def test_wrong_arguments_of_an_export_are_refused_before_torch_is_loaded(tba_here, monkeypatch):
+    # An import of this module, which loads torch, would fail.
+    monkeypatch.setitem(sys.modules, "tba.trainer.export", None)
+    done = tba_here("export-model", "nowhere", "out")
+    assert (done.exit_code, "nowhere does not exist" in done.message) == (2, True)

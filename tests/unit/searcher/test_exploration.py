@@ -1,4 +1,4 @@
-"""The sampling settings of each response."""
+"""The sampling settings of each response, and the pipeline, in which every response becomes a row."""
 
 import random
 from typing import Any

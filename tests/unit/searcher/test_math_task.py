@@ -1,4 +1,4 @@
-"""The math task: which answers are right, and what happens when the comparison fails."""
+"""The math task: which answers are right, by tables and MATH-500, and what happens when the comparison fails."""
 
 import json
 import random
@@ -20,7 +20,7 @@ from tba.searcher.tasks.answers import why_no_gold
 from tba.searcher.tasks.mathematics import MathTask
 from tba.searcher.tasks.verdict import is_readable
 
-# (gold answer, response, whether it is right): more are in the tables of test_math_verdicts.py.
+# (gold answer, response, whether it is right): more are in the tables below.
 ODD = [
     ("8", r"\boxed{7}, no: \boxed{8}", True),
     ("5", r"\boxed{x = \boxed{5}}", True),

@@ -1,4 +1,4 @@
-"""Reference log-probabilities in the searcher: they equal the trainer's, and no group is lost without them."""
+"""Reference log-probabilities, which equal the trainer's, and a classifier as a reward model."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from transformers.models.llama import LlamaForSequenceClassification
 
 from tba.cli.checks import Plan, examine
-from tba.common.config import Config, GoldModelSection, RewardModelSection
+from tba.common.config import Config, RewardModelSection
 from tba.common.errors import ConfigError
 from tba.common.wire.trajectory import STOP_ERROR
 from tba.searcher.evaluation import models as reference_model
 from tba.searcher.evaluation.models import ReferenceModel
-from tba.searcher.scoring.classifier import RewardModel, check_files
+from tba.searcher.scoring.classifier import RewardModel
 from tba.tests.helpers.classifiers import EXAMPLE_MODEL, make_classifier, without_head
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_episode
@@ -115,8 +115,8 @@ PAIRS = [("1+2=", "3"), ("12+34=", "46"), ("1+1=", "2" * 90), ("9+8=", ""), ("7+
 TEMPLATE = "{% for message in messages %}{{ '+' if message.role == 'user' else '=' }}{{ message.content }}{% endfor %}"
 
 
-def load(directory: Path, section: str = "reward_model", **keys) -> RewardModel:
-    return RewardModel(directory, RewardModelSection(path=str(directory), **keys), "cpu", section)
+def load(directory: Path, **keys) -> RewardModel:
+    return RewardModel(directory, RewardModelSection(path=str(directory), **keys), "cpu")
 
 
 def score(model: RewardModel, pairs) -> list[float]:
@@ -204,18 +204,10 @@ def test_a_lack_of_memory_halves_the_batch_and_only_a_pair_that_does_not_fit_alo
     assert passes[0] == (0, 5)
 
 
-def test_messages_name_the_section_of_the_model(tmp_path):
-    model = load(make_classifier(tmp_path / "model"), "gold_model")
-    with pytest.raises(ValueError, match=r"129 tokens; the gold model takes 1 to 128"):
+def test_a_pair_that_is_too_long_is_refused(tmp_path):
+    model = load(make_classifier(tmp_path / "model"))
+    with pytest.raises(ValueError, match=r"129 tokens; the reward model takes 1 to 128"):
         model.encode("1" * 100, "2" * 29)
-    with pytest.raises(ValueError, match=r'set gold_model.template = "chat"'):
-        model.encode("", "2", [("user", "1")])
-    with pytest.raises(ConfigError, match=r'gold_model.template = "chat", .*set gold_model.template'):
-        load(tmp_path / "model", "gold_model", template="chat")
-    with pytest.raises(ConfigError, match="the gold model in .*headless is not a classifier"):
-        load(without_head(tmp_path / "headless"), "gold_model")
-    with pytest.raises(ConfigError, match="gold_model.path .*missing"):
-        check_files(GoldModelSection(path=str(tmp_path / "missing")).classifier, "gold_model")
 
 
 def test_files_that_are_no_reward_model_are_refused_with_a_reason(tmp_path):

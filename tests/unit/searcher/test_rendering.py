@@ -1,4 +1,4 @@
-"""Prompts are rendered to the same token ids in search, eval and `tba sft`: those of `apply_chat_template`."""
+"""Prompts have the same token ids in search, eval, import and `tba sft`: those of `apply_chat_template`."""
 
 import contextlib
 import json

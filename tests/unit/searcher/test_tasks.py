@@ -1,4 +1,4 @@
-"""Tasks: prompts, keys, scores."""
+"""Tasks: prompts, keys and scores; tasks of the user, and mixtures of tasks."""
 
 import asyncio
 import json

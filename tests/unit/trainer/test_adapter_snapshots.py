@@ -1,4 +1,4 @@
-"""Adapters from a real publisher to a node, on a base that is published once."""
+"""LoRA: what is trained, merged and resumed, and adapters from a publisher to a node, on a base published once."""
 
 import json
 import shutil
@@ -23,7 +23,6 @@ from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers import trainer
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.trainer import (
-    VOCABULARY,
     in_float64,
     learner_of,
     objective,
@@ -36,9 +35,7 @@ from tba.tests.runner import slow
 from tba.trainer import checkpoint
 from tba.trainer.distributed import ALONE
 from tba.trainer.model.adapters import MERGED, add_adapters, gathered, without_adapters
-from tba.trainer.model.host_buffers import HostBuffers
-from tba.trainer.model.scorer import Scorer, structure_of, weights_of
-from tba.trainer.publishing.canary import make_canary, skeleton
+from tba.trainer.model.scorer import Scorer, weights_of
 from tba.trainer.publishing.snapshot_writer import check_names
 from tba.trainer.step.build import build
 from tba.trainer.step.learner import Learner
@@ -412,21 +409,6 @@ def test_adapters_of_another_base_or_with_other_settings_are_refused(tmp_path):
     shutil.rmtree(files)
     with pytest.raises(CheckpointError, match="the files under model.path must stay what they were"):
         checkpoint.restore(found, built(save_tiny_model(files, seed=5)))
-
-
-def test_a_snapshot_and_its_canary_are_of_the_merged_model():
-    model = tiny_model(layers=2, tie=True)
-    plain = structure_of(model)
-    assert all(parameter.is_meta for parameter in plain.parameters())
-    learner = make_learner(tie=True)
-    run_steps(learner, 2)
-    copies = HostBuffers(torch.device("cpu"))
-    weights = copies.copy(gathered(learner.policy, MERGED), torch.bfloat16).wait()
-    served = tiny_model(layers=2, tie=True, seed=3)
-    served.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
-    sequence = torch.arange(VOCABULARY).tolist()
-    expected = make_canary(skeleton(served), weights_of(served), [sequence])
-    assert make_canary(skeleton(plain), weights, [sequence]) == expected
 
 
 @pytest.mark.parametrize(

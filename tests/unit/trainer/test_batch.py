@@ -1,4 +1,4 @@
-"""Decoding the buffer's batches, and padding rows."""
+"""Decoding the buffer's batches, the plan of a step over ranks and passes, and copies into pinned memory."""
 
 import dataclasses
 import gc

@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed learner equals one that never stopped, bit for bit; damage is detected."""
+"""Checkpoints: a resumed learner equals one that never stopped; damage is detected; a full disk stops nothing."""
 
 import threading
 from pathlib import Path
@@ -126,18 +126,14 @@ def test_a_checkpoint_of_another_format_is_an_error_and_is_not_moved(tmp_path):
     assert path.exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [({"hidden": 32}, "another model"), ({"name": "tb_learned_z"}, r"lacks a learned log Z: objective\.name")],
+)
+def test_a_checkpoint_of_another_model_or_without_a_log_z_to_learn_is_refused(tmp_path, other, sentence):
     save_three(tmp_path)
-    with pytest.raises(CheckpointError, match="another model"):
-        checkpoint.restore(not_none(checkpoint.newest(tmp_path)), make_learner(hidden=32))
-
-
-def test_a_checkpoint_without_log_z_is_refused_by_an_objective_that_learns_it(tmp_path):
-    learner = make_learner()
-    run_steps(learner, 1)
-    checkpoint.save(tmp_path, learner, run="r", keep=2)
-    with pytest.raises(CheckpointError, match=r"lacks a learned log Z: objective\.name"):
-        checkpoint.restore(not_none(checkpoint.newest(tmp_path)), make_learner(name="tb_learned_z"))
+    with pytest.raises(CheckpointError, match=sentence):
+        checkpoint.restore(not_none(checkpoint.newest(tmp_path)), make_learner(**other))
 
 
 def make_writer(directory: Path, sync: Any = lambda: None, **train: Any) -> CheckpointWriter:

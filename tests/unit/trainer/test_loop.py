@@ -344,20 +344,6 @@ def test_training_continues_if_a_restored_database_does_not_know_a_step(make_run
 
 
 @pytest.mark.slow
-def test_a_trainer_survives_a_restart_of_its_buffer(make_run, straight):
-    run = make_run("restarted")
-    feeder = run.feed()
-    trainer = threading.Thread(target=run.train)
-    trainer.start()
-    feeder.join()
-    run.buffer.stop()
-    run.buffer.start()
-    trainer.join(60)
-    assert not trainer.is_alive()
-    assert run.metrics() == straight.metrics()
-
-
-@pytest.mark.slow
 def test_a_trainer_without_data_reports_what_it_waits_for_and_can_be_stopped(make_run):
     run = make_run()
     stop = threading.Event()

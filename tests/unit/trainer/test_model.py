@@ -1,4 +1,4 @@
-"""Loading a model: what is accepted, and the errors for what is not."""
+"""Loading a model, an optimizer on the host, and the schedules of learning rate and beta."""
 
 import math
 from pathlib import Path
@@ -250,14 +250,15 @@ def rates(at: list[int], **keys) -> list[float]:
     return [schedule(step) for step in at]
 
 
-def test_wsd_warms_up_stays_constant_and_decays_along_a_cosine():
+def test_schedules_follow_a_linear_warm_up_and_a_wsd_decay_longer_than_the_run_is_shortened():
     found = rates([0, 25, 50, 300, 500, 750, 1000], steps=1000, warmup_steps=50, decay_steps=500, schedule="wsd")
     assert found == pytest.approx([0, 0.5, 1, 1, 1, 0.5, 0], abs=1e-12)
-
-
-def test_a_wsd_decay_longer_than_the_run_is_shortened():
     found = rates([10, 20, 29], steps=30, warmup_steps=10, decay_steps=500, schedule="wsd")
     assert found == pytest.approx([1, 0.5, 0.5 * (1 + math.cos(math.pi * 19 / 20))], abs=1e-12)
+    keys = {"steps": 110, "warmup_steps": 10}
+    assert rates([5, 10, 109], schedule="constant", **keys) == pytest.approx([0.5, 1, 1])
+    assert rates([5, 10, 60, 110], schedule="linear", **keys) == pytest.approx([0.5, 1, 0.5, 0])
+    assert rates([5, 10, 60, 110], schedule="cosine", **keys) == pytest.approx([0.5, 1, 0.5, 0])
 
 
 @pytest.mark.parametrize(("steps", "warmup", "decay"), [(1000, 50, 500), (200, 20, 100), (5, 0, 2), (2, 0, 1)])
@@ -274,13 +275,6 @@ def test_a_warm_up_longer_than_the_run_is_kept_with_a_warning(caplog):
     assert rates([9], steps=10, warmup_steps=20, schedule="constant") == [0.45]
     assert "the learning rate never reaches its peak: train.warmup_steps" in caplog.text
     assert "decay_steps" not in caplog.text
-
-
-def test_constant_linear_and_cosine_schedules_follow_a_linear_warm_up():
-    keys = {"steps": 110, "warmup_steps": 10}
-    assert rates([5, 10, 109], schedule="constant", **keys) == pytest.approx([0.5, 1, 1])
-    assert rates([5, 10, 60, 110], schedule="linear", **keys) == pytest.approx([0.5, 1, 0.5, 0])
-    assert rates([5, 10, 60, 110], schedule="cosine", **keys) == pytest.approx([0.5, 1, 0.5, 0])
 
 
 def test_beta_changes_linearly_to_its_final_value_and_jumps_there_without_annealing_or_where_it_stops_early():

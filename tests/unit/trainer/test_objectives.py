@@ -1,4 +1,4 @@
-"""Every objective against hand-computed cases, finite differences and an independent implementation."""
+"""Every objective against hand-computed cases, finite differences, another implementation, and the exact optimum."""
 
 import itertools
 import math
@@ -199,24 +199,6 @@ def groups_of(responses: Responses, order: list[int]) -> Responses:
         staleness_bK=responses.staleness_bK[order],
         log_z_bK=None if responses.log_z_bK is None else responses.log_z_bK[order],
     )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_masked_tokens_do_not_count(name):
-    responses = case()
-    noise = torch.where(responses.mask_R, 0.0, 3.0)
-    moved = replace(responses, logprob_R=(responses.logprob_R.detach() + noise).requires_grad_())
-    (loss, gradient), (other, _) = loss_and_gradient(name, responses), loss_and_gradient(name, moved)
-    assert loss == pytest.approx(other, rel=1e-14)
-    assert gradient[~responses.mask_R].abs().max() == 0
-
-
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"reinforce"}))
-def test_a_constant_added_to_the_rewards_of_a_prompt_does_not_change_the_gradient(name):
-    responses = case()
-    shifted = replace(responses, reward_bK=responses.reward_bK + torch.tensor([[7.0], [-3.0], [0.5]]))
-    first, second = loss_and_gradient(name, responses)[1], loss_and_gradient(name, shifted)[1]
-    assert torch.allclose(first, second, atol=1e-12)
 
 
 ROUNDED = [0.7 + 0.2 + 0.1, 1.0, 0.3, 0.1 + 0.2]
@@ -466,6 +448,8 @@ def test_off_policy_metrics_of_a_hand_computed_case():
     assert 0 < off_policy_metrics(torch.tensor([50.0] + 63 * [0.0]))["sampler_kl"] < 0.2
 
 
+# All 64 responses of 3 tokens over a vocabulary of 4 are known, so the optimum pi* ~ pi_ref exp(r / beta) is too (Eq. 2
+# of the paper), and how far the policy is from it is a total variation distance.
 VOCABULARY, LENGTH, EXACT_BETA, SAMPLES = 4, 3, 0.5, 32
 PROMPTS = ([0, 1], [2, 3])
 RESPONSES = list(itertools.product(range(VOCABULARY), repeat=LENGTH))

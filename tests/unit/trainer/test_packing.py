@@ -158,14 +158,6 @@ def test_steps_equal_those_of_padded_rows(keys):
         assert all(torch.allclose(one, other, atol=tolerance, rtol=0) for one, other in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
-def test_a_micro_batch_is_one_forward_pass(micro_batch_tokens):
-    learner = make_learner(packing="packed", micro_batch_tokens=micro_batch_tokens)
-    calls = passes_of_a_step(learner, random_batch(0, prompts=5))
-    # A group over the limit is computed twice, here row by row.
-    assert len(calls) == (2 * 5 * 4 if micro_batch_tokens == 1 else 1)
-
-
 def passes_of_a_step(learner, batch) -> list[tuple[bool, int]]:
     """Return, for each forward pass, whether it made a graph and its number of tokens."""
     calls = []
@@ -240,7 +232,7 @@ def test_required_packing_rejects_a_model_with_its_own_attention():
         packs("packed", OpenAIGPTLMHeadModel(shape), "cpu", half=False)
 
 
-LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
+LONGROPE: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
 
 
 def failing(error: Exception) -> Any:

@@ -101,11 +101,14 @@ def report(
     lora: int = 0,
     host: int = 2048 * GIB,
     supervised: bool = False,
+    nodes: int = 1,
     **train: Any,
 ) -> Report:
     sections = {"model": {"path": "m"}, "task": {"train": "t"}, "train": train, "lora": {"rank": lora}}
     config = Config.model_validate(sections)
-    return examine(config, shape(name), ranks=ranks, gpu_total=total, host_total=host, supervised=supervised)
+    return examine(
+        config, shape(name), ranks=ranks, nodes=nodes, gpu_total=total, host_total=host, supervised=supervised
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -174,7 +177,34 @@ def test_the_host_by_hand_for_7_b_with_offload():
     assert found["offloaded optimizer"] == (16 + 2) * n
     assert found["loading"] == 4 * n
     assert found["checkpoint"] == 12 * n
-    assert host_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=8))["loading"] == 2 * 4 * n
+    # Rank 0 has sharded the policy when it loads the reference, but keeps its masters until then.
+    assert host_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=8))["loading"] == 4 * n
+    assert host_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=8, offload=True))["loading"] == 2 * 4 * n
+
+
+def test_a_node_with_a_whole_model_has_the_states_of_its_own_gpus_and_the_whole_optimizer_on_its_host():
+    n, two = PARAMETERS["Qwen2.5-7B"], replace(FULL, ranks=16, nodes=2)
+    states = [sum(state_bytes(shape("Qwen2.5-7B"), replace(two, replicas=one)).values()) for one in (1, 2)]
+    assert states == pytest.approx([18 * n / 16, 18 * n / 8], abs=8)
+    hosts = [host_bytes(shape("Qwen2.5-7B"), replace(two, offload=True, replicas=one)) for one in (1, 2)]
+    assert [host["offloaded optimizer"] for host in hosts] == [18 * n // 2, 18 * n]
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "replicas", "gathered"), [
+    # 17 GB of states, 50 gathered, 5 of logits; the activations of 16,384 tokens are 14 more.
+    (16, 4096, 2, True),
+    (16, 16384, 2, False),
+    # States of two GPUs are 69 GB, of four 34.
+    (4, 16384, 1, False),
+])  # fmt: skip
+def test_on_two_nodes_auto_is_what_communicates_least_of_what_fits(ranks, tokens, replicas, gathered):
+    keys: dict[str, Any] = {"gradient_checkpointing": True, "micro_batch_tokens": tokens}
+    found = report("Qwen2.5-7B", ranks, nodes=2, **keys)
+    assert (found.setup.replicas, found.setup.gathered, found.fits) == (replicas, gathered, True)
+    node = report("Qwen2.5-7B", ranks, nodes=2, sharding="node", **keys)
+    assert (node.setup.replicas, node.fits) == (2, replicas == 2)
+    assert f"on each of {ranks} GPUs, {ranks // 2} for each whole model" in node.sentence()
+    assert report("Qwen2.5-7B", ranks, nodes=2, sharding="all", **keys).setup.replicas == 1
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -1,4 +1,4 @@
-"""The numbers of each row of a step: what objectives make of responses, and what the learner reports."""
+"""The numbers of each row of a step, and which part of an objective is at the temperature of sampling."""
 
 import math
 from dataclasses import replace

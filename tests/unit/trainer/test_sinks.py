@@ -1,4 +1,4 @@
-"""Sinks with the real packages, and sinks that fail."""
+"""Metrics: sinks with the real packages or that fail, every step once after a resume, and model FLOPs."""
 
 import importlib.util
 import json

@@ -1,4 +1,7 @@
-"""What a trainer refuses before it loads a model: a torch that is too old for the configuration."""
+"""What a trainer refuses before it loads a model: another torch, or other nodes, than the configuration needs."""
+
+import socket
+import threading
 
 import pytest
 import torch
@@ -6,7 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tba.common.config import Config
 from tba.common.errors import ConfigError
-from tba.trainer.distributed import join
+from tba.tests.process.conftest import free_port
+from tba.trainer.distributed import _meet, join
 from tba.trainer.step.build import prepare
 
 
@@ -30,3 +34,46 @@ def test_exact_logits_on_a_gpu_need_a_product_that_adds_in_float32(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="torch sees none"):
             prepare(others, "cuda:0")
+
+
+@pytest.fixture
+def port(monkeypatch):
+    """The port at which rank 0 of two ranks waits for the other, at one address."""
+    stop, port = threading.Event(), free_port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
+
+    def wait_for_rank_1() -> None:
+        # The thread ends as the process of a rank would.
+        with pytest.raises(SystemExit):
+            _meet("127.0.0.1", 0, 2, stop.is_set)
+
+    rank_0 = threading.Thread(target=wait_for_rank_1)
+    rank_0.start()
+    yield port
+    stop.set()
+    rank_0.join()
+
+
+def test_ranks_meet_at_one_address_and_expect_the_same_number(port):
+    with pytest.raises(ConfigError, match="2 processes train at .*, here 3: give all nodes the same number"):
+        _meet("127.0.0.1", 1, 3, lambda: False)
+    # A socket of all interfaces would answer here, too.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+
+
+@pytest.mark.parametrize(("host", "reason"), [
+    ("127.0.1.1", "is 127.0.1.1 here, where no other node is"),
+    ("192.0.2.1", "an address of its node that no other trainer uses; NODE_RANK is 0 there, and nowhere else"),
+])  # fmt: skip
+def test_rank_0_listens_only_where_other_nodes_reach_it(monkeypatch, host, reason):
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(ConfigError, match=reason):
+        _meet(host, 0, 2, lambda: False)
+
+
+def test_nodes_have_equally_many_ranks(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="WORLD_SIZE = 3 is no multiple of LOCAL_WORLD_SIZE = 2"):
+        join(torch.device("cpu"))

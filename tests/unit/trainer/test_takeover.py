@@ -1,4 +1,4 @@
-"""Takeover of a run by another trainer: the buffer refuses every request of the replaced one."""
+"""Takeover of a run by another trainer, whose predecessor is refused; and a heartbeat that survives errors."""
 
 import errno
 import time

@@ -1,7 +1,8 @@
-"""What training does not use: the views `waste` and `lengths`."""
+"""Pages of `tba ui`: what training does not use, the strip of tokens, and several runs over each other."""
 
 import html
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,3 +193,15 @@ def test_an_unknown_run_is_not_compared(browser, address):
 def test_a_single_run_says_how_to_show_several(filled):
     page = client(filled).get("/r/test/compare?kind=runs")
     assert "tba ui runs/a runs/b" in page.text
+
+
+def test_an_archived_trajectory_has_the_page_that_it_had_and_says_if_its_file_is_gone(trained_twice, tba_buffer):
+    addresses = ["/r/test/trajectories/1", *(f"/r/test/trajectories/1?colour=mismatch&step={step}" for step in (0, 2))]
+    before = [strip_of(client(trained_twice).get(address)) for address in addresses]
+    named = ("-b", trained_twice, "--set", "run.name=test", "--set", "buffer.prompt_cap=1", "--keep-steps", 0)
+    done = tba_buffer("archive", "old", *named, "--json").json
+    assert done["moved"] == 1
+    assert [strip_of(client(trained_twice).get(address)) for address in addresses] == before
+    Path(done["files"][0].removeprefix("file://")).unlink()
+    page = client(trained_twice).get(addresses[0])
+    assert (page.status_code, f"Its tokens cannot be read: the archive {done['files'][0]}" in page.text) == (200, True)

@@ -1,0 +1,267 @@
+"""`tba buffer archive`: what moves, that it comes back bit for bit, and what a damaged archive says."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from tba.buffer.store.archives import ArchiveFile, Archives
+from tba.buffer.tools import archive as tool
+from tba.buffer.tools.archive import archive
+from tba.buffer.tools.check import check
+from tba.buffer.tools.show import describe
+from tba.common import data_files
+from tba.common.config import Config
+from tba.common.errors import StorageError
+from tba.tests.helpers.buffer import BufferThread, ask, change
+from tba.tests.helpers.puts import log_ratios, make_episode, numbers_of
+
+PAYLOADS = "SELECT * FROM payloads ORDER BY trajectory"
+RATIOS = "SELECT trajectory, slot, token_log_ratios FROM consumption_rows ORDER BY trajectory"
+SAMPLEABLE = [(9,), (10,)]
+CAP = ["--set", "run.name=test", "--set", "buffer.prompt_cap=2", "--keep-steps", 0]
+
+
+@pytest.fixture
+def capped(harness, trajectory):
+    """Ten trajectories of one prompt, of which two can be sampled; step 0 was trained on the first two."""
+    buffer = harness(buffer={"prompt_cap": 2}, fill=(1, 0))
+    odd = np.array([-0.0, np.float32(-1e-40), -3.4e38, *[-0.1] * 1997], np.float32)
+    buffer.put([trajectory(tokens=[0] * 2000, logprobs=odd), trajectory(tokens=[1] * 2000)], 0)
+    buffer.sample(0, prompts=1, samples=2)
+    buffer.report(0, rows=numbers_of(2, token_log_ratios=log_ratios([0.5] * 2000, [-6e-8] * 2000)))
+    more = [make_episode("p0"), trajectory(text="2 + 2", tokens=[7]), trajectory(error="no", tokens=[])]
+    buffer.put([*more, *(trajectory(tokens=[n] * 2000) for n in range(5))], 2)
+    buffer.store.close()
+    return buffer.store.path
+
+
+@pytest.fixture
+def move(tba_buffer, capped):
+    """Runs the command with a destination."""
+
+    def run(to: object, *options: object):
+        return tba_buffer("archive", to, "-b", capped, *CAP, *options)
+
+    return run
+
+
+def read_all(path: Path) -> list[tuple[object, ...]]:
+    """The payloads of the trajectories of a database, read from their archives."""
+    places = ask(path, "SELECT id, archive FROM trajectories WHERE archive IS NOT NULL ORDER BY id")
+    return [(id_, *Archives().read(id_, url).payload) for id_, url in places]
+
+
+def test_tokens_that_cannot_be_sampled_move_and_come_back_bit_for_bit(move, capped, tmp_path):
+    before, ratios = ask(capped, PAYLOADS), ask(capped, RATIOS)
+    done = move("old", "--json").json
+    assert (done["moved"], len(done["files"])) == (8, 1)
+    assert done["file_bytes_after"] < done["file_bytes_before"]
+    assert ask(capped, "SELECT trajectory FROM payloads") == SAMPLEABLE
+    assert read_all(capped) == before[:8]
+    read = ArchiveFile(done["files"][0]).read(0)
+    assert [(id_, slot, blob) for id_ in (1, 2) for (_, slot), blob in read[id_].log_ratios.items()] == ratios
+    assert {blob for *_, blob in ask(capped, RATIOS)} == {None}
+    assert {finding["result"] for finding in check(capped)} == {"ok"}
+    assert [path.name[:12] for path in (tmp_path / "old").glob("*/*")] == ["000000000001"]
+
+
+@pytest.mark.parametrize("destination", ["memory://bucket/old", "file://{}/old"])
+def test_an_archive_is_at_any_place_that_fsspec_knows(move, capped, tmp_path, destination):
+    before = ask(capped, PAYLOADS)
+    assert move(destination.format(tmp_path)).exit_code == 0
+    assert read_all(capped) == before[:8]
+
+
+def test_several_files_and_groups_hold_everything_once(move, capped, monkeypatch):
+    monkeypatch.setattr(tool, "_FILE_GROUPS", 2)
+    monkeypatch.setattr(tool, "_GROUP_BYTES", 17_000)
+    before = ask(capped, PAYLOADS)
+    done = move("old", "--json").json
+    assert (done["moved"], len(done["files"])) == (8, 2)
+    assert sum(len(ArchiveFile(url).groups) for url in done["files"]) > 2
+    assert read_all(capped) == before[:8]
+    assert move("old", "--json").json["moved"] == 0
+
+
+def test_show_export_and_import_read_the_archive(move, capped, tba_buffer, tmp_path):
+    named = ("-b", capped)
+    tba_buffer("export", "before.jsonl", *named)
+    shown = tba_buffer("show", 3, *named, "--json").json
+    (url,) = move("old", "--json").json["files"]
+    tba_buffer("export", "after.jsonl", *named)
+    assert (tmp_path / "after.jsonl").read_text() == (tmp_path / "before.jsonl").read_text()
+    assert tba_buffer("show", 3, *named, "--json").json | dict.fromkeys(("archive", "compacted_at")) == shown
+    assert "sum of log-probabilities" in tba_buffer("show", 3, *named).output
+    # The files alone are enough for a new run.
+    done = tba_buffer("import", url.removeprefix("file://"), "-b", "new.sqlite", "--json").json
+    assert (done["new"], ask(tmp_path / "new.sqlite", PAYLOADS)[2][1:]) == (8, read_all(capped)[2][1:])
+    text = "SELECT text, turns FROM trajectory_rows WHERE id IN (3, 4)"
+    assert [json.loads(turns) for _, turns in ask(tmp_path / "new.sqlite", text)] == [make_episode().turns, []]
+
+
+def test_log_ratios_of_tokens_are_shown_from_the_archive(move, capped):
+    before = [describe(capped, id_, None)["log_ratios"] for id_ in (1, 2, 3)]
+    move("old")
+    assert [describe(capped, id_, None)["log_ratios"] for id_ in (1, 2, 3)] == before
+    assert sorted(ratios[0][0] for ratios in before[:2]) == [-(2.0**-24), 0.5]
+
+
+def test_files_that_were_moved_are_read_once_the_database_knows_where(move, capped, tmp_path):
+    before = ask(capped, PAYLOADS)
+    move("old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    with pytest.raises(StorageError, match="is not there"):
+        read_all(capped)
+    change(capped, "UPDATE archives SET url = replace(url, '/old/', '/new/')")
+    assert read_all(capped) == before[:8]
+
+
+def test_a_running_server_drops_what_left_its_sampling(harness, trajectory, tmp_path):
+    buffer = harness(tmp_path / "run/buffer.sqlite", buffer={"prompt_cap": 2}, fill=(1, 5))
+    buffer.store.close()
+    before = ask(buffer.store.path, PAYLOADS)
+    config = {
+        "buffer": {"prompt_cap": 2, "database": buffer.store.path},
+        "run": {"name": "test", "dir": tmp_path / "run"},
+    }
+    server = BufferThread(Config.model_validate(config))
+    config["buffer"]["address"] = server.address
+    try:
+        done = archive(Config.model_validate(config), str(tmp_path / "old"), keep_steps=0, on_progress=print)
+    finally:
+        server.stop()
+    assert done["moved"] == 3
+    assert ask(buffer.store.path, PAYLOADS) == before[3:]
+    assert read_all(buffer.store.path) == before[:3]
+
+
+def test_what_a_resumed_trainer_may_ask_for_stays(move, capped):
+    assert move("old", "--keep-steps", 1, "--json").json["moved"] == 6
+    assert [row[0] for row in ask(capped, PAYLOADS)] == [1, 2, 9, 10]
+
+
+def test_a_file_without_a_record_is_used_by_the_next_command(move, capped, monkeypatch):
+    before = ask(capped, PAYLOADS)
+
+    def cut_off(*_: object, **__: object) -> None:
+        raise RuntimeError("cut off")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tool._Mover, "_adopt", cut_off)
+        with pytest.raises(RuntimeError, match="cut off"):
+            move("old")
+    assert ask(capped, PAYLOADS) == before
+    (there,) = Path("old").glob("*/*.parquet")
+    (Path("old") / there.parent.name / ".x.parquet.1.tmp").write_text("half a file")
+    assert move("old", "--json").json["files"] == [there.absolute().as_uri()]
+    assert [*Path("old").rglob("*.*")] == [there]
+    assert read_all(capped) == before[:8]
+
+
+def test_a_file_that_differs_from_the_database_drops_nothing(move, capped, monkeypatch):
+    monkeypatch.setattr(tool, "_as_read", lambda _: None)
+    assert "has other tokens than the database: nothing of it was dropped" in move("old").message
+    assert len(ask(capped, PAYLOADS)) == 10
+
+
+def test_a_file_of_another_copy_of_the_database_does_not_replace_other_tokens(move, capped):
+    backup = capped.read_bytes()
+    move("old")
+    capped.write_bytes(backup)
+    # What came after the backup has ids that the lost database had used.
+    change(capped, "UPDATE payloads SET logprobs = zeroblob(8000) WHERE trajectory = 1")
+    before = ask(capped, PAYLOADS)
+    done = move("old", "--json").json
+    assert (done["moved"], len(done["files"])) == (8, 2)
+    assert read_all(capped) == before[:8]
+
+
+def removed(file: Path) -> None:
+    file.unlink()
+
+
+def damaged(file: Path) -> None:
+    """Change a byte of the tokens of the first trajectories."""
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        group = opened.metadata.row_group(0)
+    column = next(one for n in range(group.num_columns) if "response_ids" in (one := group.column(n)).path_in_schema)
+    data = bytearray(file.read_bytes())
+    data[column.data_page_offset + 20] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def swapped(file: Path) -> None:
+    other = next(path for path in file.parent.iterdir() if path != file)
+    file.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [(removed, "is not there"), (damaged, "cannot be read"), (cut, "cannot be read"), (swapped, "is another file")],
+)
+def test_a_file_that_cannot_be_read_is_named_everywhere(move, capped, tba_buffer, monkeypatch, harm, sentence):
+    monkeypatch.setattr(tool, "_FILE_GROUPS", 1)
+    monkeypatch.setattr(tool, "_GROUP_BYTES", 10_000)
+    url = move("old", "--json").json["files"][0]
+    harm(Path(url.removeprefix("file://")))
+    named = f"the archive {url} {sentence}"
+    assert named in tba_buffer("show", 1, "-b", capped).output.replace("\n", " ")
+    assert named in describe(capped, 1, None)["no_tokens"]
+    refused = tba_buffer("export", "rows.jsonl", "-b", capped)
+    assert (refused.exit_code, named in refused.message, Path("rows.jsonl").exists()) == (1, True, False)
+    if harm is not damaged:
+        failed = [finding["detail"] for finding in check(capped) if finding["result"] == "fail"]
+        assert [named in detail for detail in failed] == [True]
+
+
+@pytest.mark.parametrize(
+    ("destination", "sentence"),
+    [("nope://x", "Protocol not known"), ("/proc/nowhere", "the archive /proc/nowhere")],
+)
+def test_a_destination_that_cannot_be_written_is_named_and_nothing_is_lost(move, capped, destination, sentence):
+    refused = move(destination)
+    assert refused.exit_code in (1, 2)
+    assert sentence in refused.message
+    assert len(ask(capped, PAYLOADS)) == 10
+
+
+def test_an_archive_in_s3_is_written_read_and_damaged_there(move, capped, tba_buffer, monkeypatch):
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    settings = {"ENDPOINT_URL": address, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    before = ask(capped, PAYLOADS)
+    try:
+        (url,) = move("s3://bucket/old", "--json").json["files"]
+        assert read_all(capped) == before[:8]
+        assert {finding["result"] for finding in check(capped)} == {"ok"}
+        system, path = data_files.file_system(url)
+        system.rm(path)
+        assert f"the archive {url} is not there" in tba_buffer("export", "rows.jsonl", "-b", capped).message
+    finally:
+        server.stop()
+    shown = tba_buffer("show", 1, "-b", capped).output.replace("\n", " ")
+    assert f"the archive {url} " in shown
+
+
+def test_duckdb_and_pandas_read_the_files(move, capped, tmp_path):
+    """As docs/storage.md has it."""
+    duckdb, pandas = pytest.importorskip("duckdb"), pytest.importorskip("pandas")
+    move("old")
+    query = """SELECT id, reward, turns[1].reward, list_sum(logprobs), len(response_ids)
+               FROM 'old/*/*.parquet' WHERE len(turns) > 0"""
+    assert duckdb.sql(query).fetchall() == [(3, 0.75, 0.25, -3.0, 12)]
+    rows = pandas.read_parquet("old").set_index("id")
+    assert rows.loc[4, "text"] == "2 + 2"
+    assert rows.loc[3, "response_ids"].tolist() == make_episode().response_ids.tolist()
+    assert rows.loc[1, "logprobs"].tobytes() == read_all(capped)[0][3]

@@ -140,7 +140,8 @@ class Mailbox:
         with self._changed:
             if self.empty:
                 self._changed.wait(timeout_seconds)
-            taken = _first(self._urgent, _URGENT_PER_GROUP) + _first(self._heartbeats, _HEARTBEATS_PER_GROUP)
+            # A goodbye must not overtake the heartbeat before it.
+            taken = _first(self._heartbeats, _HEARTBEATS_PER_GROUP) + _first(self._urgent, _URGENT_PER_GROUP)
             # After the urgent ones: a trainer reports a step before it asks for the next batch.
             if self._batches and (not self._others or time.monotonic() >= self._batches_from):
                 taken.append(self._batches.popleft())

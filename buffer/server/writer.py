@@ -158,7 +158,9 @@ class BufferServer:
                 refusals.append(self._rejection(item.peer, item.header.id, refusal.code, str(refusal)))
                 continue
             header = item.header
-            self._service.state.clients.mark_seen(header.sender, header.role, item.at, owner_of(item.peer, header))
+            # A client of another run, which the service refuses, is none of this run's.
+            if header.run in ("", self._service.state.run.uuid):
+                self._service.state.clients.mark_seen(header.sender, header.role, item.at, owner_of(item.peer, header))
             self._parked.forget_older(item)
             admitted.append(item)
         return admitted, refusals

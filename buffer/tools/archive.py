@@ -9,6 +9,7 @@ next.
 
 import contextlib
 import itertools
+import os
 import secrets
 import shutil
 import sqlite3
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.buffer.store.archives import LOG_RATIOS, NAME_KEY, ArchivedRow, ArchiveFile, archive_errors
+from tba.buffer.store.archives import LOG_RATIOS, NAME_KEY, ArchivedRow, ArchiveFile, archive_errors, check_place
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.starts import choose_run
 from tba.buffer.store.store import Store
@@ -28,7 +29,7 @@ from tba.buffer.tools.import_target import ImportTarget, ServerTarget, open_targ
 from tba.buffer.tools.prune import first_kept
 from tba.common import data_files
 from tba.common.config import Config
-from tba.common.errors import StorageError
+from tba.common.errors import LockTaken, StorageError, UsageError
 from tba.common.system import durable
 from tba.common.wire.archive_messages import MAX_ARCHIVED, Archive, Movable
 from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE
@@ -48,7 +49,7 @@ def archive(config: Config, destination: str, *, keep_steps: int, on_progress: O
     BufferFault if a server does not reply. Then a part may have been moved.
     """
     path, taken = config.database, f"another `tba buffer archive` moves tokens of {config.database}"
-    system, root = data_files.file_system(destination)
+    system, root = _place(destination)
     with open_reader(path) as reader, durable.exclusive_lock(path.with_name(f"{path.name}.archive.lock"), taken):
         runs = {name: (id_, uuid) for id_, name, uuid in reader.execute("SELECT id, name, uuid FROM runs")}
         run, uuid = runs[choose_run(path, runs, config.run.name, "--run")]
@@ -58,8 +59,35 @@ def archive(config: Config, destination: str, *, keep_steps: int, on_progress: O
             root = f"{root.rstrip('/')}/{config.run.name}-{uuid[:8]}"
             moved = _Mover(target, reader, system, root, since_step).move(on_progress)
     if not isinstance(target, ServerTarget):
-        _shrink(path)
+        # Worth a try, after all was moved: a server may have started, and the disk may have no room.
+        with contextlib.suppress(LockTaken, StorageError):
+            _shrink(path)
     return {"run": config.run.name, **moved, "file_bytes_before": before, "file_bytes_after": path.stat().st_size}
+
+
+def _place(destination: str) -> tuple[Any, str]:
+    """Return the file system of a destination, and the absolute path in it.
+
+    Raises UsageError if what is written there could not be read later.
+    """
+    system, root = data_files.file_system(destination)
+    if _is_local(system):
+        return system, os.path.realpath(root)
+    if "memory" in _protocols(system):
+        raise UsageError(f"{destination} ends with this command: name a directory or an object store")
+    try:
+        check_place(f"{system.unstrip_protocol(root)}/{0:012d}-{0:08x}.parquet")
+    except StorageError as error:
+        raise UsageError(f"{destination}: {error}") from error
+    return system, root
+
+
+def _protocols(system: Any) -> tuple[str, ...]:
+    return (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
+
+
+def _is_local(system: Any) -> bool:
+    return "file" in _protocols(system)
 
 
 class _Mover:
@@ -71,7 +99,7 @@ class _Mover:
         self._target = target
         self._reader = reader
         self._system = system
-        self._is_local = "file" in system.protocol
+        self._is_local = _is_local(system)
         self._root = root
         self._since_step = since_step
 
@@ -83,7 +111,8 @@ class _Mover:
             for leftover in Path(self._root).glob(".*.tmp") if self._is_local else ():
                 leftover.unlink()
             self._system.invalidate_cache()
-            there = {self._url(path) for path in self._system.glob(f"{self._root}/*.parquet")}
+            listed = self._system.ls(self._root, detail=False)
+            there = {self._url(path) for path in listed if path.endswith(".parquet")}
         known = {url for (url,) in self._reader.execute("SELECT url FROM archives WHERE complete")}
         groups, moved, files = self._groups(), 0, []
         for url in itertools.chain(sorted(there - known), iter(lambda: self._write(groups), "")):

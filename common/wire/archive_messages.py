@@ -7,6 +7,8 @@ from msgspec import Meta, field
 from tba.common.wire.fields import Id, Sentence
 from tba.common.wire.messages import Reply, Request
 
+# A file of `tba buffer archive` at any place. URLs with `::` chain file systems, of which some run code.
+FILE_URL = r"(?!.*::)(?!.*/\.\.?/)[a-z][a-z0-9+.-]*://.+/\d{12}-[0-9a-f]{8}\.parquet"
 # The trajectories of a message: their tokens are dropped in one transaction, which others wait for.
 MAX_ARCHIVED = 1 << 10
 _Ids = Annotated[list[Id], Meta(max_length=MAX_ARCHIVED)]
@@ -23,7 +25,7 @@ class Archive(Request, frozen=True):
     TYPE = "archive"
     since_step: Id
     after: Id = 0
-    url: Sentence = ""
+    url: Annotated[Sentence, Meta(pattern=rf"^(|{FILE_URL})\Z")] = ""
     trajectories: _Ids = field(default_factory=list)
     complete: bool = False
 

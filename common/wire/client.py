@@ -39,6 +39,8 @@ log = get_logger(__name__)
 # What is repaired on the node of the buffer: a full disk, a key that was revoked, another database in the place of the
 # run's. The request is sent again.
 TRANSIENT = frozenset({"storage", "not_authorised", "wrong_run"})
+# A database that is put back comes earlier. Then another run is meant: a service manager's restart joins it.
+_WRONG_RUN_SECONDS = 600.0
 _RESEND_SECONDS = 3.0
 _LONGEST_TIMEOUT_SECONDS = 30.0
 _POLL_SECONDS = 0.2
@@ -98,6 +100,8 @@ class BufferClient:
         self.keys = keys
         self.state: RunState | None = None
         self.trouble = ""
+        # Monotonic time since which the buffer has served another run; None if it serves that of this client.
+        self._wrong_since: float | None = None
         self._clock = clock or SystemClock()
         self._channel = ClientChannel(address, secret=self.secret, keys=keys)
         self._pending: dict[int, _Pending] = {}
@@ -278,6 +282,14 @@ class BufferClient:
         sentence = f"the buffer at {self.address} sent a reply that cannot be read: {error}"
         return Reply(header, Failure(code=error.code, message=sentence), [])
 
+    def _may_pass(self, code: str) -> bool:
+        """Whether a failure of this code, "" for none, may pass without a restart of this process."""
+        if code != "wrong_run":
+            self._wrong_since = None
+            return code in TRANSIENT
+        self._wrong_since = self._wrong_since or self._last_reply_at
+        return self._last_reply_at - self._wrong_since <= _WRONG_RUN_SECONDS
+
     def _accept(self, frames: list[memoryview]) -> Reply | None:
         try:
             reply = decode_reply(frames)
@@ -288,8 +300,9 @@ class BufferClient:
         # Not that of another run.
         if reply.header.run in ("", self.run):
             self.state = reply.header.state
-        if isinstance(reply.message, Failure) and reply.message.code in TRANSIENT:
-            self.trouble = reply.message.message
+        failure = reply.message if isinstance(reply.message, Failure) else None
+        if self._may_pass(failure.code if failure else "") and failure:
+            self.trouble = failure.message
             log.warning("the buffer refuses a request, which is sent again", by=self.address, reason=self.trouble)
             return None
         self.trouble = ""

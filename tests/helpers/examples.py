@@ -31,7 +31,9 @@ REQUESTS = {
             token_log_ratios=[bytes.fromhex("003800b4")],
         ),
     ),
-    "archive": Archive(since_step=14, url="s3://bucket/run/9.parquet", trajectories=[9, 11], complete=True),
+    "archive": Archive(
+        since_step=14, url="s3://bucket/000000000009-0a1b2c3d.parquet", trajectories=[9, 11], complete=True
+    ),
     "announce_snapshot": messages.AnnounceSnapshot(weights=REF, bytes=100),
     "finish_run": messages.FinishRun(step=15),
     "heartbeat": messages.Heartbeat(

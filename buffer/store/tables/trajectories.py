@@ -52,7 +52,7 @@ FROM json_each(?) asked CROSS JOIN payloads p ON p.trajectory = asked.value
 
 _SELECT_ARCHIVED = """
 SELECT t.id, a.url FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value
-JOIN archives a ON a.id = t.archive WHERE t.compacted_at IS NULL
+JOIN archives a ON a.id = t.archive WHERE t.compacted_at IS NULL ORDER BY a.url, t.id
 """
 _SELECT_OLD = """
 SELECT t.id FROM json_each(?) asked CROSS JOIN payloads y ON y.trajectory = asked.value

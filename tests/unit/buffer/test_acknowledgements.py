@@ -243,7 +243,7 @@ def test_a_status_does_not_wait_behind_the_heartbeats_of_a_fleet_nor_do_they_for
         mailbox.add(arrival(HEARTBEAT, peer=bytes([n]), role="searcher"))
     mailbox.add(arrival(GetStatus()))
     types = [taken.header.type for taken in mailbox.take(0)]
-    assert types == ["get_status", *["heartbeat"] * 200]
+    assert types == [*["heartbeat"] * 200, "get_status"]
     assert mailbox.empty
 
 

@@ -1,11 +1,14 @@
 """`tba buffer archive`: what moves, that it comes back bit for bit, and what a damaged archive says."""
 
 import json
+import os
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow.parquet
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from tba.buffer.store.archives import ArchiveFile, Archives
 from tba.buffer.tools import archive as tool
@@ -68,11 +71,57 @@ def test_tokens_that_cannot_be_sampled_move_and_come_back_bit_for_bit(move, capp
     assert [path.name[:12] for path in (tmp_path / "old").glob("*/*")] == ["000000000001"]
 
 
-@pytest.mark.parametrize("destination", ["memory://bucket/old", "file://{}/old"])
-def test_an_archive_is_at_any_place_that_fsspec_knows(move, capped, tmp_path, destination):
-    before = ask(capped, PAYLOADS)
-    assert move(destination.format(tmp_path)).exit_code == 0
+class Shelf(LocalFileSystem):
+    """Another place than this machine's disks, as far as tba can tell."""
+
+    protocol = "shelf"
+
+
+def test_an_archive_elsewhere_needs_to_be_named_to_be_written_and_to_be_read(move, capped, tmp_path, monkeypatch):
+    fsspec.register_implementation("shelf", Shelf, clobber=True)
+    before, destination = ask(capped, PAYLOADS), f"shelf://{tmp_path}/old"
+    refused = move(destination)
+    assert (refused.exit_code, f"TBA_ARCHIVES={destination} in" in refused.message) == (
+        2,
+        True,
+    )
+    monkeypatch.setenv("TBA_ARCHIVES", f"s3://bucket {destination}")
+    assert move(destination).exit_code == 0
     assert read_all(capped) == before[:8]
+    monkeypatch.delenv("TBA_ARCHIVES")
+    with pytest.raises(StorageError, match=r"is not on this machine: TBA_ARCHIVES="):
+        read_all(capped)
+
+
+def test_an_archive_that_ends_with_the_command_is_refused(move, capped):
+    refused = move("memory://bucket/old")
+    assert (refused.exit_code, "ends with this command" in refused.message) == (2, True)
+    assert len(ask(capped, PAYLOADS)) == 10
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("reference://{name}::file://{path}/refs.json", "is no file of `tba buffer archive`"),
+        ("simplecache::http://127.0.0.1:9/{name}", "is no file of `tba buffer archive`"),
+        ("file://{path}/../{name}", "is no file of `tba buffer archive`"),
+        ("http://127.0.0.1:9/{name}", "is not on this machine"),
+        ("jupyter://x/{name}", "is not on this machine"),
+        ("file://{path}/{name}", "not a regular file"),
+    ],
+)
+def test_a_database_opens_only_files_that_tba_named_and_no_fifo(url, sentence, tmp_path):
+    name = "000000000001-0123abcd.parquet"
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(StorageError, match=sentence):
+        ArchiveFile(url.format(name=name, path=tmp_path))
+
+
+def test_a_part_with_more_numbers_than_tba_writes_is_refused(move, capped, monkeypatch):
+    (url,) = move("old", "--json").json["files"]
+    monkeypatch.setattr("tba.buffer.store.archives._MOST_NUMBERS", 10)
+    with pytest.raises(StorageError, match="has more in one part than tba writes"):
+        ArchiveFile(url)
 
 
 def test_several_files_and_groups_hold_everything_once(move, capped, monkeypatch):
@@ -240,6 +289,7 @@ def test_an_archive_in_s3_is_written_read_and_damaged_there(move, capped, tba_bu
     settings = {"ENDPOINT_URL": address, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}
     for name, value in settings.items():
         monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("TBA_ARCHIVES", "s3://bucket")
     before = ask(capped, PAYLOADS)
     try:
         (url,) = move("s3://bucket/old", "--json").json["files"]

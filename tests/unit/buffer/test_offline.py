@@ -311,16 +311,16 @@ def test_archived_tokens_are_replayed_and_sampled_as_if_they_were_there(offline,
         return [(batch, [bytes(frame) for frame in frames]) for batch, frames in replies]
 
     before = all_frames("a", replay=True), all_frames("b", **EVERYTHING)
-    url = (tmp_path / "old.parquet").as_uri()
+    url = (tmp_path / "000000000001-0123abcd.parquet").as_uri()
     archive_all_but(source, batch_of(source, 1), url)
     assert (all_frames("c", replay=True), all_frames("d", **EVERYTHING)) == before
-    (tmp_path / "old.parquet").unlink()
+    (tmp_path / "000000000001-0123abcd.parquet").unlink()
     with pytest.raises(StorageError, match=f"the archive {url} is not there"):
         all_frames("e", replay=True)
 
 
 def test_a_server_refuses_a_batch_whose_tokens_are_archived(source, tmp_path):
-    archive_all_but(source, set(), (tmp_path / "old.parquet").as_uri())
+    archive_all_but(source, set(), (tmp_path / "000000000001-0123abcd.parquet").as_uri())
     with pytest.raises(Refused, match="or moved by `tba buffer archive`, so it cannot be repeated"):
         source.sample(0, prompts=2, samples=2)
 

@@ -68,7 +68,9 @@ def main() -> None:
         print_table(title, ["", *headings], [row])
     if not options.pairs:
         return
-    found = in_turns({waiting: partial(ingest, waiting) for waiting in (0, options.searchers)}, options.pairs)
+    found = in_turns(
+        {waiting: partial(ingest, waiting, options.searchers) for waiting in (0, options.searchers)}, options.pairs
+    )
     rows = []
     for waiting, rounds in found.items():
         *columns, seconds = zip(*rounds, strict=True)
@@ -86,7 +88,7 @@ def working(searchers: int, rate: float, seconds: float) -> list[str]:
     """Return what a server does in some seconds for searchers at work."""
     statuses, batches = [], []
     with (
-        fleet(searchers, rate) as (server, taken),
+        fleet(searchers, rate, searchers) as (server, taken),
         contextlib.closing(server.client("trainer")) as trainer,
         contextlib.closing(server.client("monitor")) as monitor,
     ):
@@ -106,12 +108,12 @@ def working(searchers: int, rate: float, seconds: float) -> list[str]:
     return [f"{rows / took:,.0f}", f"{cpu / took:.0%}", *percentiles, *(f"{number:,.0f}" for number in used)]
 
 
-def ingest(waiting: int) -> tuple[float, float, float, float, list[float]]:
-    """Return what a new server takes in while this many searchers wait for leases.
+def ingest(waiting: int, most: int) -> tuple[float, float, float, float, list[float]]:
+    """Return what a new server takes in while this many searchers, of `most`, wait for leases.
 
     Rows per second, and per second of its CPU time; its MiB and descriptors at the end; the seconds of statuses.
     """
-    with fleet(waiting, 0.0) as (server, _), contextlib.closing(server.client("monitor")) as monitor:
+    with fleet(waiting, 0.0, most) as (server, _), contextlib.closing(server.client("monitor")) as monitor:
         seconds, done = [], threading.Event()
 
         def watch() -> None:
@@ -168,12 +170,13 @@ class Work:
 
 
 @contextlib.contextmanager
-def fleet(searchers: int, rate: float) -> Iterator[tuple[Server, "partial[list[float]]"]]:
+def fleet(searchers: int, rate: float, most: int) -> Iterator[tuple[Server, "partial[list[float]]"]]:
     """Run a new server with searchers that have their leases, and a function that ends them.
 
-    It returns the seconds from requests for leases to their replies.
+    It returns the seconds from requests for leases to their replies. `most` is the largest fleet that is compared: the
+    run has prompts for it.
     """
-    share = searchers * LOADS // 2
+    share = most * LOADS // 2
     settings = (
         []
         if rate

@@ -31,6 +31,7 @@ from typing import Any
 import msgpack
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,7 +40,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tba.common.errors import ConfigError, RankLost
 from tba.common.log import get_logger
-from tba.common.system.process import RENDEZVOUS_VARIABLE
+from tba.common.system.process import RENDEZVOUS_VARIABLE, extend_start
 
 log = get_logger(__name__)
 
@@ -50,6 +51,7 @@ _TIMEOUT = timedelta(days=365)
 _SILENT_SECONDS = 60
 _PROBES = 4
 _POLL_SECONDS = 0.2
+_TELL_SECONDS = 60.0
 _PORT = "29500"
 # ioctl(2): the IPv4 address of an interface, netdevice(7).
 _SIOCGIFADDR = 0x8915
@@ -124,6 +126,11 @@ class Ranks:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self._commands)
         return int(least)
 
+    def agree(self, text: str) -> bool:
+        """Whether all ranks have the same text."""
+        number = int(xxhash.xxh32_hexdigest(text.encode()), 16)
+        return self.least(number) == -self.least(-number)
+
     def from_rank_0(self, value: Tensor, like: Tensor | None = None) -> Tensor:
         """Return rank 0's value on every rank: sharded as `like` is, else whole. On the others it may be meta."""
         if isinstance(like, DTensor):
@@ -181,34 +188,50 @@ def _meet(host: str, rank: int, size: int, stop: Callable[[], bool]) -> TCPStore
     log.info("waiting for all processes of this trainer", address=f"{host}:{port}", rank=rank, processes=size)
     # Without this socket, torch would listen on all interfaces.
     listener = _listen(host, port) if rank == 0 else None
+    wait = _Wait(stop, f"{host}:{port}")
     while listener is None:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_SILENT_SECONDS):
+        try:
+            socket.create_connection((host, port), timeout=_SILENT_SECONDS).close()
             break
-        _wait(stop)
+        except socket.gaierror as error:
+            raise ConfigError(f"MASTER_ADDR = {host} is not known here ({error.strerror}): name node 0") from error
+        except OSError as error:
+            wait(f"node 0 does not answer ({error.strerror or error})")
     store = TCPStore(host, port, size, rank == 0, _TIMEOUT, False, master_listen_fd=listener)
     first = store.compare_set("size", "", str(size)).decode()
     if first != str(size):
         raise ConfigError(f"{first} processes train at {host}:{port}, here {size}: give all nodes the same number")
     store.set(f"rank{rank}", "")
-    while not store.check([f"rank{other}" for other in range(size)]):
-        _wait(stop)
+    while missing := [other for other in range(size) if not store.check([f"rank{other}"])]:
+        wait(f"rank {missing[0]} is not there, and {len(missing)} of {size} are missing")
     return store
 
 
-def _wait(stop: Callable[[], bool]) -> None:
-    """Wait a moment for another rank. Nothing is lost if the process ends now."""
-    if stop():
-        raise SystemExit(0)
-    time.sleep(_POLL_SECONDS)
+class _Wait:
+    """Waits a moment for another rank, and says every minute why. Nothing is lost if the process ends now."""
+
+    def __init__(self, stop: Callable[[], bool], address: str) -> None:
+        self._stop = stop
+        self._address = address
+        self._told_at = time.monotonic()
+
+    def __call__(self, reason: str) -> None:
+        if self._stop():
+            raise SystemExit(0)
+        if time.monotonic() - self._told_at > _TELL_SECONDS:
+            self._told_at = time.monotonic()
+            log.warning("waiting for the other nodes of this trainer", address=self._address, reason=reason)
+            extend_start()
+        time.sleep(_POLL_SECONDS)
 
 
 def _listen(host: str, port: int) -> int:
     """Return a socket that listens at the address alone. Raises ConfigError if that is not possible."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # Debian gives a machine's own name this address.
-        if address[0] == "127.0.1.1":
-            raise ConfigError(f"MASTER_ADDR = {host} is 127.0.1.1 here, where no other node is: name its address")
+        # Many systems give a machine's own name such an address.
+        if str(address[0]).startswith("127.") and host not in ("127.0.0.1", "localhost"):
+            raise ConfigError(f"MASTER_ADDR = {host} is {address[0]} here, where no other node is: name its address")
         return socket.create_server(address[:2], family=family).detach()
     except OSError as error:
         raise ConfigError(

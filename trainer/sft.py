@@ -179,6 +179,8 @@ class Job:
         self._rows = read_rows(plan.data, encoder)
         self._held_out = read_rows([plan.held_out], encoder) if plan.held_out else []
         self._name = _data_digest(self._rows, config.run.seed, plan.batch_size)
+        if not ranks.agree(self._name):
+            raise UsageError("the nodes have other data or another --batch-size: give all of them the same")
         found = self._find(resume=resume)
         if found is not None and found.run != self._name:
             raise UsageError(f"{found.path} is of other data, another seed or another --batch-size: name another --out")

@@ -334,6 +334,8 @@ def node_number() -> tuple[int, int]:
     nodes = os.environ.get("NNODES", "1")
     node = "0" if nodes == "1" else os.environ.get("NODE_RANK", os.environ.get("SLURM_NODEID", ""))
     fits = node.isdecimal() and nodes.isdecimal() and int(node) < int(nodes)
+    if not os.environ.get("MASTER_PORT", "1").isdecimal():
+        raise UsageError(f'MASTER_PORT is "{os.environ["MASTER_PORT"]}": set it to a number')
     if not fits or (nodes != "1" and "MASTER_ADDR" not in os.environ):
         raise UsageError(
             f'NNODES is "{nodes}" and NODE_RANK "{node}": to train on several nodes set NNODES to their number, '

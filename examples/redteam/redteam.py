@@ -106,7 +106,10 @@ class RedTeamTask(ListedTask):
         min_words: int = 1,
         request_seconds: float = 30.0,
     ) -> None:
-        self._victim, self._classifier = Victim(**victim), Classifier(**classifier)
+        try:
+            self._victim, self._classifier = Victim(**victim), Classifier(**classifier)
+        except TypeError as error:
+            raise TaskError(f"task redteam: {error}") from error
         for key, url in (("victim", self._victim.url), ("classifier", self._classifier.url)):
             try:
                 server_address(url)

@@ -208,7 +208,8 @@ def _instead(report: Report, shape: ModelShape, *, adapters: bool) -> Iterator[s
     """Yield settings that fit, with their need: for each kind of change the one that changes least."""
     setup = report.setup
     offload = 'train.offload = "optimizer"'
-    more = range(setup.ranks + 1, _MOST_GPUS + 1)
+    # Each node has equally many.
+    more = range(setup.ranks + setup.nodes, _MOST_GPUS + 1, setup.nodes)
     wide = replace(setup, gathered=False, replicas=1)
     changes: list[tuple[str, Iterable[Setup]]] = [
         ("", [setup]),

@@ -106,7 +106,9 @@ def _gathered(shape: ModelShape, setup: Setup) -> int:
     if setup.gathered:
         gradients = 4 * (shape.parameters + max(shape.root, shape.largest_layer)) if whole else 0
         return narrow * shape.parameters + gradients
-    return passing * (narrow + (narrow + 4 if whole else 0))
+    # Between micro-batches, the sum of a node's gradients of its shard: one reduction over the nodes ends the step.
+    partial = 4 * shape.parameters * setup.replicas // setup.ranks if setup.offload and setup.replicas > 1 else 0
+    return passing * (narrow + (narrow + 4 if whole else 0)) + partial
 
 
 def activation_bytes(shape: ModelShape, setup: Setup) -> int:

@@ -45,7 +45,9 @@ _NOT_DETERMINING = {
     "checkpoint_every", "min_free_mib",
 }  # fmt: skip
 # Sections that are the same on all nodes of one trainer, and keys in them that may differ.
-_COMMON = ("model", "train", "sft", "objective", "lora", "reference")
+_COMMON: dict[str, Any] = dict.fromkeys(("model", "train", "sft", "objective", "lora", "reference"), True) | {
+    "run": {"seed"}, "search": {"max_tokens", "stop"}, "metrics": {"entropy"},
+}  # fmt: skip
 _OWN = {"model": {"path"}, "train": {"gpu", "processes", "threads", "check_memory", "serve_snapshots"}}
 
 
@@ -87,9 +89,8 @@ def require_memory(config: Config, device: torch.device, ranks: Ranks, *, superv
     Every rank must call it: it also decides how the model is sharded, and raises ConfigError on all of them if they
     have other settings.
     """
-    common = config.model_dump_json(include=dict.fromkeys(_COMMON, True), exclude=_OWN)
-    settings = int(xxhash.xxh32_hexdigest(common.encode()), 16)
-    if ranks.least(settings) != -ranks.least(-settings):
+    common = config.model_dump_json(include=_COMMON, exclude=_OWN)
+    if not ranks.agree(common):
         raise ConfigError("the processes of this trainer have different settings: copy one tba.toml to all nodes")
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     files = model_directory(config.model.path)

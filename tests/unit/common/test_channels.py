@@ -383,6 +383,19 @@ def test_a_reply_that_cannot_be_read_raises_instead_of_being_asked_for_again():
             client.collect(id_, messages.Done, stop=lambda: False)
 
 
+def test_a_buffer_of_another_run_is_waited_for_ten_minutes_and_then_it_is_meant():
+    clock = ManualClock()
+    with dialled(clock=clock, run="r") as (_, client):
+        id_, failure = client.post(messages.Goodbye()), messages.Failure(code="wrong_run", message="another run")
+        frames = [memoryview(part) for part in encode_reply(failure, id=id_, run="other", state=STATE)]
+        assert client._accept(frames) is None
+        clock.advance(599)
+        assert client._accept(frames) is None
+        clock.advance(2)
+        assert not_none(client._accept(frames)).message == failure
+    assert Refused("wrong_run", "").exit_code == 1
+
+
 def test_a_repeated_reply_does_not_end_the_wait_for_another(monkeypatch):
     with dialled() as (server, client):
         first, second = client.post(messages.Goodbye()), client.post(messages.Goodbye())

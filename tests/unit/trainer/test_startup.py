@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from tba.common.config import Config
 from tba.common.errors import ConfigError
 from tba.tests.process.conftest import free_port
+from tba.trainer import distributed
 from tba.trainer.distributed import _meet, join
 from tba.trainer.step.build import prepare
 
@@ -77,3 +78,23 @@ def test_nodes_have_equally_many_ranks(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="WORLD_SIZE = 3 is no multiple of LOCAL_WORLD_SIZE = 2"):
         join(torch.device("cpu"))
+
+
+def test_a_node_that_waits_says_why_and_a_name_that_is_unknown_is_refused(monkeypatch):
+    reasons: list[str] = []
+    monkeypatch.setattr(distributed.log, "warning", lambda _, **fields: reasons.append(fields["reason"]))
+    monkeypatch.setattr(distributed, "_TELL_SECONDS", 0.0)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    told = iter([False, False, True])
+    with pytest.raises(SystemExit):
+        _meet("127.0.0.1", 1, 2, lambda: next(told))
+    assert reasons == ["node 0 does not answer (Connection refused)"] * 2
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR = no-such-host.invalid is not known here"):
+        _meet("no-such-host.invalid", 1, 2, lambda: False)
+
+
+def test_a_host_name_that_is_loopback_here_is_refused(monkeypatch):
+    here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: here)
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR = node0 is 127.0.0.1 here"):
+        _meet("node0", 0, 2, lambda: False)

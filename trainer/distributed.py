@@ -198,8 +198,11 @@ def _meet(host: str, rank: int, size: int, stop: Callable[[], bool]) -> TCPStore
         except OSError as error:
             wait(f"node 0 does not answer ({error.strerror or error})")
     store = TCPStore(host, port, size, rank == 0, _TIMEOUT, False, master_listen_fd=listener)
-    first = store.compare_set("size", "", str(size)).decode()
-    if first != str(size):
+    if rank == 0:
+        store.set("size", str(size))
+    while not store.check(["size"]):
+        wait("rank 0 is not ready")
+    if (first := store.get("size").decode()) != str(size):
         raise ConfigError(f"{first} processes train at {host}:{port}, here {size}: give all nodes the same number")
     store.set(f"rank{rank}", "")
     while missing := [other for other in range(size) if not store.check([f"rank{other}"])]:

@@ -113,7 +113,7 @@ def test_a_sender_of_another_run_and_a_version_with_other_content_are_refused(ha
     with pytest.raises(Refused, match="announced before"):
         buffer.announce(0, 5)
     buffer.run = dataclasses.replace(buffer.run, uuid="f" * 32)
-    with pytest.raises(Refused, match="another one"):
+    with pytest.raises(Refused, match="serves another run"):
         buffer.ask(GetStatus())
 
 

@@ -37,6 +37,7 @@ class SlowClient:
     """A `BufferClient` whose replies arrive `delay` polls after their requests; those to puts, `put_delay` polls."""
 
     address = "here"
+    obstacle = ""
     unanswered_seconds = 0.0
 
     def __init__(self, buffer: Any, clock: ManualClock, delay: int, put_delay: int) -> None:

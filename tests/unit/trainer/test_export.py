@@ -101,6 +101,7 @@ def test_a_checkpoint_is_exported_with_its_weights(config, tmp_path):
         "unreported": None,
     }
     tensors = {f"{checkpoint.MODEL}/{name}": tensor for name, tensor in weights.items()}
+    tensors["optimizer.safetensors/rng.cpu"] = torch.zeros(1)
     path = checkpoint.write(config.checkpoints, manifest, tensors, keep=1)
     export_model(find_source(config, path, None), tmp_path / "out", config)
     assert torch.equal(logits(tmp_path / "out"), logits(EXAMPLE_MODEL, weights))

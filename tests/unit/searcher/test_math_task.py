@@ -15,7 +15,7 @@ from tba.tests.helpers.verdicts import read_verdicts
 
 pytest.importorskip("math_verify", reason="the extra math is not installed")
 
-from tba.searcher.tasks import verdict
+from tba.searcher.tasks import mathematics, verdict
 from tba.searcher.tasks.answers import why_no_gold
 from tba.searcher.tasks.mathematics import MathTask
 from tba.searcher.tasks.verdict import is_readable
@@ -130,6 +130,15 @@ def test_a_gold_answer_that_cannot_be_read_is_refused_with_its_key(make_task):
     task = make_task({"problem": "q", "answer": r"\frac{1}{"})
     with pytest.raises(TaskError, match=rf"gold answer '.*' of prompt {task.prompts()[0].key} cannot be read"):
         task.check()
+
+
+def test_a_gold_answer_that_a_busy_machine_does_not_read_in_time_is_not_refused(make_task, monkeypatch):
+    def slow(_):
+        raise mathematics.math_verify().errors.TimeoutException
+
+    task = make_task({"problem": "What?", "answer": "7"})
+    monkeypatch.setattr(mathematics, "is_readable", slow)
+    task.check()
 
 
 @pytest.mark.parametrize("gold", ["", " ", "proof", "Proof", "notfound", "None", "nan", "N/A", "https://a.org/12"])

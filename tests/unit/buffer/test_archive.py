@@ -71,7 +71,7 @@ def test_tokens_that_cannot_be_sampled_move_and_come_back_bit_for_bit(move, capp
     assert [path.name[:12] for path in (tmp_path / "old").glob("*/*")] == ["000000000001"]
 
 
-class Shelf(LocalFileSystem):
+class Shelf(LocalFileSystem):  # type: ignore[misc]
     """Another place than this machine's disks, as far as tba can tell."""
 
     protocol = "shelf"

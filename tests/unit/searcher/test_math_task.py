@@ -134,7 +134,7 @@ def test_a_gold_answer_that_cannot_be_read_is_refused_with_its_key(make_task):
 
 def test_a_gold_answer_that_a_busy_machine_does_not_read_in_time_is_not_refused(make_task, monkeypatch):
     def slow(_):
-        raise mathematics.math_verify().errors.TimeoutException
+        raise verdict.math_verify().errors.TimeoutException
 
     task = make_task({"problem": "What?", "answer": "7"})
     monkeypatch.setattr(mathematics, "is_readable", slow)

@@ -16,9 +16,10 @@ from tba.tests.helpers.buffer import ServiceHarness, ask
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.puts import make_trajectory
 from tba.tests.process.conftest import clean_environment
+from tba.tests.runner import size
 
 # Of each of the two tests.
-KILLS, ROWS, SAMPLEABLE = 10, 4000, 16
+KILLS, ROWS, SAMPLEABLE = size(4, 10), 4000, 16
 # Files of a few trajectories, so that there are many moments at which a command has just done something.
 _PROGRAM = """
 from tba.buffer.tools import archive

@@ -238,7 +238,7 @@ def test_a_reply_means_the_last_action_that_it_names(reply, action):
 
 def test_a_game_of_textarena_is_won_and_repeats():
     pytest.importorskip("textarena")
-    name = str(Path(__file__).parents[3] / "examples/textarena/textarena_task.py")
+    name = str(Path(__file__).parents[3] / "examples/text_games/text_games.py")
     task = load_task(TaskSection(name=name, options={"id": "GuessTheNumber-v0", "prompts": 2, "held_out": 1}))
     numbers = [f"[{number}]" for number in range(1, 21)]
     first, other, again = (play(task, task.prompts()[n], *numbers) for n in (0, 1, 0))

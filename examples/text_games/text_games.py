@@ -1,4 +1,4 @@
-"""TextArena's games for one player as episodes: `task.name = "examples/textarena/textarena_task.py"`.
+"""TextArena's games for one player as episodes: `task.name = "examples/text_games/text_games.py"`.
 
 Written for textarena 0.7.4. Its games draw from the global generator of the module random, so each game here has a
 state of its own, and an episode is a function of its key and its replies.

@@ -37,7 +37,8 @@ def _speed(findings: Findings, options: Any, size: str, ways: tuple[tuple[Any, b
     for packing, recomputed, tokens in ways:
         # What was measured before is freed.
         gc.collect()
-        train = TrainSection(micro_batch_tokens=tokens, gradient_checkpointing=recomputed, warmup_steps=0)
+        settings: dict[str, Any] = {"packing": packing, "gradient_checkpointing": recomputed}
+        train = TrainSection(micro_batch_tokens=tokens, warmup_steps=0, **settings)
         way = f"{packing}, {'recomputed' if recomputed else 'stored'}, {tokens} tokens"
         model = random_model(config, options.device)
         packed = packs(packing, model, options.device, half=options.device == "cuda")

@@ -16,8 +16,9 @@ from tba.buffer.offline.offline_buffer import OfflineBuffer
 from tba.buffer.offline.recorded_run import read_recorded_run
 from tba.buffer.server.start import serve
 from tba.buffer.store.archives import NAME_KEY
+from tba.buffer.store.reader import open_reader
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import IMPORT, as_recorded
+from tba.buffer.store.starts import IMPORT, STARTS, as_recorded, read_starts, value_over_steps
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
 from tba.buffer.tools.export import archive_record, archive_schema
@@ -506,3 +507,21 @@ def test_a_start_without_searchers_and_an_import_bind_the_run_to_nothing(tmp_pat
     refuse_other_work(right)
     with pytest.raises(ConfigError, match="task.options was"):
         refuse_other_work(wrong)
+
+
+def test_a_setting_that_a_start_changed_is_told_with_the_step_of_the_change(filled):
+    recorded = '{"train": {"learning_rate": 1e-6, "steps": 9}}'
+    again = """INSERT INTO starts (run, started_at, config, software)
+        SELECT run, ?, json_set(config, '$.train.learning_rate', ?), software FROM starts LIMIT 1"""
+    change(filled, "UPDATE batches SET trained_at = 5e9", ("UPDATE starts SET config = ?", [recorded]))
+    change(filled, (again, [1e10, 3e-5]), (again, [2e10, 3e-5]))
+    with open_reader(filled) as connection:
+        connection.row_factory = sqlite3.Row
+        starts = read_starts(connection.execute(STARTS, (1,)).fetchall())
+    assert [(start.step, start.changes) for start in starts] == [
+        (0, []),
+        (1, [("train.learning_rate", 1e-6, 3e-5)]),
+        (1, []),
+    ]
+    assert value_over_steps(starts, "train.learning_rate") == "1e-06 until step 1, then 3e-05"
+    assert value_over_steps(starts, "train.steps") == "9"

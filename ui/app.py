@@ -75,7 +75,10 @@ def home(request: Request) -> Response:
         return RedirectResponse(f"/r/{quote(marked[0])}/compare?{urlencode({'b': marked[1:]}, doseq=True)}", 307)
     if len(site.runs) == 1:
         return RedirectResponse(f"/r/{next(iter(site.runs))}", 307)
-    rows = [run.summary(one) for one in site.runs.values()]
+    rows = []
+    for one in site.runs.values():
+        with one.rows() as found:
+            rows.append({"run": one, **run.describe(one, found)})
     rows.sort(key=lambda row: row["trained_at"] or row["about"]["created_at"], reverse=True)
     return site.page("runs.html", rows=rows)
 

@@ -242,5 +242,5 @@ def two_runs(browser: Watched) -> None:
     page.locator("form:has(input[value=live]) button").click()
     page.wait_for_url("**/compare**")
     page.wait_for_selector(".u-over")
-    assert "done: " in page.locator(".u-legend").first.inner_text()
+    assert "done" in page.locator(".u-legend").first.inner_text()
     assert "train.steps" in page.inner_text("main")

@@ -13,6 +13,7 @@ from tba.buffer.store.starts import Start, value_over_steps
 from tba.buffer.tools.query import PageRows
 from tba.common.config import Config
 from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
+from tba.common.evaluations import read_evaluations
 from tba.common.run_status import live_trainer
 from tba.common.wire.messages import Status
 from tba.deploy.run_list import state_of
@@ -76,16 +77,12 @@ def config(request: Request) -> Response:
     return site_of(request).page("config.html", run=run, keys=keys, starts=starts)
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """Return a run for the list of runs."""
-    with run.rows() as rows:
-        return {"run": run, **describe(run, rows)}
-
-
 def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     """Return the facts of a run: totals, clients, and what its server says if one answers."""
     sections = run.config(rows)
     status = run.status(sections)
+    # Without a server, `tba eval` writes its results into the directory only.
+    last = rows.all(_HELD_OUT, run.name) or read_evaluations(run.directory, run.name)[-1:]
     batch = rows.first(_NEWEST_BATCH, run.id)
     about = rows.first("SELECT created_at, prompts, task FROM runs WHERE id = ?", run.id)
     newest = rows.first("SELECT version, step, announced_at FROM snapshots WHERE run = ? ORDER BY version DESC", run.id)
@@ -105,7 +102,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "newest": newest,
         "doing": _doing(status) if status else "",
         "totals": rows.first(_TOTALS, run.id),
-        "held_out": rows.first(_HELD_OUT, run.name),
+        "held_out": {**dict.fromkeys(("accuracy", "reward", "not_measured")), **last[0]} if last else None,
         "clients": _with_status(rows.all(_NEWEST_CLIENTS, run.name, _CLIENTS), status),
         "seen": _version(run, rows, status, (state, why)),
     }

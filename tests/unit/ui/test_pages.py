@@ -159,7 +159,7 @@ def test_huge_numbers_of_rows_are_drawn(harness):
     assert "inf" not in page.text
 
 
-def test_held_out_responses_are_beside_the_references_and_wrong_ones_first(filled):
+def test_held_out_responses_have_their_references_and_wrong_ones_are_first(filled):
     response = "INSERT INTO held_out_rows VALUES (1, 1, ?, ?, ?, ?, ?, '{}', ?)"
     rows = [
         ["a", "1+1=", "2", "2", 1.0, None],

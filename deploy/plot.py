@@ -78,7 +78,7 @@ def draw_curves(curves: Sequence[Curve], picture: Path, *, x: str) -> Path:
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:
-        raise MissingExtra("matplotlib", "train") from None
+        raise MissingExtra("matplotlib", "plot") from None
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -120,10 +120,7 @@ def _draw_rewards(axis: Any, curves: Sequence[Curve], x: str) -> None:
     if all(0 <= reward <= 1 for reward in every if not math.isnan(reward)):
         axis.set_ylim(0, 1)
     axis.legend(loc="lower right")
-    if several:
-        axis.set_title("mean reward of the batch; points: held out")
-    else:
-        axis.set_title(curves[0].label)
+    axis.set_title("mean reward of the batch; points: held out" if several else curves[0].label)
 
 
 def _draw_points(axis: Any, points: Sequence[tuple[float, Row]], name: str, label: str, colour: Any) -> list[float]:

@@ -19,7 +19,7 @@ SMALL_EXTRAS = sorted(extras().keys() - {"dev", "train", "vllm", "vllm-cpu"})
 # transformers depends on the others of `train`.
 OPTIONAL = [
     *(module for extra in SMALL_EXTRAS for module in extras()[extra]),
-    *("httpx2", "matplotlib", "tensorboard", "vllm", *TOOLS),
+    *("httpx2", "tensorboard", "vllm", *TOOLS),
 ]
 GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
 
@@ -41,7 +41,7 @@ def hidden(modules: tuple[str, ...], *command: str, cwd: Path) -> "subprocess.Co
         ("torch", "train", ["sft", "pairs.jsonl", "--out", "model"], []),
         ("torch", "train", ["generate", "1+1="], []),
         ("tensorboard", "train", ["train"], []),
-        ("matplotlib", "train", ["report", ".", "--out", "run.png"], []),
+        ("matplotlib", "plot", ["report", ".", "--out", "run.png"], []),
         ("peft", "lora", ["run"], ["lora.rank=2"]),
         ("wandb", "wandb", ["run"], ["metrics.wandb=p"]),
         ("trackio", "trackio", ["run"], ["metrics.trackio=p"]),

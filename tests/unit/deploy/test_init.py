@@ -2,6 +2,7 @@
 
 import pytest
 
+from tba.common.config import Config
 from tba.common.config.layers import resolve
 from tba.common.errors import UsageError
 from tba.deploy.new_configuration import _devices, _text
@@ -55,6 +56,7 @@ def test_every_file_is_valid_and_keeps_what_was_answered(tmp_path, devices):
     config = resolve(file).config
     assert (config.model.path, config.task.train) == ('a "b"\\c', "t.jsonl")
     assert (config.search.gpus, config.train.gpu) == devices
+    assert config.buffer.samples_per_insert == Config().buffer.samples_per_insert
     # On a shared GPU, less than a half of the memory is for the engine.
     assert (config.search.gpu_memory_utilization < 0.5) == (devices == ("0", "0"))
 

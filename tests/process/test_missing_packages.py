@@ -69,6 +69,12 @@ def test_a_missing_extra_is_reported_in_one_sentence(module, extra, command, set
     assert not list(tmp_path.rglob("logs"))
 
 
+def test_a_picture_needs_no_torch(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 0, "reward_mean": 1}\n')
+    done = hidden(tuple({*TRAIN} - {*extras()["plot"]}), "-m", "tba", "report", ".", "--out", "run.png", cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "run.png").is_file()) == (0, True), done.stderr
+
+
 ALONE: list[tuple[str, ...]] = [(module,) for module in OPTIONAL]
 
 

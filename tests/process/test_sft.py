@@ -42,23 +42,19 @@ def test_sft_writes_a_model_and_reports_steps_as_json_lines(tba_here, pairs, exa
 def test_the_best_responses_of_a_run_are_exported_and_trained_on(
     tba_here, harness, trajectory, example_model, tmp_path
 ):
-    buffer, tokenizer = harness(), AutoTokenizer.from_pretrained(example_model)
-    text = {"keys": ["a", "b"], "texts": ["1+1=", "1+2="], "answers": ["2", "3"]}
-    buffer.ask(messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=2, offset=0, **text))
+    buffer, encode = harness(), AutoTokenizer.from_pretrained(example_model).encode
+    text = {"keys": ["a"], "texts": ["1+2="], "answers": ["3"]}
+    buffer.ask(messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=1, offset=0, **text))
     buffer.announce(0, 0)
-    visits = {visit.prompt_key: visit.lease for visit in buffer.lease(2).visits}
-    for n, (key, response) in enumerate((("a", "2"), ("b", "2"), ("b", "3"))):
-        ids = np.array(tokenizer.encode(dict(zip(text["keys"], text["texts"], strict=True))[key]), np.int32)
-        found = {"tokens": [*tokenizer.encode(response), 1], "text": response, "reward": float(n != 1)}
-        buffer.put([dataclasses.replace(trajectory(key, visits[key], **found), prompt_ids=ids)], n)
+    (visit,) = buffer.lease(1).visits
+    for n, response in enumerate("23"):
+        row = trajectory("a", visit.lease, tokens=[*encode(response), 1], text=response, reward=float(n))
+        buffer.put([dataclasses.replace(row, prompt_ids=np.array(encode("1+2="), np.int32))], n)
     where = ["--where", "reward = 1 AND stop_reason = 'eos'"]
     assert tba_here("buffer", "export", "best.jsonl", *where, "-b", buffer.store.path).exit_code == 0
-    rows = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]
+    (row,) = map(json.loads, (tmp_path / "best.jsonl").read_text().splitlines())
     columns = ("prompt", "answer", "text", "prompt_tokens", "response_tokens")
-    assert [tuple(row[name] for name in columns) for row in rows] == [
-        ("1+1=", "2", "2", 4, 2),
-        ("1+2=", "3", "3", 4, 2),
-    ]
+    assert [row[name] for name in columns] == ["1+2=", "3", "3", 4, 2]
     trained = ["sft", "best.jsonl", "--out", "warm", "--model", example_model, "--cpu", "--steps", "2", "--json"]
     steps = [json.loads(line) for line in tba_here(*trained).output.splitlines()]
     assert ([step["tokens"] for step in steps], (tmp_path / "warm/config.json").is_file()) == ([64 * 6] * 2, True)

@@ -10,6 +10,7 @@ mean over a tenth of them); `reuse_mean` over all steps; seconds from the first 
 
 import argparse
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -47,10 +48,11 @@ def name_of(file: Path) -> str:
 
 def run(file: Path, setting: str, seed: int, options: argparse.Namespace) -> Path:
     """Train, unless that was done, and return the directory."""
-    directory: Path = options.out / f"{name_of(file)},{setting or 'default'},{seed}".replace("/", "_")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{name_of(file)}-{setting or 'default'}-{seed}")
+    directory: Path = options.out / name
     if not (directory / "finished").exists():
         steps = [f"train.steps={options.steps}"] if options.steps else []
-        sets = [f"run.dir={directory}", f"run.name={directory.name}", f"run.seed={seed}", "eval.at_end=true", *steps]
+        sets = [f"run.dir={directory}", f"run.name={name}", f"run.seed={seed}", "eval.at_end=true", *steps]
         sets += filter(None, setting.split(","))
         # A run that was stopped continues.
         resumed = ["--resume"] if (directory / "buffer.sqlite").exists() else []

@@ -6,15 +6,15 @@ prompt. The order of the rows is a function of seed and step, so a resume needs 
 While training runs, lock, metrics and checkpoints are in `OUT.work`, next to the directory `OUT` of the model, which
 appears atomically at the end.
 
-A file of demonstrations (`tba.common.data_files`) has rows of two kinds; other columns are ignored:
+A file of demonstrations (`tba.common.data_files`) has rows of `tba buffer export`, whose token ids are used as they
+are, or of two other kinds; other columns are ignored:
 
     {"prompt": "47+38=", "response": "85"}                      without `response`, the reference `answer`
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-and those of `tba buffer export`, whose token ids are used as they are.
 Prompts are rendered as a searcher does it (`task.template`), and responses end with the end token that stops its
-engine, so the model learns what it will be sampled for. The last message of a conversation is the response, the others
-are its prompt. The chat template gets all fields of the messages, and `tools` and `chat_template_kwargs` of the row.
+engine, so the model learns what it will be sampled for. The chat template gets all fields of the messages, and
+`tools` and `chat_template_kwargs` of the row.
 """
 
 import contextlib

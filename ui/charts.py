@@ -32,6 +32,7 @@ _CHARTS = (
     ("Learning rate", "", {"learning_rate": "learning rate"}),
     ("Response length", "tokens", {"response_tokens_mean": "mean"}),
     ("Staleness", "optimiser steps", {"staleness_mean": "mean", "staleness_max": "maximum"}),
+    ("Reuse of data", "earlier steps", {"reuse_mean": "mean"}),
     ("Throughput of the trainer", "tokens/s", {"tokens_per_second": "tokens/s"}),
 )
 _CHARTED = frozenset(name for _, _, names in _CHARTS for name in names)

@@ -11,7 +11,8 @@ from tba.ui.charts import histogram
 from tba.ui.site import LARGEST_NUMBER, missing, number_in, run_of, site_of
 
 _PAGE_ROWS = 100
-_STEPS = "SELECT * FROM staleness WHERE run = ? AND step < ? ORDER BY step DESC LIMIT ?"
+_REUSE = "(SELECT json_extract(metrics, '$.reuse_mean') FROM batches WHERE run = ? AND step = s.step) AS reuse"
+_STEPS = f"SELECT s.*, {_REUSE} FROM staleness s WHERE run = ? AND step < ? ORDER BY step DESC LIMIT ?"  # noqa: S608
 # Shown by the page's own columns or the same in all rows.
 _HIDDEN = {"run", "step", "handed_out_at", "trained_at", "trained_at_text", "trajectory", "prompt"}
 _UNITS = {"staleness": "steps", "logprob": "nats", "log_ratio": "nats", "mismatch": "nats/token"}
@@ -27,7 +28,7 @@ def listing(request: Request) -> Response:
     """List the steps, newest first."""
     run = run_of(request)
     with run.rows() as rows:
-        steps = rows.all(_STEPS, run.name, number_in(request, "before", LARGEST_NUMBER), _PAGE_ROWS)
+        steps = rows.all(_STEPS, run.id, run.name, number_in(request, "before", LARGEST_NUMBER), _PAGE_ROWS)
     after = steps[-1]["step"] if len(steps) == _PAGE_ROWS else None
     return site_of(request).page("steps.html", run=run, steps=steps, after=after)
 

@@ -46,14 +46,13 @@ def _side(site: Site, run: Run, chosen: Sequence[str]) -> dict[str, Any]:
     """Return what the page says about one run: its description, the end of each curve, its settings."""
     metrics = site.metrics_of(run)
     with run.rows() as rows:
-        known = describe(run, rows)
+        known = describe(run, rows) | {"names": metrics.names(rows)}
         found = metrics.charts(rows, chosen)
         shown = settings(run.config(rows), None, run.starts(rows))
-        names = metrics.names(rows)
     ends = {(chart.title, one.label): _end(one.values, dots=one.dots) for chart in found.charts for one in chart.series}
     started, trained = known["about"]["created_at"], known["trained_at"]
     seconds = trained - started if trained else None
-    return {"run": run, "settings": shown, "ends": ends, "names": names, "seconds": seconds, **known}
+    return {"run": run, "settings": shown, "ends": ends, "seconds": seconds, **known}
 
 
 def _end(values: list[float | None], *, dots: bool) -> float | None:

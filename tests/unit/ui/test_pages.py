@@ -90,6 +90,8 @@ def test_hostile_text_is_shown_as_text(harness, trajectory, text):
     [
         ("", [7, 6, 5, 4, 3, 2, 1]),
         ("error=yes", [7]),
+        ("trained=no", [7]),
+        ("trained=yes", [6, 5, 4, 3, 2, 1]),
         ("stop=error", [7]),
         ("reward_min=0.5", [6, 3]),
         ("reward_min=0.25&sort=best", [6, 3, 5, 2]),
@@ -260,24 +262,17 @@ def test_a_number_of_thousands_of_digits_is_none(filled, address):
     assert client(filled).get(f"/r/test/{address}".replace("N", "9" * 5000)).status_code in (400, 404)
 
 
-def test_the_changing_part_is_sent_only_after_a_change(filled):
-    browser = client(filled)
-    (address,) = (link for link in links(browser.get("/r/test")) if "/live" in link)
-    assert browser.get(address).status_code == 204
-    change(filled, "UPDATE trajectory_rows SET id = id + 1 WHERE id = 7")
-    assert browser.get(address).status_code == 200
-
-
-def test_an_open_page_is_told_that_the_run_has_ended(filled):
+def test_the_changing_part_is_sent_only_after_a_change_and_when_the_run_has_ended(filled):
     browser, launch = client(filled), filled.with_name("launcher.lock")
     launch.write_text("pid 1 on h\nending\n")
-    with exclusive_lock(launch, "taken"):
-        page = browser.get("/r/test")
-        (address,) = (link for link in links(page) if "/live" in link)
-        assert browser.get(address).status_code == 204
-    ended = browser.get(address)
-    assert ended.status_code == 200
-    assert "badge stopped" in ended.text
+    for changes in ([], ["UPDATE trajectory_rows SET id = id + 1 WHERE id = 7"]):
+        with exclusive_lock(launch, "taken"):
+            (address,) = (link for link in links(browser.get("/r/test")) if "/live" in link)
+            assert browser.get(address).status_code == 204
+            change(filled, *changes)
+            assert browser.get(address).status_code == (200 if changes else 204)
+        ended = browser.get(address)
+        assert (ended.status_code, "badge stopped" in ended.text) == (200, True)
 
 
 def test_the_list_of_runs_has_the_newest_first_and_what_one_asks_of_each(filled, tmp_path):

@@ -52,12 +52,6 @@ def test_lengths_of_a_long_run_are_those_of_an_even_sample(filled):
     assert counts[1] == pytest.approx(counts[0], rel=0.01)
 
 
-@pytest.mark.parametrize(("trained", "expected"), [("no", ["7"]), ("yes", ["6", "5", "4", "3", "2", "1"])])
-def test_trajectories_are_filtered_by_whether_a_step_has_them(browser, trained, expected):
-    page = browser.get(f"/r/test/trajectories?trained={trained}")
-    assert re.findall(r'href="/r/test/trajectories/(\d+)"', page.text) == expected
-
-
 @pytest.fixture
 def trained_twice(harness):
     """A database whose trajectory 1, of two tokens, was trained on by steps 0 and 2, and trajectory 2 by step 1."""
@@ -203,11 +197,6 @@ def test_charts_have_other_axes_restarts_and_the_metrics_that_the_address_asks_f
 def test_an_unknown_run_is_not_compared(browser, address):
     page = browser.get(address)
     assert (page.status_code, "there is no run no here" in page.text) == (404, True)
-
-
-def test_a_single_run_says_how_to_show_several(filled):
-    page = client(filled).get("/r/test/compare")
-    assert "tba ui runs/a runs/b" in page.text
 
 
 def test_an_archived_trajectory_has_the_page_that_it_had_and_says_if_its_file_is_gone(trained_twice, tba_buffer):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tba.common.wire import messages
-from tba.tests.helpers.browser import client, pages
+from tba.tests.helpers.browser import client
 
 pytestmark = pytest.mark.slow
 
@@ -59,9 +59,3 @@ def test_words_filter_the_prompts(database):
     browser = client(database)
     assert found(browser.get("/r/test/prompts", params={"text": "pears"}), "prompts") == [2]
     assert found(browser.get("/r/test/prompts", params={"text": "many p0"}), "prompts") == [1]
-
-
-def test_pages_of_words_continue_where_the_last_one_ended(database, monkeypatch):
-    monkeypatch.setattr("tba.ui.trajectory_filter.PAGE_ROWS", 1)
-    texts = "".join(pages(client(database), "/r/test/trajectories?text=seven"))
-    assert re.findall(r'href="/r/test/trajectories/(\d+)"', texts) == ["4", "2", "1"]

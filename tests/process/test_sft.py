@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,8 +44,8 @@ def test_the_best_responses_of_a_run_are_exported_and_trained_on(
     tba_here, harness, trajectory, example_model, tmp_path
 ):
     buffer, encode = harness(), AutoTokenizer.from_pretrained(example_model).encode
-    text = {"keys": ["a"], "texts": ["1+2="], "answers": ["3"]}
-    buffer.ask(messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=1, offset=0, **text))
+    known: Any = {"task": "t", "fingerprint": "0" * 64, "total": 1, "offset": 0}
+    buffer.ask(messages.RegisterPrompts(**known, keys=["a"], texts=["1+2="], answers=["3"]))
     buffer.announce(0, 0)
     (visit,) = buffer.lease(1).visits
     for n, response in enumerate("23"):

@@ -125,10 +125,7 @@ def _weights_by_layer(modules: PreTrainedModel, weights: dict[str, Tensor], devi
                 module.forward = partial(_linear, own["weight"], own.get("bias"))  # type: ignore[method-assign]
             elif type(module) is nn.Embedding:
                 undo.callback(module.__dict__.pop, "forward")
-                # The rows of the tokens alone are widened.
-                module.forward = (  # type: ignore[method-assign]
-                    lambda ids, weight=own["weight"]: weight[ids.to(weight.device)].to(ids.device).float()
-                )
+                module.forward = partial(_embedding, own["weight"])  # type: ignore[method-assign]
             # Routed experts in the form that nearly all models of transformers have.
             elif own.keys() == {"gate_up_proj", "down_proj"} and getattr(module, "is_transposed", None) is False:
                 undo.callback(module.__dict__.pop, "forward")
@@ -151,6 +148,11 @@ def _linear(weight: Tensor, bias: Tensor | None, input_NTH: Tensor) -> Tensor:
     if bias is not None:
         output_RV += bias.to(flat_RH.device).float()
     return output_RV.view(*input_NTH.shape[:-1], len(weight))
+
+
+def _embedding(weight: Tensor, ids: Tensor) -> Tensor:
+    """The rows of the tokens alone are widened."""
+    return weight[ids.to(weight.device)].to(ids.device).float()
 
 
 def _experts(module: Any, own: dict[str, Tensor], input_RH: Tensor, chosen_RK: Tensor, share_RK: Tensor) -> Tensor:

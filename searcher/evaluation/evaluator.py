@@ -24,6 +24,7 @@ from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
 from tba.common.run_snapshots import pin_newest, weights_directory
 from tba.common.system.durable import sha256_of
+from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.node_store import PinnedSnapshot
 from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
@@ -306,7 +307,7 @@ def evaluate_snapshots(
     """
     # First, so that a mistake in the arguments is reported before the engine starts, which may take minutes.
     paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
-    subject = read_subject(config)
+    subject, count = read_subject(config), len(paths)
     if every:
         new = []
         for path in paths:
@@ -321,8 +322,11 @@ def evaluate_snapshots(
         paths = new
         if not paths:
             return
+    done = count - len(paths)
     with open_evaluator(config, subject, device=device, name="eval") as (evaluator, assembler):
-        for snapshot, pinned in _prepared(config, assembler, named, paths if every else None):
+        prepared = _prepared(config, assembler, named, paths if every else None)
+        for number, (snapshot, pinned) in enumerate(prepared, done + 1):
+            notify_systemd(f"STATUS=evaluates snapshot {number} of {count}")
             row = evaluator.evaluate(snapshot, pinned, report)
             if row is None:
                 return

@@ -9,7 +9,6 @@ from tba.common.log import DuplicateFilter, TextFormatter
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.run_status import Facts, find_stall
 from tba.tests.helpers.clock import ManualClock
-from tba.tests.helpers.statuses import make_client, make_status
 
 
 def record(event: str, level: int = logging.WARNING, **fields: object) -> logging.LogRecord:
@@ -80,23 +79,6 @@ def test_that_the_buffer_does_not_answer_is_known_to_the_asker(facts, reason, wo
 
 def test_a_buffer_that_has_just_stopped_answering_may_restart():
     assert find_stall(Facts(None, "tcp://a:1", 3.0)) is None
-
-
-GONE = make_client("trainer", activity="gone", activity_seconds=300.0)
-
-
-@pytest.mark.parametrize(
-    ("role", "facts"),
-    [("searcher", {"trainer_waits_seconds": 300.0}), ("trainer", {"uptime_seconds": 300.0}),
-     ("trainer", {"uptime_seconds": 9e9, "clients": [GONE]})],
-)  # fmt: skip
-def test_a_role_is_not_missing_while_a_child_of_the_asker_loads_its_model_for_up_to_ten_minutes(role, facts):
-    stall = {"reason": f"no_{role}", "sentence": "none is connected"}
-    status = make_status(stall=stall, **facts)
-    assert find_stall(Facts(status)) == status.stall
-    assert find_stall(Facts(status, loading={role})) is None
-    later = make_status(stall=stall, trainer_waits_seconds=601.0, uptime_seconds=601.0)
-    assert find_stall(Facts(later, loading={role})) == later.stall
 
 
 TEST, OFFLINE = RunIdentity("test"), RunIdentity("test", "/other/buffer.sqlite")

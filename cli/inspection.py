@@ -37,6 +37,8 @@ config_app = typer.Typer(
     cls=refusing(_REMOVED), no_args_is_help=True, help="The configuration: show every value with its origin."
 )
 _WATCH_SECONDS = 1.0
+# Checks that say nothing of a machine.
+_OF_CONFIGURATION = ("settings", "model", "trainer memory")
 _PICTURES = (".png", ".svg", ".pdf")
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Where to look, up to three levels below.")]
 _Runs = Annotated[
@@ -251,18 +253,22 @@ def doctor(
     """
     options = ConfigOptions.of(file, config, sets)
     from tba.buffer.store.starts import resolve_start
+    from tba.cli.checks import COLUMNS, Plan, as_rows, examine
+    from tba.common.system.devices import CPU, assumed_gpus, list_gpus
+    from tba.common.system.process import die_with_parent
 
     resolved = resolve_start(options) if options.file is not None else options.resolve()
     if not resolved.configured:
         note(f"{NO_FILE}. These are checks of this machine with the default settings:")
-    from tba.cli.checks import COLUMNS, Plan, as_rows, examine
-    from tba.common.system.devices import assumed_gpus
-    from tba.common.system.process import die_with_parent
-
+        # A machine without a GPU lacks nothing that anybody has asked for.
+        if not assume and not list_gpus():
+            resolved = options.resolve({"search.gpus": CPU, "train.gpu": CPU})
     # `tba run` starts this command as a child, with --strict, to check the task.
     die_with_parent()
     plan = Plan(resolved.config, assumed_gpus(assume) if assume else None, loads=bool(only), strict=strict)
     findings = examine(plan, only or ())
+    if not resolved.configured and not only:
+        findings = [finding for finding in findings if finding.check not in _OF_CONFIGURATION]
     print_json(as_rows(findings)) if as_json else print_table(COLUMNS, as_rows(findings))
     failed = [finding for finding in findings if finding.result == "fail"]
     if failed and only:

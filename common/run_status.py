@@ -26,7 +26,7 @@ SILENT_SECONDS = 10.0
 # A supervisor that has been silent for longer is gone, and its report with it.
 REPORT_SECONDS = 60.0
 _MOST = 1e15
-READ_LOGS = "; correct what the error names, and read the logs in run.dir/logs for more"
+READ_LOGS = "; correct the error if one is named, and read the logs in run.dir/logs for more"
 
 
 class State(NamedTuple):

@@ -235,7 +235,13 @@ def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Non
         table.add_column(printable(heading), overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell(value)) for value in row))
-    console().print(table)
+    terminal = console()
+    if terminal.is_terminal:
+        return terminal.print(table)
+    # Without the spaces that fill the last column.
+    with terminal.capture() as lines:
+        terminal.print(table)
+    return typer.echo("\n".join(line.rstrip() for line in lines.get().splitlines()))
 
 
 def cell(value: Any) -> str:

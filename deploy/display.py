@@ -25,14 +25,15 @@ _SAME_LINE_SECONDS = 60.0
 
 
 class Display:
-    """Shows the newest status: live on a terminal, otherwise a line every few seconds while it changes."""
+    """Shows the newest status: live on a terminal that can redraw, else a line every few seconds while it changes."""
 
     def __init__(self, console: Console, *, steps: int, clock: Clock | None = None) -> None:
         self._console = console
         self._clock = clock or SystemClock()
         self._steps = steps
         # A context manager: the display is live while it runs.
-        self.live = Live(console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext()
+        redraws = console.is_terminal and not console.is_dumb_terminal
+        self.live = Live(console=console, refresh_per_second=4) if redraws else contextlib.nullcontext()
         self._eta = Eta(steps)
         self._line, self._line_at = "", -math.inf
         self._status: Status | None = None

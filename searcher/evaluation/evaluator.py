@@ -300,32 +300,28 @@ def evaluate_snapshots(
 ) -> Iterator[tuple[Row, bool]]:
     """Evaluate the named snapshot, every snapshot that a run has kept, or its newest one, with a single engine.
 
-    Yields each evaluation, and whether it is new: with `every` those in `known` are not repeated, and come first.
+    Yields each evaluation, and whether it is new: those in `known` are not repeated, and come first.
     Each snapshot is verified, and a delta is assembled to complete weights. The trainer may be running: snapshots that
     it deletes meanwhile are left out, and the newest one is chosen when the engine is ready. Raises UsageError if there
     is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts.
     """
     # First, so that a mistake in the arguments is reported before the engine starts, which may take minutes.
     paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
-    subject, count = read_subject(config), len(paths)
-    if every:
-        new = []
-        for path in paths:
-            row = None
-            # One that cannot be read is reported when it is evaluated.
-            with contextlib.suppress(SnapshotError):
-                row = known.get(subject.key(read(path).manifest))
-            if row is None:
-                new.append(path)
-            else:
-                yield row, False
-        paths = new
-        if not paths:
-            return
-    done = count - len(paths)
+    subject, count, new = read_subject(config), len(paths), []
+    for path in paths:
+        row = None
+        # One that cannot be read is reported when it is evaluated.
+        with contextlib.suppress(SnapshotError):
+            row = known.get(subject.key(read(path).manifest))
+        if row is None:
+            new.append(path)
+        else:
+            yield row, False
+    if not new:
+        return
     with open_evaluator(config, subject, device=device, name="eval") as (evaluator, assembler):
-        prepared = _prepared(config, assembler, named, paths if every else None)
-        for number, (snapshot, pinned) in enumerate(prepared, done + 1):
+        prepared = _prepared(config, assembler, named, new if every else None)
+        for number, (snapshot, pinned) in enumerate(prepared, count - len(new) + 1):
             notify_systemd(f"STATUS=evaluates snapshot {number} of {count}")
             row = evaluator.evaluate(snapshot, pinned, report)
             if row is None:

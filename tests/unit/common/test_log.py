@@ -24,9 +24,9 @@ def test_equal_warnings_are_counted_for_a_minute():
     assert [warnings.keep(one) for one in many] == [True, *[False] * 999]
     assert warnings.keep(record("rollout failed", prompt="p0", reason="another")), "another reason is another warning"
     assert warnings.keep(record("rollout failed", level=logging.ERROR, reason="too long")), "errors are never left out"
-    traces = [record("reward failed", at="task.py:10", prompt=f"p{n}", trace=f"ValueError: {n}") for n in range(9)]
+    traces = [record("reward failed", at="task.py:10", prompt=f"p{n}", error=f"ValueError: {n}") for n in range(9)]
     assert [warnings.keep(one) for one in traces] == [True, *[False] * 8], "the errors of one line are equal"
-    assert warnings.keep(record("reward failed", at="task.py:11", prompt="p0", trace="ValueError: 0"))
+    assert warnings.keep(record("reward failed", at="task.py:11", prompt="p0", error="ValueError: 0"))
     clock.advance(61)
     later = record("rollout failed", prompt="p7", reason="too long")
     assert warnings.keep(later)
@@ -48,11 +48,10 @@ def test_warnings_that_a_peer_causes_are_equal_whatever_their_reasons():
     assert later.__dict__["fields"]["repeated"] == 999
 
 
-def test_a_line_break_in_a_field_begins_no_line_of_the_log_except_in_a_traceback():
+def test_a_line_break_in_a_field_begins_no_line_of_the_log():
     formatter = TextFormatter("buffer", colour=False)
     forged = formatter.format(record("leases expired", sender="evil\n12:00:00 buffer finished"))
     assert forged.endswith('leases expired sender="evil\\n12:00:00 buffer finished"')
-    assert formatter.format(record("reward failed", trace="first\nsecond")).endswith("trace=first\nsecond")
 
 
 _CRASHES = ["buffer failed 2 times: disk I/O error"]

@@ -154,7 +154,7 @@ def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
 def _print_in_parts(headings: list[str], rows: list[dict[str, Any]]) -> None:
     """Print a table as several, one below the other, where a terminal is too narrow: each begins with the version."""
     first, *others = headings
-    wide = {name: max(len(cell(value)) for value in (name, *(row[name] for row in rows))) + 1 for name in headings}
+    wide = {name: max(len(cell(value)) for value in (name, *(row[name] for row in rows))) + 2 for name in headings}
     parts, space = [[first]], console().width
     for name in others:
         if sum(wide[one] for one in (*parts[-1], name)) > space:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from tba.cli.inspection import for_machines
+from tba.cli.models import _print_in_parts
 from tba.common.errors import quantity
 from tba.common.run_status import Facts, describe
 from tba.common.wire.messages import Status
@@ -143,6 +144,26 @@ def test_names_from_the_network_are_neither_markup_nor_escape_sequences():
     assert "x[/]" in output.getvalue()
     assert "[bold]" in output.getvalue()
     assert "\x1b" not in output.getvalue()
+
+
+def test_a_terminal_that_cannot_redraw_gets_lines():
+    output = io.StringIO()
+    dumb = Console(file=output, width=200, force_terminal=True, _environ={"TERM": "dumb"})
+    display = Display(dumb, steps=80, clock=ManualClock())
+    with display.live:
+        display.show(Facts(make_status(5, clients=[make_client("trainer")])))
+        assert output.getvalue().startswith("step 5/80 ")
+
+
+def test_a_wide_table_of_evaluations_is_printed_in_parts_that_fit(monkeypatch, capsys):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["version", "step", *(f"pass_at_{k}" for k in range(12))]
+    _print_in_parts(names, [dict.fromkeys(names, "0.7917 [0.6, 0.9]") | {"version": 917}])
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("917 ") for line in lines) == 5, "each part names the version"
+    assert " ".join(lines).count("0.7917 [0.6, 0.9]") == 13, "no cell is broken"
 
 
 def test_the_figures_of_the_live_display_are_never_broken_in_the_middle():

@@ -14,18 +14,12 @@ from tba.buffer.store.starts import SERVED_FIRST, STARTS, Start, read_starts
 from tba.buffer.store.storage_errors import stored_config, stored_object
 from tba.buffer.tools.query import PageRows, page_rows
 from tba.common import run_files
-from tba.common.errors import StorageError, TbaError, UsageError
-from tba.common.run_status import ask_status
-from tba.common.system.durable import is_locked
-from tba.common.wire.client import BufferClient
-from tba.common.wire.keys import buffer_client_keys
+from tba.common.errors import StorageError, UsageError
 from tba.common.wire.messages import Status
-from tba.common.wire.socket_files import socket_of
+from tba.deploy.run_list import served_status
 
 DEFAULT_DIRECTORY = Path("runs")
 _PAGE_SECONDS = 5.0
-# A server on the same machine answers within milliseconds.
-_STATUS_PATIENCE_SECONDS = 1.0
 _STATUS_SECONDS = 2.0
 # How long a server that did not answer is not asked again.
 _ABSENT_SECONDS = 15.0
@@ -71,33 +65,13 @@ class Run:
         return read_starts(rows.all(STARTS, self.id))
 
     def status(self, config: dict[str, Any]) -> Status | None:
-        """Return the status that the buffer server of the run gives, at most seconds old; None if none answers.
-
-        A server is asked only while it holds the lock of the database: a file of other origin must not choose an
-        address that this machine connects to.
-        """
-        address = config.get("buffer", {}).get("address", "")
-        # The recorded run.dir may be relative to another directory.
-        if address == "auto":
-            address = f"ipc://{socket_of(self.database.parent)}"
-        if not address or not is_locked(run_files.database_lock(self.database)):
-            return None
+        """Return the status that the buffer server of the run gives, at most seconds old; None if none answers."""
+        address, keys = config.get("buffer", {}).get("address", ""), config.get("security", {}).get("keys")
         with self._lock:
             if time.monotonic() >= self._ask_at:
-                self._status = _ask(address, self.name, config.get("security", {}).get("keys"))
+                self._status = served_status(self.database, {"run": self.name, "address": address, "keys": keys})
                 self._ask_at = time.monotonic() + (_STATUS_SECONDS if self._status else _ABSENT_SECONDS)
             return self._status
-
-
-def _ask(address: str, name: str, directory: str | None) -> Status | None:
-    """Return the status of the server at an address if it serves the run of this name."""
-    try:
-        keys = buffer_client_keys(Path(directory) if directory else None, address)
-        with contextlib.closing(BufferClient(address, role="monitor", name="ui", keys=keys)) as client:
-            status = ask_status(client, deadline_seconds=_STATUS_PATIENCE_SECONDS)
-    except TbaError:
-        return None
-    return status if status is not None and status.run_name == name else None
 
 
 def find_runs(paths: Sequence[Path], report: Callable[[str], None]) -> list[Run]:

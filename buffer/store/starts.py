@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from tba.common.config import Config
 from tba.common.config.layers import Resolved, secret_keys
 from tba.common.errors import StorageError, UsageError
 from tba.common.run_identity import RunIdentity, refuse_other_run
+from tba.common.terminal import ConfigOptions
 
 # Added to the recorded configuration of a start: its `OfflineSource`, or that it was an import without a server.
 OFFLINE, IMPORT = "offline", "import"
@@ -156,6 +157,21 @@ def as_recorded(resolved: Resolved) -> Config:
     # The directory may have moved.
     here = {"run.dir": config.run.dir, "buffer.database": config.buffer.database}
     return resolved.over({**recorded, **here}, f"recorded in {database}", needs="search") if recorded else config
+
+
+def resolve_start(options: ConfigOptions, overrides: dict[str, Any] | None = None) -> Resolved:
+    """As the method of `options`; the directory of a run stands for the settings with which it was last served."""
+    if options.file is None or not options.file.is_dir():
+        return options.resolve_start(overrides)
+    resolved = options.resolve_run(overrides)
+    return replace(resolved, config=as_recorded(resolved))
+
+
+def changes_since_last_start(config: Config) -> list[tuple[str, Any, Any]]:
+    """Return (key, value then, value now) of the settings that differ from those a run was last served with."""
+    return changed_settings(
+        recorded_settings(config.database, config.run.name), _by_key(config.model_dump(mode="json"))
+    )
 
 
 def _run_names(connection: sqlite3.Connection) -> list[str]:

@@ -14,7 +14,6 @@ from tba.buffer.tools.query import PageRows
 from tba.common.config import Config
 from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
 from tba.common.evaluations import read_evaluations
-from tba.common.run_status import live_trainer
 from tba.common.wire.messages import Status
 from tba.deploy.run_list import state_of
 from tba.ui.runs import Run
@@ -49,8 +48,8 @@ def live(request: Request) -> Response:
     """Return the part of the page that changes, or 204 if nothing has changed since the page was made."""
     run = run_of(request)
     with run.rows() as rows:
-        config = run.config(rows)
-        if request.query_params.get("seen") == _version(run, rows, run.status(config), _state(run, rows)):
+        status = run.status(run.config(rows))
+        if request.query_params.get("seen") == _version(run, rows, status, _state(run, rows, status)):
             return Response(status_code=204)
         state = describe(run, rows)
     return site_of(request).page("live.html", run=run, is_part=True, **state)
@@ -86,13 +85,12 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     batch = rows.first(_NEWEST_BATCH, run.id)
     about = rows.first("SELECT created_at, prompts, task FROM runs WHERE id = ?", run.id)
     newest = rows.first("SELECT version, step, announced_at FROM snapshots WHERE run = ? ORDER BY version DESC", run.id)
-    state, why = _state(run, rows)
+    state, why = _state(run, rows, status)
     return {
         "about": about,
         "state": state,
         "why": why,
         "status": status,
-        "stall": status.stall if status else None,
         "steps_done": batch["step"] + 1 if batch else 0,
         "trained_at": batch["trained_at"] if batch else None,
         "reward": batch["reward"] if batch else None,
@@ -100,7 +98,6 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "objective": sections.get("objective", {}).get("name"),
         "model": sections.get("model", {}).get("path"),
         "newest": newest,
-        "doing": _doing(status) if status else "",
         "totals": rows.first(_TOTALS, run.id),
         "held_out": {**dict.fromkeys(("accuracy", "reward", "not_measured")), **last[0]} if last else None,
         "clients": _with_status(rows.all(_NEWEST_CLIENTS, run.name, _CLIENTS), status),
@@ -108,11 +105,11 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     }
 
 
-def _state(run: Run, rows: PageRows) -> tuple[str, str]:
+def _state(run: Run, rows: PageRows, status: Status | None) -> tuple[str, str]:
     """Return the state of a run, and why it is in it."""
     batch = rows.first(_NEWEST_BATCH, run.id)
-    is_finished = rows.value("SELECT finished_step FROM runs WHERE id = ?", run.id) is not None
-    return state_of(run.database, is_finished=is_finished, steps=batch["step"] + 1 if batch else 0)
+    finished = rows.value("SELECT finished_step FROM runs WHERE id = ?", run.id) is not None
+    return state_of(run.database, {"finished": finished, "steps": batch["step"] + 1 if batch else 0}, status)
 
 
 def _version(run: Run, rows: PageRows, status: Status | None, state: tuple[str, str]) -> str:
@@ -129,18 +126,6 @@ def _with_status(clients: list[dict[str, Any]], status: Status | None) -> list[d
     """Return clients with what the server knows of those that are connected."""
     connected = {client.sender: client for client in status.clients} if status else {}
     return [{**client, "now": connected.get(client["sender"])} for client in clients]
-
-
-def _doing(status: Status) -> str:
-    """Return what the trainer does or waits for, as its last heartbeat says."""
-    trainer = live_trainer(status)
-    if trainer is None:
-        return "no trainer is connected"
-    if status.trainer_waits_for:
-        doing = f"the trainer waits for data: {status.trainer_waits_for}"
-    else:
-        doing = f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
-    return "; ".join(filter(None, [doing, status.no_recent_data, trainer.warning]))
 
 
 def settings(

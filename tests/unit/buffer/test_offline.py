@@ -18,7 +18,15 @@ from tba.buffer.server.start import serve
 from tba.buffer.store.archives import NAME_KEY
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import IMPORT, STARTS, as_recorded, read_starts, value_over_steps
+from tba.buffer.store.starts import (
+    IMPORT,
+    STARTS,
+    as_recorded,
+    changes_since_last_start,
+    read_starts,
+    resolve_start,
+    value_over_steps,
+)
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
 from tba.buffer.tools.export import archive_record, archive_schema
@@ -26,6 +34,7 @@ from tba.common import data_files
 from tba.common.config import Config
 from tba.common.config.layers import resolve
 from tba.common.errors import ConfigError, Refused, StorageError, UsageError
+from tba.common.terminal import ConfigOptions
 from tba.common.wire import messages
 from tba.common.wire.archive_messages import Archive
 from tba.tests.helpers.buffer import ServiceHarness, change
@@ -414,6 +423,10 @@ def test_without_a_file_a_run_is_read_with_its_recorded_configuration(run, tmp_p
     assert (found.run.dir, found.database, found.search.max_tokens) == (moved, moved / "buffer.sqlite", 7)
     assert (found.model.path, found.search.gpus, found.task.options) == ("here", "cpu", {"digits": 2})
     assert (found.reward_model.url, found.reward_model.api_key.get_secret_value()) == ("http://a", "")
+    same = resolve_start(ConfigOptions(moved, ["search.max_tokens=7"])).config
+    assert (same.database, same.model.path, same.search.max_tokens) == (moved / "buffer.sqlite", "here", 7)
+    changes = {key: (was, now) for key, was, now in changes_since_last_start(same)}
+    assert changes == {"search.max_tokens": (Config().search.max_tokens, 7), "reward_model.api_key": ("**********", "")}
     file = tmp_path / "own.toml"
     file.write_text("[search]\nmax_tokens = 9\n")
     assert as_recorded(resolve(file, environment={}, assignments=sets)).model.path == ""

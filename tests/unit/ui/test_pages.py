@@ -318,7 +318,9 @@ def test_a_server_is_asked_only_while_it_has_the_database_open(filled):
 @pytest.mark.slow
 def test_a_run_that_has_ended_has_the_state_that_tba_runs_gives_it_and_its_reason(filled):
     def shown():
-        badge = re.search(r'class="badge (\w+)">(\w+)</span>\s*(.*?)</p>', client(filled).get("/r/test").text)
+        badge = re.search(
+            r'class="badge (\w+)">(\w+)</span>\s*<span.*?>(.*?)</span></p>', client(filled).get("/r/test").text
+        )
         assert badge is not None
         assert badge[1] == badge[2]
         return badge[1], badge[3]
@@ -329,14 +331,11 @@ def test_a_run_that_has_ended_has_the_state_that_tba_runs_gives_it_and_its_reaso
     launch.write_text("pid 1 on h\nending\n")
     assert shown() == ("stopped", "continue it with --resume")
     with exclusive_lock(launch, "taken"):
-        assert shown() == (
-            "running",
-            "no buffer server answers: it starts, is busy, or another program has the database open",
-        )
+        assert shown() == ("starting", "`tba run` is starting the buffer")
     change(filled, "UPDATE runs SET finished_step = 3")
     assert shown() == ("finished", "")
     with exclusive_lock(launch, "taken"):
-        assert shown() == ("finished", "`tba run` still uses the directory")
+        assert shown() == ("finished", "`tba run` is ending")
 
 
 @pytest.mark.parametrize("recorded", [True, False])

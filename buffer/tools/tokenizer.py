@@ -47,7 +47,7 @@ class Tokenizer:
 
 
 def decoder_of(model: str) -> Callable[..., str] | None:
-    """Return a function from ids, and whether to skip special ones, to text; None without a tokenizer in a directory."""
+    """Return a function from ids, and whether to skip special ones, to text; None if there is no tokenizer."""
     # Not Path.expanduser, which raises for a user without a home.
     path = Path(os.path.expanduser(model), _FILE)
     if not model or not path.is_file():

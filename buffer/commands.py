@@ -414,8 +414,11 @@ def resolve(
     if buffer is not None and os.path.isdir(buffer):
         buffer = buffer / run_files.DATABASE
     flags = {"buffer.database": None if buffer is None else str(buffer), "security.insecure": insecure or None}
-    how = options.resolve_run if exists else options.resolve_start if starts else options.resolve
-    return how(flags, unless=unless)
+    if starts:
+        from tba.buffer.store.starts import resolve_start
+
+        return resolve_start(options, flags)
+    return (options.resolve_run if exists else options.resolve)(flags, unless=unless)
 
 
 def existing(options: ConfigOptions, buffer: Path | None) -> "Config":

@@ -25,6 +25,8 @@ app = typer.Typer(
     cls=refusing(_REMOVED),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # Joins the lines of a paragraph.
+    rich_markup_mode="markdown",
     help="Asynchronous reinforcement-learning post-training of language models.",
 )
 app.add_typer(roles.app)

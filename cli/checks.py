@@ -104,7 +104,9 @@ def examine(plan: Plan, only: Collection[str] = ()) -> list[Finding]:
     if unknown := [name for name in only if name not in names]:
         of_node = "" if plan.here else " with --assume"
         raise UsageError(f"there is no check {', '.join(unknown)}{of_node}: the checks are {', '.join(names)}")
-    return [_outcome(check, plan) for check in checks if check.name in only or not only]
+    found = [_outcome(check, plan) for check in checks if check.name in only or not only]
+    # Several checks say of a configuration for the CPU that it has no GPU.
+    return found if only else [finding for finding in found if finding.detail != doctor.NO_GPU]
 
 
 def check_start(plan: Plan) -> None:

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +37,8 @@ config_app = typer.Typer(
     cls=refusing(_REMOVED), no_args_is_help=True, help="The configuration: show every value with its origin."
 )
 _WATCH_SECONDS = 1.0
+# Checks that say nothing of a machine.
+_OF_CONFIGURATION = ("settings", "model", "trainer memory")
 _PICTURES = (".png", ".svg", ".pdf")
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Where to look, up to three levels below.")]
 _Runs = Annotated[
@@ -112,71 +116,79 @@ def status(
     ] = False,
 ) -> None:
     """Show the connected clients, their weights, what each one waits for, and why the run stands still."""
-    settings = ConfigOptions.of(file, config, sets).resolve_run().config
+    from tba.buffer.store.starts import as_recorded
+
+    settings = as_recorded(ConfigOptions.of(file, config, sets).resolve_run())
     from tba.buffer.tools.stats import read_results
     from tba.common.run_status import Facts, monitor
     from tba.common.wire.messages import GetStatus, Status
     from tba.deploy.display import status_view
-    from tba.deploy.run_list import ended_run
+    from tba.deploy.run_list import local_state
 
+    here = partial(local_state, settings, read_results)
     with contextlib.closing(monitor(settings, "status")) as client:
-        ended = ended_run(settings, read_results) if watch else None
+        state = here() if watch else None
         # A run that was stopped may be continued while someone watches.
-        if watch and (ended is None or ended["state"] != "finished"):
-            return _watch(client, as_json=as_json)
+        if watch and (state is None or state["state"] != "finished"):
+            return _watch(client, here, as_json=as_json)
         try:
             answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
+            state = here(answer)
         except BufferUnavailable:
-            if (ended := ended_run(settings, read_results)) is None:
+            if (state := here()) is None or state["state"] == "running":
                 raise
-            return print_json(ended) if as_json else typer.echo(ended["explanation"])
+            return print_json(state) if as_json else typer.echo(state["explanation"])
     if as_json:
-        return print_json(for_machines(Facts(answer, settings.address)))
-    return console().print(status_view(answer, settings.address), soft_wrap=True)
+        return print_json(for_machines(Facts(answer, settings.address), state))
+    return console().print(status_view(answer, settings.address, state), soft_wrap=True)
 
 
-def _watch(client: "BufferClient", *, as_json: bool) -> None:
+def _watch(client: "BufferClient", here: Callable[[], dict[str, Any] | None], *, as_json: bool) -> None:
     """Show the status again and again, also that the buffer does not answer, until the run is finished or Ctrl-C."""
     from rich.live import Live
     from rich.text import Text
 
     from tba.common.run_status import Facts, ask_status
-    from tba.deploy.display import explain, status_view
+    from tba.deploy.display import status_view
 
-    terminal = console()
-    finished = False
+    terminal, finished = console(), False
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=terminal) if not as_json else contextlib.nullcontext() as live,
     ):
         while not finished:
             facts = Facts(ask_status(client), client.address, client.silent_seconds)
-            finished = facts.status is not None and facts.status.finished
+            shown = for_machines(facts, None if facts.status else here())
+            finished = shown["state"] == "finished"
             if live is None:
-                print_json(for_machines(facts))
+                print_json(shown)
             else:
-                live.update(status_view(facts.status, client.address) if facts.status else Text(explain(facts)))
+                text = Text(str(shown["explanation"]))
+                live.update(status_view(facts.status, client.address) if facts.status else text)
             time.sleep(_WATCH_SECONDS)
 
 
-def for_machines(facts: "Facts") -> dict[str, object]:
-    """Return the status with the explanation and the stall, None if the run moves."""
+def for_machines(facts: "Facts", state: dict[str, Any] | None = None) -> dict[str, object]:
+    """Return the status with the state, its explanation and the stall, None if the run moves.
+
+    `state` is what is known on this machine, if anything is.
+    """
     import msgspec
 
-    from tba.common.run_status import find_stall
-    from tba.deploy.display import explain
+    from tba.common.run_status import describe, find_stall
 
-    stall = find_stall(facts)
+    stall, found = find_stall(facts), describe(facts)
     return {
         **(msgspec.to_builtins(facts.status) if facts.status is not None else {}),
-        "explanation": explain(facts),
+        "state": state["state"] if state else found.name,
+        "explanation": state["explanation"] if state else found.sentence,
         "stall": {"reason": stall.reason, "sentence": stall.sentence} if stall is not None else None,
     }
 
 
 @app.command()
 def runs(directory: _Directory = Path("runs"), as_json: Json = False) -> None:
-    """List runs with their state (running, finished, stopped, crashed), steps, last reward and last evaluation."""
+    """List runs with their state, steps, last reward and last evaluation, and why they are in it."""
     from tba.buffer.tools.stats import read_results
     from tba.deploy.run_list import list_runs
 
@@ -239,17 +251,24 @@ def doctor(
 
     The exit code is 1 if a check fails; with --only it is that of the error, such as 78 for a wrong configuration.
     """
-    resolved = ConfigOptions.of(file, config, sets).resolve()
-    if not resolved.configured:
-        note(f"{NO_FILE}. These are checks of this machine with the default settings:")
+    options = ConfigOptions.of(file, config, sets)
+    from tba.buffer.store.starts import resolve_start
     from tba.cli.checks import COLUMNS, Plan, as_rows, examine
-    from tba.common.system.devices import assumed_gpus
+    from tba.common.system.devices import CPU, assumed_gpus, list_gpus
     from tba.common.system.process import die_with_parent
 
+    resolved = resolve_start(options) if options.file is not None else options.resolve()
+    if not resolved.configured:
+        note(f"{NO_FILE}. These are checks of this machine with the default settings:")
+        # A machine without a GPU lacks nothing that anybody has asked for.
+        if not assume and not list_gpus():
+            resolved = options.resolve({"search.gpus": CPU, "train.gpu": CPU})
     # `tba run` starts this command as a child, with --strict, to check the task.
     die_with_parent()
     plan = Plan(resolved.config, assumed_gpus(assume) if assume else None, loads=bool(only), strict=strict)
     findings = examine(plan, only or ())
+    if not resolved.configured and not only:
+        findings = [finding for finding in findings if finding.check not in _OF_CONFIGURATION]
     print_json(as_rows(findings)) if as_json else print_table(COLUMNS, as_rows(findings))
     failed = [finding for finding in findings if finding.result == "fail"]
     if failed and only:

@@ -15,6 +15,8 @@ from tba.common.terminal import (
     FileArgument,
     Json,
     Sets,
+    cell,
+    console,
     need,
     not_both,
     note,
@@ -50,7 +52,10 @@ def evaluate(
     cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate snapshots on the held-out prompts: accuracy, reward, and what the section eval adds."""
+    """Evaluate snapshots on the held-out prompts: accuracy, reward, and what the section eval adds.
+
+    What was evaluated with the same prompts and settings is shown, and not repeated.
+    """
     options = ConfigOptions.of(file, config, sets)
     resolve = options.resolve_run if snapshot is None else options.resolve
     resolved = resolve({"search.gpus": "cpu" if cpu else None})
@@ -71,7 +76,7 @@ def evaluate(
         print_json(rows)
     else:
         headings = _headings(rows)
-        print_table(headings, [dict.fromkeys(headings) | _with_intervals(row) for row in rows])
+        _print_in_parts(headings, [dict.fromkeys(headings) | _with_intervals(row) for row in rows])
     return _check_measured(rows)
 
 
@@ -94,6 +99,8 @@ def _evaluate(config: "Config", snapshot: Path | None, *, every: bool, again: bo
 
         for row, is_new in evaluate_snapshots(config, snapshot, every=every, device=device, known=known, report=report):
             rows.append({name: value for name, value in row.items() if name != "responses"})
+            if not (is_new or every):
+                note(f"v{row['version']} is evaluated already: --again repeats it")
             if is_new:
                 record_evaluations(config.run.dir, [row])
                 if not sys.stderr.isatty():
@@ -142,6 +149,20 @@ def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
             low, high = row["intervals"][name]
             shown[name] = f"{row[name]:.4g} [{low:.4g}, {high:.4g}]"
     return shown
+
+
+def _print_in_parts(headings: list[str], rows: list[dict[str, Any]]) -> None:
+    """Print a table as several, one below the other, where a terminal is too narrow: each begins with the version."""
+    first, *others = headings
+    wide = {name: max(len(cell(value)) for value in (name, *(row[name] for row in rows))) + 2 for name in headings}
+    parts, space = [[first]], console().width
+    for name in others:
+        if sum(wide[one] for one in (*parts[-1], name)) > space:
+            parts.append([first])
+        parts[-1].append(name)
+    for number, part in enumerate(parts):
+        typer.echo("\n" * (number > 0), nl=False)
+        print_table(part, rows)
 
 
 _Prompt = Annotated[

@@ -52,7 +52,9 @@ def search(
     options = ConfigOptions.of(file, config, sets)
     not_both(cpu is not None, gpus is not None, "--cpu", "--gpus")
     flags = {"search.gpus": "cpu" if cpu else gpus, "search.cpu_searchers": cpu}
-    resolved = options.resolve_start({**flags, "search.tensor_parallel": tensor_parallel})
+    from tba.buffer.store.starts import resolve_start
+
+    resolved = resolve_start(options, {**flags, "search.tensor_parallel": tensor_parallel})
     from tba.common.system.devices import CPU, label, pin
     from tba.deploy.fleet import searcher_groups
 
@@ -121,7 +123,9 @@ def train(
     options = ConfigOptions.of(file, config, sets)
     not_both(cpu, gpu is not None, "--cpu", "--gpu")
     recorded = _recorded_run(buffer, offline=offline, as_of=as_of, replay=replay, source_run=source_run)
-    resolved = options.resolve_start({"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
+    from tba.buffer.store.starts import resolve_start
+
+    resolved = resolve_start(options, {"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
     from tba.deploy.child import trainer_drain_seconds
 
     settings = resolved.config

@@ -19,13 +19,13 @@ from tba.common.terminal import (
     not_both,
     note,
     own_command,
+    print_columns,
     print_table,
     start_process,
 )
 
 if TYPE_CHECKING:
     from tba.common.config import Config
-    from tba.common.config.layers import Resolved
     from tba.common.system.devices import Gpu
     from tba.common.system.process import StopSignal
     from tba.deploy.child import Child
@@ -73,11 +73,15 @@ def run(
         return _dry_run(options, resume=resume, assume=assume)
     if assume:
         raise UsageError("--assume is for --dry-run: a run uses the GPUs of this machine")
-    resolved = options.resolve_start()
+    from tba.buffer.store.starts import resolve_start
+
+    resolved = resolve_start(options)
     stop = start_process("", level="WARNING")
     _check_start(resolved.config, options, stop, resume=resume)
     if not stop():
-        _launch(resolved, options, stop, resume=resume)
+        if resume:
+            _print_changes(resolved.config)
+        _launch(resolved.config, options, stop, resume=resume)
     if stop.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     return None
@@ -106,17 +110,25 @@ def _check_start(config: "Config", options: ConfigOptions, stop: "StopSignal", *
         check_number_of_prompts(config)
 
 
-def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *, resume: bool) -> None:
+def _print_changes(config: "Config") -> None:
+    from tba.buffer.store.starts import changes_since_last_start
+
+    columns = ("setting", "last start", "now")
+    if changes := changes_since_last_start(config):
+        return print_columns(columns, changes)
+    return typer.echo("the settings are those of the last start")
+
+
+def _launch(config: "Config", options: ConfigOptions, stop: "StopSignal", *, resume: bool) -> None:
     """Run all roles to the end of the run or until `stop()`, and print how to continue."""
     from tba.common.run_snapshots import MEMORY, weights_directory
     from tba.common.weights.node_store import clear
     from tba.deploy.display import Display
     from tba.deploy.launcher import Launcher, evaluate_at_end
-    from tba.deploy.run_directory import holds_run, sole_launcher
+    from tba.deploy.run_directory import holds_run, resume_command, sole_launcher
 
-    config, terminal = resolved.config, console()
-    command = shlex.join([*own_command(), "run", *options.arguments(option=False)])
-    with sole_launcher(config, command):
+    terminal = console()
+    with sole_launcher(config):
         launcher = Launcher(config, options.arguments(), resume=resume)
         if launcher.run(stop, Display(terminal, steps=config.train.steps)):
             if config.eval.at_end:
@@ -124,8 +136,10 @@ def _launch(resolved: "Resolved", options: ConfigOptions, stop: "StopSignal", *,
             # No searcher asks for the weights of a finished run.
             clear(weights_directory(config))
         else:
-            how, flag = ("continue", " --resume") if resume or holds_run(config) else ("start again", "")
-            terminal.print(f"stopped; {how} with: {command}{flag}", soft_wrap=True, highlight=False)
+            again = shlex.join([*own_command(), "run", *options.arguments(option=False)])
+            continues = resume or holds_run(config)
+            how = f"continue with: {resume_command(config.run.dir)}" if continues else f"start again with: {again}"
+            terminal.print(f"stopped; {how}", soft_wrap=True, highlight=False)
             if (kept := weights_directory(config)).is_relative_to(MEMORY) and kept.exists():
                 free = shlex.join(["rm", "-r", str(kept)])
                 terminal.print(f"the newest weights stay in memory for that; to free it: {free}", soft_wrap=True)
@@ -137,13 +151,17 @@ def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None
 
     `assume` are the GPUs of a node that is not this one, such as `8x80`.
     """
-    config = options.resolve_start().config
+    from tba.buffer.store.starts import resolve_start
+
+    config = resolve_start(options).config
     from tba.cli.checks import COLUMNS, Finding, Plan, as_rows, examine
     from tba.common.errors import ConfigError, TbaError
     from tba.common.system.devices import assumed_gpus
 
     plan = Plan(config, assumed_gpus(assume) if assume else None, resume=resume, starts=True)
     findings, processes = examine(plan), []
+    if resume and config.database.is_file():
+        _print_changes(config)
     try:
         processes = _processes(config, options.arguments(), resume=resume, assumed=plan.assumed)
     except TbaError as error:

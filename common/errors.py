@@ -83,7 +83,8 @@ def problems(error: "ValidationError") -> list[tuple[tuple[str, ...], str]]:
             found[-1] = path, f"{reason}; or {one['msg'].removeprefix('Input should be ')}"
             continue
         last = one["loc"]
-        found.append((tuple(map(str, last)), one["msg"].removeprefix("Value error, ")))
+        message = one["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+        found.append((tuple(map(str, last)), message.replace("Input should be", "it must be", 1)))
     return found
 
 

@@ -19,8 +19,7 @@ _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[
 _EQUAL_SECONDS = 60.0
 _EQUAL_KEPT = 1000
 # They differ from one response to the next.
-_TRACE = "trace"
-_NOT_COMPARED = ("prompt", _TRACE)
+_NOT_COMPARED = ("prompt", "error")
 
 
 class FieldLogger:
@@ -74,7 +73,7 @@ def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
 class DuplicateFilter:
     """Counts equal warnings of any logger instead of repeating them: within a minute only the first one is written.
 
-    Warnings are equal if their event and all their fields are, except numbers, `prompt` and `trace`. Of those with a
+    Warnings are equal if their event and all their fields are, except numbers, `prompt` and `error`. Of those with a
     field `by` only the event and that field are compared: a peer may cause any number of them, each with another
     reason. The first one after the minute has the field `repeated`, the number of those that were left out. Several
     threads may log.
@@ -133,7 +132,7 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{key}={_short(value, lines=key == _TRACE)}" for key, value in _fields(record).items())
+        fields = " ".join(f"{key}={_short(value)}" for key, value in _fields(record).items())
         event = record.getMessage() if record.levelno < logging.WARNING else f"{record.levelname} {record.getMessage()}"
         if self._colour and record.levelname in _LEVEL_COLOURS:
             event = f"{_LEVEL_COLOURS[record.levelname]}{event}\033[0m"
@@ -169,13 +168,12 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return fields
 
 
-def _short(value: Any, *, lines: bool) -> str:
-    """Format the value of a field; `lines` keeps its line breaks.
+def _short(value: Any) -> str:
+    """Format the value of a field.
 
     A name from the network must not send escape sequences to the terminal of a reader of the log, nor forge a line.
     """
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     if not text.isprintable():
-        kept = "\n\t" if lines else "\t"
-        text = "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+        text = "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)
     return f'"{text}"' if " " in text else text

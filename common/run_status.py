@@ -1,65 +1,121 @@
-"""The status of a run as a process asks the buffer for it, and why the run stands still.
+"""The status of a run as a process asks the buffer for it, and the state of the run in words.
 
 The buffer finds the stall (`tba.buffer.service.stall`). The asker adds that it does not answer, and what children do.
+`describe` is the only place that puts this into words: displays, pages and systemd show the same. Of a run that no
+buffer serves, `tba.deploy.run_list` finds the state from files.
 """
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from tba.common.config import Config
-from tba.common.errors import AddressInUse, BufferUnavailable, Refused, format_duration
+from tba.common.errors import AddressInUse, BufferUnavailable, Refused, TbaError, format_duration, quantity
 from tba.common.terminal import printable
 from tba.common.wire.channels import ServerChannel
 from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.messages import ClientStatus, GetStatus, Stall, Status
 
-_LOADING_SECONDS = 600.0
 # A heartbeat is due every second, however long a step is. A client gives up on an unanswered one after three seconds
 # and sends the next a second later. After this time the buffer counts a trainer as dead.
 SILENT_SECONDS = 10.0
+# A supervisor that has been silent for longer is gone, and its report with it.
+REPORT_SECONDS = 60.0
 _MOST = 1e15
-READ_LOGS = "; correct what the error names, and read the logs in run.dir/logs for more"
+READ_LOGS = "; correct the error if one is named, and read the logs in run.dir/logs for more"
+
+
+class State(NamedTuple):
+    """The state of a run, and a sentence on what it does, waits for, or came to.
+
+    One that is served is starting, running, stalled or finished; others, see `tba.deploy.run_list`.
+    """
+
+    name: str
+    sentence: str
+
+
+# Before the buffer of a `tba run` is ready.
+STARTING = State("starting", "`tba run` is starting the buffer")
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What is known of a run at one moment: the buffer's status, and what the process that asks knows by itself.
 
-    `status` is None if the buffer at `address` has not answered for `unanswered_seconds`. `loading` are the roles with
-    a process of this machine that loads its model. `failing` are sentences about children of this supervisor that do
-    not run, such as "trainer failed 3 times: out of memory".
+    `status` is None if the buffer at `address` has not answered for `unanswered_seconds`, or is `starting`. `failing`
+    are sentences about children of this supervisor that do not run, such as "trainer failed 3 times: out of memory".
     """
 
     status: Status | None
     address: str = ""
     unanswered_seconds: float = 0.0
-    loading: Collection[str] = ()
     failing: Sequence[str] = ()
+    starting: bool = False
+
+
+def describe(facts: Facts) -> State:
+    """Return the state of a run that is served."""
+    stall, status = find_stall(facts), facts.status
+    if status is None:
+        if stall is not None:
+            return State("stalled", stall.sentence)
+        return STARTING if facts.starting else State("running", "the buffer does not answer")
+    name, doing = ("stalled", stall.sentence) if stall is not None else _doing(status)
+    trainer = live_trainer(status)
+    warning = trainer.warning if trainer is not None and name != "finished" else ""
+    # Names and reasons come from the network.
+    return State(name, printable("; ".join(filter(None, [doing, warning]))))
+
+
+def _doing(status: Status) -> State:
+    trainer, roles = last_trainer(status), loading(status)
+    if "trainer" in roles:
+        return State("starting", "the trainer is loading the model")
+    # A finished run that is resumed is so until its trainer has connected.
+    if status.finished:
+        served_again = "" if trainer is not None else "; the buffer serves it again"
+        return State("finished", f"finished after {quantity(status.step, 'step')}{served_again}")
+    if trainer is None:
+        what = "no trainer is connected" if status.step else "no trainer has connected yet: it loads its model first"
+        return State("starting", what)
+    if trainer.activity == "gone":
+        return State("running", f"the trainer left after step {status.step}")
+    if status.trainer_waits_for:
+        waiting = [f"{client.sender}: {client.reason}" for client in living(status) if client.activity == "waiting"]
+        meanwhile = "; ".join(waiting) or connected(status)
+        return State("running", f"the trainer waits for data ({status.trainer_waits_for}); {meanwhile}")
+    doing = f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
+    return State("running", "; ".join(filter(None, [doing, status.no_recent_data])))
+
+
+def connected(status: Status) -> str:
+    """Return how many searchers are connected, or why none is."""
+    if clients := living(status):
+        return f"{quantity(len(clients), 'searcher')} connected"
+    return "the searchers are loading the model" if "search" in loading(status) else "no searcher is connected"
+
+
+def loading(status: Status) -> set[str]:
+    """Return the kinds of processes, `trainer` and `search`, that load their model, as their supervisors say."""
+    monitors = [client for client in status.clients if client.role == "monitor" and client.activity != "gone"]
+    return {kind for client in monitors if client.silent_seconds < REPORT_SECONDS for kind in client.metrics}
 
 
 def find_stall(facts: Facts) -> Stall | None:
     """Return why the run stands still, None if it does not, has finished, or has only begun to wait."""
     stall = _without_buffer(facts) if facts.status is None else facts.status.stall
-    if stall is None or (facts.status is not None and _loads(facts.status, stall.reason, facts.loading)):
-        return None
-    return Stall(stall.reason, printable(stall.sentence))
-
-
-def _loads(status: Status, reason: str, loading: Collection[str]) -> bool:
-    """Whether what is missing is a process that the buffer does not see yet, for no longer than a model may load."""
-    last = last_trainer(status)
-    since_trainer = min(status.uptime_seconds, last.activity_seconds) if last else status.uptime_seconds
-    since = since_trainer if reason == "no_trainer" else status.trainer_waits_seconds
-    return reason in [f"no_{role}" for role in loading] and since < _LOADING_SECONDS
+    return None if stall is None else Stall(stall.reason, printable(stall.sentence))
 
 
 def _without_buffer(facts: Facts) -> Stall | None:
     if facts.failing:
         return Stall("process_fails", f"{'; '.join(facts.failing)}{READ_LOGS}")
-    if facts.unanswered_seconds < SILENT_SECONDS:
+    if facts.starting or facts.unanswered_seconds < SILENT_SECONDS:
         return None
     return Stall(
         "buffer_silent",
@@ -112,6 +168,17 @@ def ask_status(client: BufferClient, deadline_seconds: float = 1.0) -> Status | 
         return client.call(GetStatus(), Status, deadline_seconds=deadline_seconds)[0]
     except (BufferUnavailable, Refused):
         return None
+
+
+def status_of(name: str, address: str, directory: str | None) -> Status | None:
+    """Return the status of the server at an address, with keys of a directory, if it serves the run of this name."""
+    try:
+        keys = buffer_client_keys(Path(directory) if directory else None, address)
+        with contextlib.closing(BufferClient(address, role="monitor", name="status", keys=keys)) as client:
+            status = ask_status(client)
+    except TbaError:
+        return None
+    return status if status is not None and status.run_name == name else None
 
 
 def check_address(config: Config) -> None:

@@ -97,7 +97,7 @@ class ConfigOptions:
     def resolve_run(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
         """As `resolve`, for a run that exists; its directory will do. Raises UsageError if nothing says which one."""
         if self.file is not None and os.path.isdir(self.file):
-            if not os.path.isfile(self.file / run_files.DATABASE):
+            if not any(os.path.isfile(self.file / name) for name in (run_files.DATABASE, run_files.LAUNCH_LOCK)):
                 raise UsageError(
                     f"{self.file} holds no {run_files.DATABASE}: it is not the directory of a run (`tba runs "
                     f"{self.file}` lists those in it), or the TOML file of the run says where its database is"
@@ -235,7 +235,13 @@ def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Non
         table.add_column(printable(heading), overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell(value)) for value in row))
-    console().print(table)
+    terminal = console()
+    if terminal.is_terminal:
+        return terminal.print(table)
+    # Without the spaces that fill the last column.
+    with terminal.capture() as lines:
+        terminal.print(table)
+    return typer.echo("\n".join(line.rstrip() for line in lines.get().splitlines()))
 
 
 def cell(value: Any) -> str:

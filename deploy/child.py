@@ -219,7 +219,9 @@ class Child:
         code = self.last_code or 0
         last = f"it {ending(code)}" if code < 0 else f"last exit code {code}"
         how = f"failed {quantity(self.failures, 'time')}, {last}"
-        return f"{self.name} {'broken, ' if broken else ''}{when} ({how}): {self.last_words}"
+        # What it wrote before a signal ended it is not the reason.
+        words = f": {self.last_words}" if code >= 0 else ""
+        return f"{self.name} {'broken, ' if broken else ''}{when} ({how}){words}"
 
     def failure(self) -> TbaError:
         """Return the error of a child that has failed for good, with its exit code where a restart cannot help."""

@@ -4,7 +4,8 @@ import contextlib
 import math
 import socket
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from tba.common.clock import Clock, SystemClock
 from tba.common.errors import format_duration, quantity
-from tba.common.run_status import Facts, find_stall, last_trainer, live_trainer, living, name_of, total
+from tba.common.run_status import Facts, connected, describe, find_stall, last_trainer, living, name_of, total
 from tba.common.terminal import printable
 from tba.common.wire.messages import ClientStatus, Status
 from tba.deploy.child import Child
@@ -24,14 +25,15 @@ _SAME_LINE_SECONDS = 60.0
 
 
 class Display:
-    """Shows the newest status: live on a terminal, otherwise a line every few seconds while it changes."""
+    """Shows the newest status: live on a terminal that can redraw, else a line every few seconds while it changes."""
 
     def __init__(self, console: Console, *, steps: int, clock: Clock | None = None) -> None:
         self._console = console
         self._clock = clock or SystemClock()
         self._steps = steps
         # A context manager: the display is live while it runs.
-        self.live = Live(console=console, refresh_per_second=4) if console.is_terminal else contextlib.nullcontext()
+        redraws = console.is_terminal and not console.is_dumb_terminal
+        self.live = Live(console=console, refresh_per_second=4) if redraws else contextlib.nullcontext()
         self._eta = Eta(steps)
         self._line, self._line_at = "", -math.inf
         self._status: Status | None = None
@@ -46,19 +48,16 @@ class Display:
         While the buffer does not answer, its last status stays, with why it does not.
         """
         self._status = status = facts.status or self._status
+        state = describe(facts)
+        text = Text(state.sentence, style="bold yellow" if state.name == "stalled" else "dim")
         if status is None:
-            return
+            return self.live.update(text) if isinstance(self.live, Live) else self._print(state.sentence, last=last)
         remaining = self._eta.remaining(status.step, self._clock.monotonic())
         if isinstance(self.live, Live):
-            self.live.update(
-                Group(
-                    _progress(status.step, self._steps, remaining),
-                    _numbers(status, self._console.width),
-                    _explained(facts, status),
-                )
-            )
-        else:
-            self._print(summary_line(facts, status, self._steps, remaining), last=last)
+            numbers = _numbers(status, self._console.width)
+            progress = _progress(status.step, self._steps, remaining)
+            return self.live.update(Group(progress, numbers, text, clients_table(status)))
+        return self._print(summary_line(facts, status, self._steps, remaining), last=last)
 
     def _print(self, line: str, *, last: bool) -> None:
         """Print a line, at most every few seconds; an unchanged line once a minute, to show that the run is alive."""
@@ -85,74 +84,20 @@ class Eta:
         return (now - self._first[1]) / done * (self._steps - step) if done else None
 
 
-def explain(facts: Facts) -> str:
-    """Return one sentence: why the run stands still, or else what it does or waits for."""
-    stall, status = find_stall(facts), facts.status
-    if status is None:
-        return stall.sentence if stall is not None else "the buffer does not answer"
-    doing = stall.sentence if stall is not None else _explanation(status, facts.loading)
-    # Names and reasons come from the network.
-    return printable("; ".join(filter(None, [doing, _warning(status)])))
-
-
-def _warning(status: Status) -> str:
-    """Return what is wrong with the training, as the living trainer says."""
-    trainer = live_trainer(status)
-    return trainer.warning if trainer is not None and not status.finished else ""
-
-
-def _explained(facts: Facts, status: Status) -> Group:
-    """Return the sentence, marked if the run stands still, and the clients."""
-    style = "bold yellow" if find_stall(facts) is not None else "dim"
-    return Group(Text(explain(facts), style=style), clients_table(status))
-
-
-def _explanation(status: Status, starting: Collection[str]) -> str:
-    trainer = last_trainer(status)
-    # A finished run that is resumed is so until its trainer has connected.
-    if status.finished and "trainer" not in starting:
-        return f"finished after {quantity(status.step, 'step')}"
-    if "trainer" in starting or trainer is None:
-        return _without_trainer(status, starting)
-    if trainer.activity == "gone":
-        return f"the trainer left after step {status.step}"
-    if status.trainer_waits_for:
-        waiting = [f"{c.sender}: {c.reason}" for c in living(status) if c.activity == "waiting"]
-        meanwhile = "; ".join(waiting) or _connected(status, starting)
-        return f"the trainer waits for data ({status.trainer_waits_for}); {meanwhile}"
-    doing = f"the trainer is {trainer.activity}" + (f": {trainer.reason}" if trainer.reason else "")
-    return "; ".join(filter(None, [doing, status.no_recent_data]))
-
-
-def _without_trainer(status: Status, starting: Collection[str]) -> str:
-    if "trainer" in starting:
-        return "the trainer is loading the model"
-    return (
-        "no trainer is connected"
-        if status.step
-        else "no trainer has connected yet: it connects after loading its model"
-    )
-
-
-def _connected(status: Status, starting: Collection[str]) -> str:
-    if clients := living(status):
-        return f"{quantity(len(clients), 'searcher')} connected"
-    return "the searchers are loading the model" if "searcher" in starting else "no searcher is connected"
-
-
 def summary_line(facts: Facts, status: Status, steps: int, remaining: float | None) -> str:
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
     parts += [
         f"{status.puts_per_second:,.0f} trajectories/s",
-        _searchers_at(status, facts.loading),
+        _searchers_at(status),
         f"left {duration(remaining)}",
     ]
     trainer = last_trainer(status)
-    parts += filter(None, [status.no_recent_data, trainer.reason if trainer is not None else "", _warning(status)])
-    at_work = status.step and not status.trainer_waits_for and "trainer" not in facts.loading
-    if status.finished or not at_work or find_stall(facts) is not None:
-        return f"{parts[0]}  {explain(facts)}"
+    if trainer is not None:
+        parts += filter(None, [status.no_recent_data, trainer.reason, trainer.warning])
+    state = describe(facts)
+    if not status.step or status.trainer_waits_for or state.name != "running" or facts.status is None:
+        return f"{parts[0]}  {state.sentence}"
     return printable("  ".join(parts))
 
 
@@ -161,11 +106,11 @@ def _trainer_metrics(status: Status) -> list[str]:
     return [f"{name} {trainer.metrics[name]:.3g}" for name in _SHOWN if trainer and name in trainer.metrics]
 
 
-def _searchers_at(status: Status, starting: Collection[str]) -> str:
+def _searchers_at(status: Status) -> str:
     clients = living(status)
     serving = [_version(client) for client in clients if client.weights_version is not None]
     if not clients:
-        return _connected(status, starting)
+        return connected(status)
     without = f"{quantity(len(clients) - len(serving), 'searcher')} without weights yet"
     parts = [f"searchers at {','.join(serving)}"] if serving else []
     return ", ".join(parts if len(serving) == len(clients) else [*parts, without])
@@ -183,9 +128,9 @@ def fleet_line(children: Sequence[Child], facts: Facts) -> str:
     up = sum(child.process is not None and child.ready for child in children)
     starting = sum(child.process is not None and not child.ready for child in children)
     parts = [f"{up}/{quantity(len(children), 'searcher')} up" + (f", {starting} starting" if starting else "")]
-    parts += facts.failing
     if status is None:
-        return printable("; ".join([*parts, "the buffer does not answer"]))
+        return printable("; ".join([*parts, describe(facts).sentence]))
+    parts += facts.failing
     standing = [f"the run stands still: {stall.sentence}"] if stall is not None else []
     reported = {name_of(client): client for client in living(status)}
     senders = {child.name: f"{socket.gethostname()}-{child.name}" for child in children}
@@ -212,12 +157,13 @@ def _fleet_waits(clients: dict[str, ClientStatus]) -> list[str]:
     return [f"waiting: {reason} ({', '.join(labels)})" for reason, labels in reasons.items()]
 
 
-def status_view(status: Status, address: str) -> Group:
-    """Return what `tba status` shows."""
-    facts = Facts(status, address)
+def status_view(status: Status, address: str, here: Mapping[str, Any] | None = None) -> Group:
+    """Return what `tba status` shows; `here` is the state of the run by the files of this machine, if they have it."""
+    found = describe(Facts(status, address))
+    name, sentence = (here["state"], here["explanation"]) if here else found
     stands = f" (for {format_duration(status.stalled_seconds)})" if status.stalled_seconds else ""
-    style = "bold yellow" if find_stall(facts) is not None else ""
-    about = Text(f"run {printable(status.run_name)} at {address}: {explain(facts)}{stands}", style=style)
+    style = "bold yellow" if name == "stalled" else ""
+    about = Text(f"run {printable(status.run_name)} at {address}: {sentence}{stands}", style=style)
     return Group(about, *([Text(_errors(status))] if status.errors else []), clients_table(status))
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -22,10 +23,11 @@ from tba.deploy.child import Child, RestartPolicy, drain_seconds, ending, traine
 from tba.deploy.display import Display
 from tba.deploy.fleet import POLL_SECONDS, evaluator_child, one_thread_each, searcher_children
 from tba.deploy.plot import draw
-from tba.deploy.run_directory import holds_run, mark_ending, mark_failed
+from tba.deploy.run_directory import holds_run, mark_ending, mark_evaluating, mark_failed
 from tba.deploy.supervisor import Supervisor
 
 _STATUS_SECONDS = 0.5
+_STATUS = "STATUS="
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,7 @@ class Launcher:
                 mark_failed(self._config, error)
                 raise
             finally:
-                if not evaluates:
-                    mark_ending(self._config)
+                mark_evaluating(self._config) if evaluates else mark_ending(self._config)
                 self._end()
 
     def _work(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> bool:
@@ -128,25 +129,19 @@ class Launcher:
             self._supervisor.poll()
             if self._buffer.exit_code == 0:
                 raise TbaError(f"the buffer was stopped before the run was done; its log is {self._buffer.log_file}")
-            # Until the buffer is ready, another one may answer at its address.
-            if (self._buffer.ready or self._buffer.failures) and time.monotonic() - asked_at >= _STATUS_SECONDS:
+            if time.monotonic() - asked_at >= _STATUS_SECONDS:
                 asked_at = time.monotonic()
-                facts = self._facts(client)
-                if facts.status is not None:
+                # First, so that the status holds it.
+                if self._buffer.ready:
                     self._supervisor.report_troubles(client)
-                display.show(facts)
+                display.show(self._facts(client))
             time.sleep(POLL_SECONDS)
 
     def _facts(self, client: BufferClient) -> Facts:
+        # Until the buffer is ready, another one may answer at its address.
         status = ask_status(client) if self._buffer.ready else None
-        return Facts(
-            status, client.address, client.silent_seconds, loading=self._starting(), failing=self._supervisor.troubles()
-        )
-
-    def _starting(self) -> set[str]:
-        """Return the roles with a process that is still loading its model."""
-        started = [child for child in (self._trainer, *self._searchers) if child.process is not None]
-        return {"trainer" if child is self._trainer else "searcher" for child in started if not child.ready}
+        silent, failing = client.silent_seconds, self._supervisor.troubles()
+        return Facts(status, client.address, silent, failing, starting=not self._buffer.ready)
 
     def _what_is_saved(self) -> str:
         if not holds_run(self._config):
@@ -170,9 +165,14 @@ class Launcher:
 def evaluate_at_end(config: Config, arguments: Sequence[str], stop: Callable[[], bool], terminal: Console) -> None:
     """Evaluate the kept snapshots, draw the run, and print the accuracy before and after; less if `stop()`."""
     terminal.print("evaluating the kept snapshots on the held-out prompts")
+
+    def tell(doing: str) -> None:
+        mark_evaluating(config, f"`tba run` {doing}")
+        terminal.print(doing)
+
     failure = None
     try:
-        if not evaluate_in_child(config, arguments, stop):
+        if not evaluate_in_child(config, arguments, stop, tell):
             return
     except TbaError as error:
         failure = error
@@ -198,14 +198,18 @@ def before_and_after(rows: Sequence[Row]) -> str:
     return f"held-out {what}: {before} before, {after} after"
 
 
-def evaluate_in_child(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> bool:
+def evaluate_in_child(
+    config: Config, arguments: Sequence[str], stop: Callable[[], bool], tell: Callable[[str], None]
+) -> bool:
     """Run `tba eval --all` as a child, with its output in a log. It is the last thing that `tba run` does.
 
-    Returns False if stopped. Raises TbaError if the child fails.
+    `tell` receives which snapshot is evaluated, of how many. Returns False if stopped. Raises TbaError if the child
+    fails.
     """
     log_file = config.run.dir / run_files.LOGS / "eval.log"
     environment = one_thread_each(config)
-    child = _run_once("eval", ["eval", "--all", *arguments], log_file, environment, stop, lambda: mark_ending(config))
+    command, at_end = ["eval", "--all", *arguments], partial(mark_ending, config)
+    child = _run_once("eval", command, log_file, environment, stop, at_end, tell)
     if child.last_code:
         raise child.failure()
     return not stop()
@@ -218,12 +222,19 @@ def _run_once(
     environment: dict[str, str],
     stop: Callable[[], bool],
     at_end: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Child:
-    """Run a child that is never restarted to its end or until `stop()`, then call `at_end` and stop the child."""
+    """Run a child that is never restarted to its end or until `stop()`, then call `at_end` and stop the child.
+
+    `tell` receives its status, as systemd would.
+    """
     child = Child(name, name, arguments, log_file, RestartPolicy.NEVER, environment=environment)
     with Supervisor([child], LaunchSection()) as supervisor:
         while not (stop() or child.ended):
             supervisor.poll()
+            for notice in child.notices:
+                if notice.startswith(_STATUS):
+                    tell(notice.removeprefix(_STATUS))
             time.sleep(POLL_SECONDS)
         at_end()
         supervisor.stop([child], drain_seconds=1.0)

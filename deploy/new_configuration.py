@@ -3,6 +3,7 @@
 import json
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
@@ -11,10 +12,10 @@ from pydantic import ValidationError
 from tba.common.config import Config
 from tba.common.config.task import FROM_FILES, TASKS
 from tba.common.data_files import is_data_file
-from tba.common.errors import UsageError, first_problem
+from tba.common.errors import TbaError, UsageError, first_problem
 from tba.common.system.devices import list_gpus
 from tba.common.terminal import note
-from tba.common.weights.model_files import is_hub_name
+from tba.common.weights.model_files import check_model, is_hub_name
 
 _TEMPLATE = """\
 # Written by `tba init`. `tba config show` prints every key with its value and origin, `tba run --dry-run` what a run
@@ -92,12 +93,14 @@ def write_configuration(
     """
     if file.exists():
         raise UsageError(f"{file} exists: name another file, as in `tba init other.toml`, or delete it")
-    model = model or _ask("Model (a directory or a hub id)", "--model")
-    task = task or _ask(f"Task ({', '.join(TASKS[:-1])}, or your own file.py)", "--task", "arithmetic")
+    model = model or _ask("Model (a directory or a hub id)", "--model", check=check_model)
+    own = f"Task ({', '.join(TASKS[:-1])}, or your own file.py)"
+    task = task or _ask(own, "--task", "arithmetic", _check_task)
     lines = _data(task, *data)
-    devices = _devices(gpus or _ask("GPUs, as SEARCH:TRAIN, or cpu", "--gpus", _found()))
+    devices = _devices(gpus or _ask("GPUs, as SEARCH:TRAIN, or cpu", "--gpus", _found(), _devices))
     text = _text(model, task, lines, devices, name or Path(task.partition(":")[0]).stem)
-    _check(text, task)
+    _check(text)
+    _check_task(task)
     try:
         with file.open("x", encoding="utf-8") as target:
             target.write(text)
@@ -107,10 +110,21 @@ def write_configuration(
         note(f"{model} is not a directory here. If you mean one, correct model.path in {file}.")
 
 
-def _ask(question: str, option: str, default: str | None = None) -> str:
-    """Ask on the terminal. Without one, return the default. Raises UsageError if there is neither."""
-    if sys.stdin.isatty():
-        return str(typer.prompt(question, default=default, err=True))
+def _ask(
+    question: str, option: str, default: str | None = None, check: Callable[[str], object] = lambda _: None
+) -> str:
+    """Ask on the terminal, again if `check` raises TbaError for the answer.
+
+    Without a terminal, return the default. Raises UsageError if there is neither.
+    """
+    while sys.stdin.isatty():
+        answer = str(typer.prompt(question, default=default, err=True))
+        try:
+            check(answer)
+        except TbaError as error:
+            note(str(error))
+        else:
+            return answer
     if default is None:
         raise UsageError(f"there is no terminal to ask for the {question.partition(' ')[0].lower()}: pass {option}")
     return default
@@ -124,9 +138,9 @@ def _data(task: str, train: str | None, test: str | None) -> str:
                 f"task {task} brings its prompts: --train-data and --test-data are for {', '.join(FROM_FILES)}"
             )
         return ""
-    train = train or _ask("Data to train on (a file or a hub id)", "--train-data")
+    train = train or _ask("Data to train on (a file or a hub id)", "--train-data", check=_check_data)
     if test is None and is_data_file(train):
-        test = _ask("Held-out data (a file)", "--test-data")
+        test = _ask("Held-out data (a file)", "--test-data", check=_check_data)
     return f"train = {_quoted(train)}\n" + (f"test = {_quoted(test)}\n" if test else "")
 
 
@@ -169,16 +183,27 @@ def _text(model: str, task: str, data: str, devices: tuple[str, str], name: str)
     return text
 
 
-def _check(text: str, task: str) -> None:
-    """Raise UsageError for an answer that no configuration may have, or a file of a task that does not exist."""
+def _check(text: str) -> None:
+    """Raise UsageError for an answer that no configuration may have."""
     try:
         Config.model_validate(tomllib.loads(text))
     except ValidationError as error:
         field, message = first_problem(error)
         raise UsageError(f"{'.'.join(field[:2])}: {message}; nothing was written") from error
+
+
+def _check_data(path: str) -> None:
+    if is_data_file(path) and not Path(path).is_file():
+        raise UsageError(f"{path} does not exist")
+
+
+def _check_task(task: str) -> None:
+    """Raise UsageError for a task that is neither built in nor a file here."""
     own = Path(task.partition(":")[0])
     if own.suffix == ".py" and not own.is_file():
         raise UsageError(f"--task {own} does not exist: `tba task new {own.stem}` writes one")
+    if own.suffix != ".py" and task not in TASKS and ":" not in task:
+        raise UsageError(f"--task {task} is none of {', '.join(TASKS)}, nor a file.py")
 
 
 def _quoted(value: str) -> str:

@@ -6,6 +6,7 @@ The holder of its lock writes into the lock file which process it is, and later 
 
 import contextlib
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +21,14 @@ from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
 from tba.common.run_status import check_address
 from tba.common.system.durable import exclusive_lock, open_regular
+from tba.common.terminal import own_command
 from tba.deploy.child import drain_seconds, trainer_drain_seconds
 
 log = get_logger(__name__)
 
 _ENDING = "ending"
 _FAILED = "failed: "
-_COMMAND = "command: "
+_EVALUATES = "evaluates: "
 # The time a launcher needs in addition to that of its children, which it ends in three groups one after another.
 _MARGIN_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -70,19 +72,16 @@ def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume
 
 
 @contextlib.contextmanager
-def sole_launcher(config: Config, command: str) -> Iterator[None]:
+def sole_launcher(config: Config) -> Iterator[None]:
     """Hold the run's directory while the block runs, after a check that the buffer's address is free.
 
-    `command` is what was typed, without --resume: it is recorded for those who continue the run. Raises RunTaken if
-    another `tba run` holds it, and AddressInUse after it has removed the directories it created.
+    Raises RunTaken if another `tba run` holds it, and AddressInUse after it has removed the directories it created.
     """
     directory = config.run.dir
     created = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     lock_file = directory / run_files.LAUNCH_LOCK
     with _lock(lock_file):
         _write_line(lock_file, "wb", f"pid {os.getpid()} on {socket.gethostname()}")
-        if command.isprintable():
-            _write_line(lock_file, "ab", _COMMAND + command)
         try:
             check_address(config)
         except (AddressInUse, ConfigError):
@@ -97,6 +96,11 @@ def mark_ending(config: Config) -> None:
     _write_line(config.run.dir / run_files.LAUNCH_LOCK, "ab", _ENDING)
 
 
+def mark_evaluating(config: Config, doing: str = "`tba run` evaluates the kept snapshots") -> None:
+    """Record in the lock file what its holder, this process, does after the last step."""
+    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "ab", _EVALUATES + doing)
+
+
 def mark_failed(config: Config, error: TbaError) -> None:
     """Record in the lock file why its holder, this process, gives up."""
     _write_line(config.run.dir / run_files.LAUNCH_LOCK, "ab", _FAILED + str(error).partition("\n")[0])
@@ -106,13 +110,13 @@ def mark_failed(config: Config, error: TbaError) -> None:
 class Launch:
     """The last `tba run` of a directory: which process it is or was, whether it ended in order, and why it gave up.
 
-    `command` is what was typed, without --resume; "" if it is not known.
+    `evaluates` is what it does after the last step, in words; "" before and at its end.
     """
 
     holder: str
     ending: bool
     failure: str
-    command: str
+    evaluates: str
 
 
 def last_launch(directory: Path) -> Launch | None:
@@ -124,9 +128,15 @@ def last_launch(directory: Path) -> Launch | None:
         return None
 
     def after(start: str) -> str:
-        return next((line.removeprefix(start) for line in lines if line.startswith(start)), "")
+        return next((line.removeprefix(start) for line in reversed(lines) if line.startswith(start)), "")
 
-    return Launch(lines[0] if lines else "", _ENDING in lines, after(_FAILED), after(_COMMAND))
+    ending = _ENDING in lines
+    return Launch(lines[0] if lines else "", ending, after(_FAILED), "" if ending else after(_EVALUATES))
+
+
+def resume_command(directory: Path, more: Sequence[str] = ()) -> str:
+    """Return the command that continues the run of a directory with its recorded settings, and `more` on top."""
+    return shlex.join([*own_command(), "run", str(directory), "--resume", *more])
 
 
 def await_previous(config: Config, stop: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -181,7 +191,7 @@ def _write_line(path: Path, mode: str, line: str) -> None:
 
 def _holder(path: Path) -> tuple[str, bool]:
     """Return a description of the lock's holder, and whether it is about to end."""
-    launch = last_launch(path.parent) or Launch("", ending=False, failure="", command="")
+    launch = last_launch(path.parent) or Launch("", ending=False, failure="", evaluates="")
     return launch.holder or "one that has just started", launch.ending
 
 

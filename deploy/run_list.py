@@ -1,14 +1,20 @@
-"""The runs below a directory, for `tba runs`: their states and results.
+"""The state of a run, for every command and page, and the runs below a directory with their results.
 
-running    a process of this machine has the database open, or `tba run` holds the directory
-finished   the last step is done; `why` says if the buffer still serves, or `tba run` evaluates
-stopped    everything ended in order before the last step
-crashed    a process was killed, or `tba run` gave up: `why` says what it found
+starting     `tba run` starts its buffer, or the trainer has not connected yet
+running      a process of this machine has the database open
+stalled      it is served, and stands still
+evaluating   the last step is done, and `tba run` evaluates
+finished     the last step is done
+stopped      everything ended in order before the last step
+crashed      a process was killed, or `tba run` gave up
+
+`why` says more: what a run waits for, or what was found of one that crashed.
 """
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,10 +22,13 @@ from typing import Any
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.run import RunSection
-from tba.common.errors import TbaError
+from tba.common.errors import TbaError, quantity
 from tba.common.evaluations import read_evaluations
+from tba.common.run_status import STARTING, Facts, State, describe, status_of
 from tba.common.system.durable import is_locked
-from tba.deploy.run_directory import last_launch
+from tba.common.wire.messages import Status
+from tba.common.wire.socket_files import socket_of
+from tba.deploy.run_directory import last_launch, resume_command
 
 _DEFAULT_NAME = RunSection().name
 # Directories of a run that hold no other runs.
@@ -54,32 +63,32 @@ def list_runs(directory: Path, read_results: ReadResults) -> list[dict[str, Any]
     return sorted(rows, key=lambda row: row["changed"], reverse=True)
 
 
-def ended_run(config: Config, read_results: ReadResults) -> dict[str, Any] | None:
-    """Return the row of the configured run if it has ended and nothing on this machine serves it, else None.
+def local_state(config: Config, read_results: ReadResults, status: Status | None = None) -> dict[str, Any] | None:
+    """Return the row of the configured run, None if there is nothing of it on this machine.
 
-    `explanation` is a sentence with its result, and how to go on.
+    `status` is what its server says, None if none answers. `explanation` is a sentence on its state; of a run that has
+    ended, with its result, and how to go on.
     """
-    rows = _rows(config.run.dir, read_results)
+    rows = _rows(config.run.dir, read_results, status)
     row = next((row for row in rows if row["run"] == config.run.name or len(rows) == 1), None)
-    if row is None or row["state"] not in _ENDED or (row["state"] == "finished" and row["why"]):
-        return None
+    if row is None or row["state"] not in _ENDED or status is not None:
+        return row and row | {"explanation": row["why"]}
     figures = [f"{name} {row[name]:.3g}" for name in ("reward", "accuracy") if row[name] is not None]
     result = ", ".join([f"{row['steps']} steps", *figures])
     state, end = _ENDED[row["state"]]
     why = f" ({row['why']})" if row["state"] == "crashed" else ""
     sentence = f"run {row['run']} in {row['directory']} {state}{why}, and nothing serves it any more: {result}"
-    return row | {"explanation": f"{sentence}; {_how_to_go_on(config.run.dir, row['source'], end)}"}
+    return row | {"explanation": f"{sentence}; {_how_to_go_on(config.run.dir, row, end)}"}
 
 
-def _how_to_go_on(directory: Path, source: str | None, end: str) -> str:
-    """Return the command that continues a run. `source` is the buffer that an offline run trains from."""
-    if source is not None:
-        return f"`tba train --offline --buffer {source} --resume` {end}"
+def _how_to_go_on(directory: Path, row: dict[str, Any], end: str) -> str:
+    """Return the command that continues a run. The source of an offline run is the buffer that it trains from."""
+    if row["source"] is not None:
+        return f"`tba train --offline --buffer {row['source']} --resume` {end}"
     if is_locked(directory / run_files.TRAINER_LOCK):
         return "its trainer waits for the buffer: `tba buffer serve` with the same configuration continues it"
-    launch = last_launch(directory)
-    command = launch.command if launch is not None and launch.command else "tba run FILE"
-    return f"`{command} --resume` {end}"
+    more = ["--set", f"train.steps={2 * row['planned']}"] if row["state"] == "finished" and row["planned"] else []
+    return f"`{resume_command(directory, more)}` {end}"
 
 
 def _folders(directory: Path, depth: int) -> Iterator[Path]:
@@ -99,18 +108,32 @@ def _folders(directory: Path, depth: int) -> Iterator[Path]:
             waiting += [(Path(path), left - 1) for path in below if Path(path).name not in _OWN]
 
 
-def _rows(folder: Path, read_results: ReadResults) -> list[dict[str, Any]]:
-    database = folder / run_files.DATABASE
+def _rows(folder: Path, read_results: ReadResults, status: Status | None = None) -> list[dict[str, Any]]:
+    database, young = folder / run_files.DATABASE, {"run": folder.name, "changed_at": time.time()}
     if not database.is_file():
-        return []
+        return [_row(folder, young, *STARTING)] if is_locked(folder / run_files.LAUNCH_LOCK) else []
     try:
         results = read_results(database)
     except TbaError as error:
-        return [_row(folder, {"run": folder.name, "changed_at": database.stat().st_mtime}, "unreadable", str(error))]
+        return [_row(folder, young | {"changed_at": database.stat().st_mtime}, "unreadable", str(error))]
     return [
-        _row(folder, result, *state_of(database, is_finished=result["finished"], steps=result["steps"]))
+        _row(folder, result, *state_of(database, result, status or served_status(database, result)))
         for result in results
     ]
+
+
+def served_status(database: Path, result: Mapping[str, Any]) -> Status | None:
+    """Return what the server of a run says, None if none answers. `address` and `keys` of the result lead to it.
+
+    A server is asked only while it holds the lock of the database: a file of other origin must not choose an address
+    that this machine connects to.
+    """
+    address = result.get("address")
+    # The recorded run.dir may be relative to another directory.
+    address = f"ipc://{socket_of(database.parent)}" if address == "auto" else address
+    if not address or not is_locked(run_files.database_lock(database)):
+        return None
+    return status_of(result["run"], address, result.get("keys"))
 
 
 def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str, Any]:
@@ -126,6 +149,7 @@ def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str
         "reward": result.get("reward"),
         "accuracy": last.get("accuracy"),
         "changed": _utc(result["changed_at"]),
+        "planned": planned,
         "source": result.get("source"),
         "directory": str(folder),
         "why": "; ".join(filter(None, [why, unknown])),
@@ -140,16 +164,22 @@ def _utc(seconds: float) -> str:
         return ""
 
 
-def state_of(database: Path, *, is_finished: bool, steps: int) -> tuple[str, str]:
-    """Return the state of a run in a database, and why it is in it; "" if that needs no words."""
-    is_served = is_locked(run_files.database_lock(database))
+def state_of(database: Path, result: Mapping[str, Any], status: Status | None) -> State:
+    """Return the state of a run in a database from its `finished` and `steps`, and from what its server says, if any.
+
+    The sentence is "" if the state needs no words.
+    """
     is_launched = is_locked(database.parent / run_files.LAUNCH_LOCK)
-    if is_finished:
-        why = "the buffer still serves" if is_served else "`tba run` still uses the directory" if is_launched else ""
-        return "finished", why
-    if is_served or is_launched:
-        return "running", ""
-    return _interrupted(database, steps)
+    launch = last_launch(database.parent) if is_launched else None
+    if launch is not None and launch.evaluates:
+        return State("evaluating", f"finished after {quantity(result['steps'], 'step')}; {launch.evaluates}")
+    if status is not None:
+        return describe(Facts(status))
+    if is_locked(run_files.database_lock(database)):
+        return State("running", "the buffer does not answer")
+    if launch is not None:
+        return State("finished", "`tba run` is ending") if launch.ending and result["finished"] else STARTING
+    return State("finished", "") if result["finished"] else State(*_interrupted(database, result["steps"]))
 
 
 def _interrupted(database: Path, steps: int) -> tuple[str, str]:

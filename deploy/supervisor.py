@@ -65,7 +65,7 @@ class Supervisor:
         self._guard = SessionGuard()
         # Child processes that were there before the supervisor.
         self._foreign: frozenset[int] = frozenset()
-        # Whether the buffer was told about a failing child.
+        # Whether the buffer was told about a child that fails or loads its model.
         self._reported = False
         self._notices = {child.name: NotifySocket() for child in children}
 
@@ -116,16 +116,18 @@ class Supervisor:
         return [trouble for child in self.children if (trouble := child.trouble(self._launch.max_restarts))]
 
     def report_troubles(self, client: BufferClient) -> None:
-        """Tell the buffer about children that fail, for everybody who asks why the run stands still."""
+        """Tell the buffer about children that fail or load their model, for everybody who asks for the run's state."""
         troubles = self.troubles()
-        if not troubles and not self._reported:
+        started = [child for child in self.children if child.kind != "buffer" and child.process is not None]
+        loading = {child.kind: 1.0 for child in started if not child.ready}
+        if not (troubles or loading or self._reported):
             return
         reason = "; ".join(f"on {socket.gethostname()}: {trouble}" for trouble in troubles)[: fields.MAX_REASON]
         activity = "failing" if troubles else "watching"
-        beat = messages.Heartbeat(activity=activity, reason=reason, weights_version=None, metrics={})
+        beat = messages.Heartbeat(activity=activity, reason=reason, weights_version=None, metrics=loading)
         with contextlib.suppress(BufferUnavailable, Refused):
             client.call(beat, messages.Done, deadline_seconds=_REPORT_SECONDS)
-            self._reported = bool(troubles)
+            self._reported = bool(troubles or loading)
 
     def stop(self, children: Sequence[Child], *, drain_seconds: float) -> None:
         """Send SIGTERM, wait for the children to drain, then kill what is left of their sessions."""

@@ -233,9 +233,19 @@ def _results(section: TaskSection, task: Task, trial: _Trial, *, plays: bool) ->
     if len(errors) < len(trial.results):
         yield _rewards(task, trial, plays=plays)
     if trial.seconds:
-        turns, workers = sum(map(len, trial.results)), max(1, section.reward_workers)
-        each = f"{trial.seconds / turns * 1000:.2f} ms per response, by {workers} workers"
-        yield _found("speed", "ok", f"{turns / trial.seconds:.0f} turns per second, resets included" if plays else each)
+        turns = sum(map(len, trial.results))
+        played = f"{turns / trial.seconds:.0f} turns per second, resets included"
+        yield _found(
+            "speed", "ok", played if plays else f"{_own_seconds(section, task, trial) * 1000:.3g} ms per response"
+        )
+
+
+def _own_seconds(section: TaskSection, task: Task, trial: _Trial) -> float:
+    """Return the mean time of a score in this process: that of a worker includes how often it is asked."""
+    rewards = Rewards(task, section.model_copy(update={"reward_workers": 0}))
+    begin = time.monotonic()
+    _run(rewards, task, trial.scripts)
+    return (time.monotonic() - begin) / len(trial.scripts)
 
 
 def _rewards(task: Task, trial: _Trial, *, plays: bool) -> Finding:

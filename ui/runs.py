@@ -10,22 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba.buffer.store.starts import SERVED_FIRST
+from tba.buffer.store.starts import SERVED_FIRST, STARTS, Start, read_starts
 from tba.buffer.store.storage_errors import stored_config, stored_object
 from tba.buffer.tools.query import PageRows, page_rows
 from tba.common import run_files
-from tba.common.errors import StorageError, TbaError, UsageError
-from tba.common.run_status import ask_status
-from tba.common.system.durable import is_locked
-from tba.common.wire.client import BufferClient
-from tba.common.wire.keys import buffer_client_keys
+from tba.common.errors import StorageError, UsageError
 from tba.common.wire.messages import Status
-from tba.common.wire.socket_files import socket_of
+from tba.deploy.run_list import served_status
 
 DEFAULT_DIRECTORY = Path("runs")
 _PAGE_SECONDS = 5.0
-# A server on the same machine answers within milliseconds.
-_STATUS_PATIENCE_SECONDS = 1.0
 _STATUS_SECONDS = 2.0
 # How long a server that did not answer is not asked again.
 _ABSENT_SECONDS = 15.0
@@ -66,34 +60,18 @@ class Run:
         found = rows.value(sql, self.id)
         return None if found is None else stored_object(found)
 
-    def status(self, config: dict[str, Any]) -> Status | None:
-        """Return the status that the buffer server of the run gives, at most seconds old; None if none answers.
+    def starts(self, rows: PageRows) -> list[Start]:
+        """Return the starts of the run, oldest first."""
+        return read_starts(rows.all(STARTS, self.id))
 
-        A server is asked only while it holds the lock of the database: a file of other origin must not choose an
-        address that this machine connects to.
-        """
-        address = config.get("buffer", {}).get("address", "")
-        # The recorded run.dir may be relative to another directory.
-        if address == "auto":
-            address = f"ipc://{socket_of(self.database.parent)}"
-        if not address or not is_locked(run_files.database_lock(self.database)):
-            return None
+    def status(self, config: dict[str, Any]) -> Status | None:
+        """Return the status that the buffer server of the run gives, at most seconds old; None if none answers."""
+        address, keys = config.get("buffer", {}).get("address", ""), config.get("security", {}).get("keys")
         with self._lock:
             if time.monotonic() >= self._ask_at:
-                self._status = _ask(address, self.name, config.get("security", {}).get("keys"))
+                self._status = served_status(self.database, {"run": self.name, "address": address, "keys": keys})
                 self._ask_at = time.monotonic() + (_STATUS_SECONDS if self._status else _ABSENT_SECONDS)
             return self._status
-
-
-def _ask(address: str, name: str, directory: str | None) -> Status | None:
-    """Return the status of the server at an address if it serves the run of this name."""
-    try:
-        keys = buffer_client_keys(Path(directory) if directory else None, address)
-        with contextlib.closing(BufferClient(address, role="monitor", name="ui", keys=keys)) as client:
-            status = ask_status(client, deadline_seconds=_STATUS_PATIENCE_SECONDS)
-    except TbaError:
-        return None
-    return status if status is not None and status.run_name == name else None
 
 
 def find_runs(paths: Sequence[Path], report: Callable[[str], None]) -> list[Run]:
@@ -119,18 +97,21 @@ def find_runs(paths: Sequence[Path], report: Callable[[str], None]) -> list[Run]
             report(f"left out: {error}")
             continue
         for row in found:
-            key = _free_key(row["name"], runs)
+            key = _free_key(row["name"], database.parent.name, runs)
             runs[key] = Run(key=key, name=row["name"], id=row["id"], database=database)
     if not runs:
         raise UsageError("the databases hold no run yet: start one with `tba run`")
     return list(runs.values())
 
 
-def _free_key(name: str, taken: Container[str]) -> str:
-    """Return the part of an address for a run. Its name, in a file of other origin, may hold any character."""
-    first = re.sub(r"[^A-Za-z0-9._-]", "_", name).strip(".") or "run"
+def _free_key(name: str, directory: str, taken: Container[str]) -> str:
+    """Return the part of an address for a run: its name, with its directory or a number if another run has that name.
+
+    Both, in a file of other origin, may hold any character.
+    """
+    first, second = (re.sub(r"[^A-Za-z0-9._-]", "_", text).strip(".") or "run" for text in (name, directory))
     numbered = (f"{first}~{number}" for number in itertools.count(2))
-    return next(key for key in itertools.chain([first], numbered) if key not in taken)
+    return next(key for key in itertools.chain([first, f"{first}~{second}"], numbered) if key not in taken)
 
 
 def _databases(path: Path) -> list[Path]:

@@ -212,7 +212,7 @@ def _of_clients(status: Status) -> list[Sample]:
         Sample(
             "buffer_clients",
             counts[role, state],
-            "Clients by role; silent: no message for 10 s; gone: it said goodbye.",
+            "Clients by role; silent: no message for 10 s; gone: it has left.",
             {"role": role, "state": state},
         )
         for role in roles

@@ -20,6 +20,7 @@ from tba.buffer.service.service import BufferService
 from tba.buffer.service.stall import StallWatch
 from tba.common.errors import Refused, StorageError, SyncFailed
 from tba.common.log import get_logger
+from tba.common.run_status import Facts, describe
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.wire import messages
@@ -108,8 +109,7 @@ class BufferServer:
         self._service.counters.stalled_seconds = self._stalls.seconds
         if self._endpoint is not None:
             self._endpoint.show_run(status, self._service.state.pace.steps, self._clock.wall())
-        moving = f"step {status.step}, {status.puts_per_second:.0f} trajectories/s"
-        notify_systemd(f"STATUS={status.stall.sentence if status.stall else moving}")
+        notify_systemd(f"STATUS=step {status.step}: {describe(Facts(status)).sentence}")
 
     def serve_group(self, timeout_seconds: float) -> None:
         """Handle one group of requests: take it, commit it, hand its replies to the network thread."""

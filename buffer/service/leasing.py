@@ -109,7 +109,7 @@ class Leasing:
         if not state.prompt_ids or len(state.prompt_ids) < state.task.prompts:
             raise Refused("no_prompts", "the prompts of the run are not registered yet")
         if state.clients[sender].activity == GONE:
-            return ReplyBody(messages.Leases(visits=[], reason="it said goodbye"))
+            return ReplyBody(messages.Leases(visits=[], reason="it has left"))
         # A sender that was silent for too long keeps the leases that no other sender has received since.
         for visit in (state.leases.open.get(lease) for lease in message.held):
             if visit is not None and visit.sender is None:

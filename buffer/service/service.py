@@ -266,6 +266,6 @@ class BufferService:
 
     def _goodbye(self, _: messages.Goodbye, sender: str) -> ReplyBody:
         self.state.leases.release(sender)
-        self.state.clients.show(sender, GONE, "it said goodbye")
+        self.state.clients.show(sender, GONE)
         self.state.clients.recount()
         return ReplyBody(messages.Done())

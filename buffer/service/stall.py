@@ -13,11 +13,13 @@ from tba.common.errors import format_duration, quantity
 from tba.common.log import get_logger
 from tba.common.run_status import (
     READ_LOGS,
+    REPORT_SECONDS,
     SILENT_SECONDS,
     is_silent,
     last_trainer,
     live_trainer,
     living,
+    loading,
     name_of,
     total,
 )
@@ -40,8 +42,6 @@ _FIRST_STEP_SECONDS = 1800.0
 _PUBLISH_SECONDS = 60.0
 _SAVE_SECONDS = 600.0
 _SENTENCE_CHARACTERS = 2000
-# A supervisor that has been silent for longer is gone, and its report with it.
-_REPORT_SECONDS = 60.0
 # Searchers are at work, and nothing arrives: longer than most responses take.
 _NO_DATA_SECONDS = 900.0
 # Rows arrive, and the batch that the trainer waits for does not come closer.
@@ -122,7 +122,7 @@ def _refused_puts(status: Status) -> Stall | None:
 def _failing(status: Status) -> Stall | None:
     """A supervisor says that processes fail, and what they do is not done by others."""
     supervisors = [client for client in status.clients if client.role == "monitor" and client.activity == "failing"]
-    reports = [client.reason for client in supervisors if client.silent_seconds < _REPORT_SECONDS]
+    reports = [client.reason for client in supervisors if client.silent_seconds < REPORT_SECONDS]
     failing = list(dict.fromkeys(reports))
     others = live_trainer(status) is not None and any(map(_at_work, living(status)))
     if not failing or (others and not _waits(status)):
@@ -136,7 +136,7 @@ def _no_trainer(status: Status) -> Stall | None:
     if last is None or last.activity == "gone":
         since = min(status.uptime_seconds, last.activity_seconds if last else status.uptime_seconds)
         # Without one since the server's start it may still load its model.
-        patience = _LOADING_SECONDS if last is None else _RESTART_SECONDS
+        patience = _LOADING_SECONDS if last is None or "trainer" in loading(status) else _RESTART_SECONDS
         if since < patience:
             return None
         how = "`tba train --resume`" if status.step else "`tba train`"
@@ -277,7 +277,8 @@ def _without_searchers(status: Status, searchers: Sequence[ClientStatus]) -> Sta
         return None
     left = [client for client in status.clients if client.role == "searcher"]
     # Without one since the server's start they may still load their model.
-    if status.trainer_waits_seconds < (_WAIT_SECONDS if left else _LOADING_SECONDS):
+    loads = not left or "search" in loading(status)
+    if status.trainer_waits_seconds < (_LOADING_SECONDS if loads else _WAIT_SECONDS):
         return None
     what = f"{_every_searcher(len(left))} left" if left else "no searcher is connected"
     return Stall("no_searcher", f"{what}: start them with `tba search`, or read their logs")

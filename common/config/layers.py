@@ -172,7 +172,7 @@ def _file_layer(file: Path) -> dict[str, _Value]:
     if os.path.isdir(file):
         raise ConfigError(
             f"{file} is a directory, not a configuration: name the TOML file of the run, and the directory with --set "
-            f"run.dir={file} if the file does not; `tba status`, `eval`, `generate`, `report` and `ui` take one"
+            f"run.dir={file} if the file does not; `tba run --resume`, `status`, `eval` and `report` take one"
         )
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))

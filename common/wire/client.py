@@ -19,7 +19,7 @@ from typing import TypeVar
 from tba.common.clock import Clock, SystemClock
 from tba.common.errors import BufferUnavailable, Refused, WireError
 from tba.common.log import get_logger
-from tba.common.system.process import extend_start
+from tba.common.system.process import extend_start, notify_systemd
 from tba.common.wire.channels import ClientChannel, new_secret
 from tba.common.wire.codec import (
     MAX_FRAME_BYTES,
@@ -216,6 +216,7 @@ class BufferClient:
             if reply is None and deadline_seconds is None and now > warn_at:
                 reason = self.obstacle or f"{self.address} does not answer: is `tba buffer serve` running?"
                 log.warning("waiting for the buffer", silent_seconds=self.silent_seconds, reason=reason)
+                notify_systemd(f"STATUS=waiting for the buffer: {reason}")
                 extend_start()
                 warn_at = now + _WARN_SECONDS
         if isinstance(reply.message, Failure):

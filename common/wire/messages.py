@@ -276,7 +276,8 @@ class Heartbeat(Request, frozen=True):
     """Any role -> buffer, every second or two. Reply: Done or Sources. Keeps the sender's leases alive.
 
     `activity` is one word; `reason` is what the sender waits for, or what is in its way. A supervisor is a monitor,
-    and says "failing" while a child of it does not work: `reason` quotes that child's error. `serves` is the address at
+    and says "failing" while a child of it does not work: `reason` quotes that child's error, and its `metrics` name the
+    kinds of children that load their model. `serves` is the address at
     which the sender's node serves snapshots to others, or empty: if it is set, the reply is Sources. `warning` is the
     trainer's: what is wrong with the training, whatever the activity.
     """

@@ -24,6 +24,7 @@ from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
 from tba.common.run_snapshots import pin_newest, weights_directory
 from tba.common.system.durable import sha256_of
+from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.node_store import PinnedSnapshot
 from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
@@ -299,30 +300,29 @@ def evaluate_snapshots(
 ) -> Iterator[tuple[Row, bool]]:
     """Evaluate the named snapshot, every snapshot that a run has kept, or its newest one, with a single engine.
 
-    Yields each evaluation, and whether it is new: with `every` those in `known` are not repeated, and come first.
+    Yields each evaluation, and whether it is new: those in `known` are not repeated, and come first.
     Each snapshot is verified, and a delta is assembled to complete weights. The trainer may be running: snapshots that
     it deletes meanwhile are left out, and the newest one is chosen when the engine is ready. Raises UsageError if there
     is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts.
     """
     # First, so that a mistake in the arguments is reported before the engine starts, which may take minutes.
     paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
-    subject = read_subject(config)
-    if every:
-        new = []
-        for path in paths:
-            row = None
-            # One that cannot be read is reported when it is evaluated.
-            with contextlib.suppress(SnapshotError):
-                row = known.get(subject.key(read(path).manifest))
-            if row is None:
-                new.append(path)
-            else:
-                yield row, False
-        paths = new
-        if not paths:
-            return
+    subject, count, new = read_subject(config), len(paths), []
+    for path in paths:
+        row = None
+        # One that cannot be read is reported when it is evaluated.
+        with contextlib.suppress(SnapshotError):
+            row = known.get(subject.key(read(path).manifest))
+        if row is None:
+            new.append(path)
+        else:
+            yield row, False
+    if not new:
+        return
     with open_evaluator(config, subject, device=device, name="eval") as (evaluator, assembler):
-        for snapshot, pinned in _prepared(config, assembler, named, paths if every else None):
+        prepared = _prepared(config, assembler, named, new if every else None)
+        for number, (snapshot, pinned) in enumerate(prepared, count - len(new) + 1):
+            notify_systemd(f"STATUS=evaluates snapshot {number} of {count}")
             row = evaluator.evaluate(snapshot, pinned, report)
             if row is None:
                 return

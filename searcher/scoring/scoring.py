@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from tba.common.errors import first_line
 from tba.common.log import get_logger
 from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, ErrorKind
 from tba.common.wire.messages import Visit
@@ -157,15 +158,16 @@ def described(error: BaseException, task: Task, prompt: Prompt, method: str, mem
     """Return an error of a task's code as a text, and log where it was raised. `method` is an environment's."""
     if isinstance(error, MemoryError):
         return f"out of memory (limit {memory_mib} MiB)" if memory_mib else "out of memory"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    trace = storable("".join(traceback.format_exception(error)))
+    frames = traceback.extract_tb(error.__traceback__)
+    # The line of the task, and not of a library that it calls.
+    frame = next((frame for frame in reversed(frames) if "site-packages" not in frame.filename), frames[-1])
     # Only the first of the errors of one line is written; the others are counted (DuplicateFilter).
     log.warning(
         f"environment {method} failed" if method else "reward failed",
         task=name_of(task, prompt),
         at=f"{frame.filename}:{frame.lineno}",
         prompt=prompt.key,
-        trace=trace,
+        error=storable(f"{type(error).__name__}: {first_line(error)}"),
     )
     return f"{type(error).__name__}: {error}"
 

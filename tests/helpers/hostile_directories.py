@@ -344,7 +344,7 @@ def launch(run: Path) -> None:
     from tba.deploy.run_directory import last_launch, sole_launcher
 
     last_launch(run)
-    with sole_launcher(Config.model_validate({"run": {"dir": str(run)}}), "tba run"):
+    with sole_launcher(Config.model_validate({"run": {"dir": str(run)}})):
         pass
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -51,6 +52,7 @@ def test_a_run_ends_with_a_complete_history_and_goes_on_elsewhere_with_its_own_t
     assert launcher.wait(400) == 0
     check_history(run)
     assert "held-out greedy accuracy:" in log_of(tmp_path)
+    assert "evaluates snapshot 2 of" in log_of(tmp_path)
     assert (run.directory / "run.png").stat().st_size > 10_000
     assert run.lines("eval.jsonl")[0]["step"] == 0
     assert list(run.directory.glob("tensorboard/events*"))
@@ -64,9 +66,11 @@ def test_a_run_ends_with_a_complete_history_and_goes_on_elsewhere_with_its_own_t
     found = (listed["state"], listed["steps"], listed["directory"], listed["accuracy"] is not None)
     assert found == ("finished", f"{STEPS}/{STEPS}", str(moved), True)
     run = dataclasses.replace(run, directory=moved)
-    changes = (f"run.dir={moved}", f"train.steps={STEPS + 3}", "eval.at_end=false", "train.learning_rate=2e-4")
-    more = tba("run", run.file, "--resume", *changed(*changes, f"model.path={model.rename(tmp_path / 'elsewhere')}"))
+    changes = (f"train.steps={STEPS + 3}", "eval.at_end=false", "train.learning_rate=2e-4")
+    more = tba("run", moved, "--resume", *changed(*changes, f"model.path={model.rename(tmp_path / 'elsewhere')}"))
     assert more.returncode == 0, more.stderr
+    assert re.search(rf"train.steps +{STEPS} +{STEPS + 3}\n", more.stdout), "what differs from the last start"
+    assert "learning_rate" in more.stdout
     check_history(run, steps=STEPS + 3)
 
 

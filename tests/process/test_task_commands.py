@@ -114,6 +114,7 @@ def test_a_check_names_what_is_wrong_with_a_task(checked, tmp_path):
     assert 1 <= log.count("reward failed") <= workers, "equal errors of a worker are counted"
     assert f"at={file}:16" in log
     assert "IndexError" in log
+    assert "Traceback" not in log
 
 
 def test_a_check_plays_the_episodes_of_a_task(checked):

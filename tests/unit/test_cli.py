@@ -199,6 +199,11 @@ def test_doctor_says_first_that_it_has_no_configuration(tba_here, example_model)
     start = "no ./tba.toml here: pass the configuration of the run with -c FILE. These are checks of this machine"
     only = ("doctor", "--only", "python")
     assert tba_here(*only).message.startswith(start)
+    whole = tba_here("doctor")
+    assert (whole.exit_code, "fail" in whole.output, "no GPU is configured" in whole.output) == (0, False, False)
+    assert max(len(line) - len(line.rstrip()) for line in whole.output.splitlines()) == 0
+    lines = [line.strip() for line in tba_here("buffer", "prune", "--help").output.splitlines()]
+    assert "rewards, texts and history stay, and the settings that the run was last served" not in lines
     assert "no ./tba.toml" not in tba_here(*only, *settings(model__path=example_model)).message
 
 

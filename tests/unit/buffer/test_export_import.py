@@ -240,15 +240,15 @@ TURN = make_episode().turns[1] | {"start": 0}
     ("line", "words"),
     [
         ("{", "is not JSON"),
-        ("[1]", "Input should be"),
+        ("[1]", "it must be"),
         ({}, "it has neither prompt nor prompt_ids"),
         ({"prompt_ids": [1]}, "it has neither response nor response_ids"),
         (GOOD | {"rewrad": 1}, "unknown key 'rewrad': did you mean reward?"),
         (GOOD | {"colour": 1}, "unknown key 'colour': other data goes into metadata"),
-        (GOOD | {"reward": "1"}, "reward: Input should be a valid number"),
-        (GOOD | {"reward": float("nan")}, "reward: Input should be a finite number"),
+        (GOOD | {"reward": "1"}, "reward: it must be a valid number"),
+        (GOOD | {"reward": float("nan")}, "reward: it must be a finite number"),
         (GOOD | {"created_at": 1e300}, "rows.created_at[0]: Expected `float` < 253402300800"),
-        (GOOD | {"prompt_ids": [-1]}, "prompt_ids.0: Input should be greater than or equal to 0"),
+        (GOOD | {"prompt_ids": [-1]}, "prompt_ids.0: it must be greater than or equal to 0"),
         (GOOD | {"response_ids": []}, "a trajectory without an error has empty response_ids"),
         (GOOD | {"prompt_key": ""}, "rows.prompt_key[0]: Expected `str` of length >= 1"),
         (GOOD | {"metadata": {"x": float("inf")}}, "Out of range float values are not JSON compliant"),
@@ -267,7 +267,7 @@ TURN = make_episode().turns[1] | {"start": 0}
         (GOOD | {"turns": [{"start": 0}]}, "rows.turns[0][0]: Object missing required field"),
         (GOOD | {"turns": [TURN | {"tokens": 2}]}, "turn 0 of row 0 is not after the one before it and inside"),
         (GOOD | {"segments": [0]}, "the segments [0] of row 0"),
-        (GOOD | {"error": "no", "error_kind": "boredom"}, "error_kind: Input should be"),
+        (GOOD | {"error": "no", "error_kind": "boredom"}, "error_kind: it must be"),
         (GOOD | {"error_kind": "reward"}, "row 0 has error None, error_kind 'reward'"),
     ],
 )
@@ -316,7 +316,7 @@ def test_a_null_reward_is_not_the_default_reward(tba_buffer, target, tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.Table.from_pylist([GOOD | {"reward": 0.5}, GOOD | {"reward": None}]), tmp_path / "rows.parquet")
     refused = tba_buffer("import", "rows.parquet", *target)
-    assert refused.message == "rows.parquet row 2: reward: Input should be a valid number"
+    assert refused.message == "rows.parquet row 2: reward: it must be a valid number"
 
 
 def test_importing_text_without_a_model_names_the_setting(tba_buffer, tmp_path):

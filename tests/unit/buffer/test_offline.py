@@ -16,8 +16,17 @@ from tba.buffer.offline.offline_buffer import OfflineBuffer
 from tba.buffer.offline.recorded_run import read_recorded_run
 from tba.buffer.server.start import serve
 from tba.buffer.store.archives import NAME_KEY
+from tba.buffer.store.reader import open_reader
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import IMPORT, as_recorded
+from tba.buffer.store.starts import (
+    IMPORT,
+    STARTS,
+    as_recorded,
+    changes_since_last_start,
+    read_starts,
+    resolve_start,
+    value_over_steps,
+)
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
 from tba.buffer.tools.export import archive_record, archive_schema
@@ -25,6 +34,7 @@ from tba.common import data_files
 from tba.common.config import Config
 from tba.common.config.layers import resolve
 from tba.common.errors import ConfigError, Refused, StorageError, UsageError
+from tba.common.terminal import ConfigOptions
 from tba.common.wire import messages
 from tba.common.wire.archive_messages import Archive
 from tba.tests.helpers.buffer import ServiceHarness, change
@@ -413,6 +423,10 @@ def test_without_a_file_a_run_is_read_with_its_recorded_configuration(run, tmp_p
     assert (found.run.dir, found.database, found.search.max_tokens) == (moved, moved / "buffer.sqlite", 7)
     assert (found.model.path, found.search.gpus, found.task.options) == ("here", "cpu", {"digits": 2})
     assert (found.reward_model.url, found.reward_model.api_key.get_secret_value()) == ("http://a", "")
+    same = resolve_start(ConfigOptions(moved, ["search.max_tokens=7"])).config
+    assert (same.database, same.model.path, same.search.max_tokens) == (moved / "buffer.sqlite", "here", 7)
+    changes = {key: (was, now) for key, was, now in changes_since_last_start(same)}
+    assert changes == {"search.max_tokens": (Config().search.max_tokens, 7), "reward_model.api_key": ("**********", "")}
     file = tmp_path / "own.toml"
     file.write_text("[search]\nmax_tokens = 9\n")
     assert as_recorded(resolve(file, environment={}, assignments=sets)).model.path == ""
@@ -506,3 +520,21 @@ def test_a_start_without_searchers_and_an_import_bind_the_run_to_nothing(tmp_pat
     refuse_other_work(right)
     with pytest.raises(ConfigError, match="task.options was"):
         refuse_other_work(wrong)
+
+
+def test_a_setting_that_a_start_changed_is_told_with_the_step_of_the_change(filled):
+    recorded = '{"train": {"learning_rate": 1e-6, "steps": 9}}'
+    again = """INSERT INTO starts (run, started_at, config, software)
+        SELECT run, ?, json_set(config, '$.train.learning_rate', ?), software FROM starts LIMIT 1"""
+    change(filled, "UPDATE batches SET trained_at = 5e9", ("UPDATE starts SET config = ?", [recorded]))
+    change(filled, (again, [1e10, 3e-5]), (again, [2e10, 3e-5]))
+    with open_reader(filled) as connection:
+        connection.row_factory = sqlite3.Row
+        starts = read_starts(connection.execute(STARTS, (1,)).fetchall())
+    assert [(start.step, start.changes) for start in starts] == [
+        (0, []),
+        (1, [("train.learning_rate", 1e-6, 3e-5)]),
+        (1, []),
+    ]
+    assert value_over_steps(starts, "train.learning_rate") == "1e-06 until step 1, then 3e-05"
+    assert value_over_steps(starts, "train.steps") == "9"

@@ -269,6 +269,12 @@ HEALTHY: dict[str, Status] = {
     "starting": new_run(seconds=30),
     "a resumed run loads its models": run(uptime_seconds=90.0),
     "only the searchers still load": starved(uptime_seconds=90.0),
+    "a trainer that left loads its model again": run(
+        trainer(activity="gone", activity_seconds=300.0), make_client("monitor", metrics={"trainer": 1.0}), searcher()
+    ),
+    "searchers that left load their model again": starved(
+        searcher(activity="gone"), make_client("monitor", metrics={"search": 1.0})
+    ),
     "a supervisor failed and is gone": new_run(failing("x failed", silent_seconds=300.0), seconds=30),
     "searchers ahead": run(trainer(), waiting(reason=_UNDER_WAY)),
     "a short wait for a batch": starved(waiting(reason=_UNDER_WAY), trainer_waits_seconds=2.0),

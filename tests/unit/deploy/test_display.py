@@ -9,13 +9,21 @@ import pytest
 from rich.console import Console
 
 from tba.cli.inspection import for_machines
+from tba.cli.models import _print_in_parts
 from tba.common.errors import quantity
-from tba.common.run_status import Facts
+from tba.common.run_status import Facts, describe
 from tba.common.wire.messages import Status
-from tba.deploy.display import Display, clients_table, explain, status_view, summary_line
+from tba.deploy.display import Display, clients_table, status_view, summary_line
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.statuses import make_client, make_status
+
+# What a supervisor reports while the trainer, or a searcher, loads its model.
+LOADS = {kind: make_client("monitor", activity="watching", metrics={kind: 1.0}) for kind in ("trainer", "search")}
+
+
+def explain(facts: Facts) -> str:
+    return describe(facts).sentence
 
 
 @pytest.fixture
@@ -28,7 +36,7 @@ def pipe():
 def test_an_unchanged_line_is_printed_once_a_minute(pipe):
     display, clock, output = pipe
     for _ in range(121):
-        display.show(Facts(make_status(), loading={"trainer"}))
+        display.show(Facts(make_status(clients=[LOADS["trainer"]])))
         clock.advance(1)
     assert output.getvalue() == "step 0/80  the trainer is loading the model\n" * 3
 
@@ -44,25 +52,27 @@ def test_changes_are_printed_every_few_seconds_and_the_last_line_always(pipe):
 
 
 def test_the_explanation_names_what_a_starting_run_waits_for():
-    assert explain(Facts(make_status())) == "no trainer has connected yet: it connects after loading its model"
-    assert explain(Facts(make_status(), loading={"trainer", "searcher"})) == "the trainer is loading the model"
-    finished = make_status(60, clients=[], finished=True)
-    assert explain(Facts(finished)) == "finished after 60 steps"
-    assert explain(Facts(finished, loading={"trainer", "searcher"})) == "the trainer is loading the model"
+    assert describe(Facts(None, starting=True)) == ("starting", "`tba run` is starting the buffer")
+    assert explain(Facts(make_status())) == "no trainer has connected yet: it loads its model first"
+    finished = make_status(60, finished=True)
+    assert describe(Facts(finished)) == ("finished", "finished after 60 steps; the buffer serves it again")
+    resumed = make_status(60, finished=True, clients=[LOADS["trainer"]])
+    assert describe(Facts(resumed)) == ("starting", "the trainer is loading the model")
     previous = make_client("trainer", activity="gone")
+    assert explain(Facts(make_status(60, finished=True, clients=[previous]))) == "finished after 60 steps"
     assert explain(Facts(make_status(5, clients=[previous]))) == "the trainer left after step 5"
-    assert explain(Facts(make_status(5, clients=[previous]), loading={"trainer"})) == "the trainer is loading the model"
-    waiting = make_status(clients=[make_client("trainer")], trainer_waits_for="0 of 8 prompts have trajectories")
-    assert explain(Facts(waiting, loading={"searcher"})).endswith(
-        "(0 of 8 prompts have trajectories); the searchers are loading the model"
-    )
+    restarted = make_status(5, clients=[previous, LOADS["trainer"]])
+    assert explain(Facts(restarted)) == "the trainer is loading the model"
+    clients = [make_client("trainer"), LOADS["search"]]
+    waiting = make_status(clients=clients, trainer_waits_for="0 of 8 prompts have trajectories")
+    assert explain(Facts(waiting)).endswith("0 of 8 prompts have trajectories); the searchers are loading the model")
 
 
 def test_who_has_left_a_finished_run_is_not_called_gone():
-    gone = make_client("searcher", sender="vm-cpu0.1", activity="gone", reason="it said goodbye")
+    gone = make_client("searcher", sender="vm-cpu0.1", activity="gone")
     status = make_status(80, clients=[gone])
-    assert "gone: it said goodbye" in shown(status)
-    done = msgspec.structs.replace(status, finished=True)
+    assert "  gone  " in shown(status)
+    done = make_status(80, finished=True, clients=[make_client("trainer", activity="gone")])
     assert summary_line(Facts(done), done, 80, None) == "step 80/80  finished after 80 steps"
     after = shown(msgspec.structs.replace(status, finished=True))
     assert "finished" in after
@@ -136,6 +146,26 @@ def test_names_from_the_network_are_neither_markup_nor_escape_sequences():
     assert "\x1b" not in output.getvalue()
 
 
+def test_a_terminal_that_cannot_redraw_gets_lines():
+    output = io.StringIO()
+    dumb = Console(file=output, width=200, force_terminal=True, _environ={"TERM": "dumb"})
+    display = Display(dumb, steps=80, clock=ManualClock())
+    with display.live:
+        display.show(Facts(make_status(5, clients=[make_client("trainer")])))
+        assert output.getvalue().startswith("step 5/80 ")
+
+
+def test_a_wide_table_of_evaluations_is_printed_in_parts_that_fit(monkeypatch, capsys):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["version", "step", *(f"pass_at_{k}" for k in range(12))]
+    _print_in_parts(names, [dict.fromkeys(names, "0.7917 [0.6, 0.9]") | {"version": 917}])
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("917 ") for line in lines) == 5, "each part names the version"
+    assert " ".join(lines).count("0.7917 [0.6, 0.9]") == 13, "no cell is broken"
+
+
 def test_the_figures_of_the_live_display_are_never_broken_in_the_middle():
     status = make_status(5, clients=[make_client("trainer", metrics={"loss": 0.5, "reward": 0.25, "staleness": 3.0})])
     output = io.StringIO()
@@ -163,7 +193,7 @@ def test_a_wait_of_a_searcher_that_is_ahead_is_called_normal():
 
 
 def test_searchers_that_load_while_the_trainer_trains_on_stored_answers_are_said_to_load():
-    facts = Facts(make_status(26, clients=[make_client("trainer")]), loading=["searcher"])
+    facts = Facts(make_status(26, clients=[make_client("trainer"), LOADS["search"]]))
     assert "  the searchers are loading the model  " in summary_line(facts, not_none(facts.status), 60, None)
 
 

@@ -1,9 +1,12 @@
 """`tba init`: the file that it writes, and what it refuses."""
 
+import io
+
 import pytest
 
 from tba.common.config.layers import resolve
-from tba.deploy.new_configuration import _text
+from tba.common.errors import UsageError
+from tba.deploy.new_configuration import _devices, _text, write_configuration
 
 
 @pytest.mark.slow
@@ -58,3 +61,25 @@ def test_every_file_is_valid_and_keeps_what_was_answered(tmp_path, devices):
     assert config.buffer.samples_per_insert == "unbounded"
     # On a shared GPU, less than a half of the memory is for the engine.
     assert (config.search.gpu_memory_utilization < 0.5) == (devices == ("0", "0"))
+
+
+def test_devices_are_two_lists():
+    assert _devices("0,1:2-3") == ("0,1", "2-3")
+    with pytest.raises(UsageError):
+        _devices(":1")
+
+
+class Typed(io.StringIO):
+    """What somebody types on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_answer_on_a_terminal_is_checked_when_it_is_given(example_model, tmp_path, monkeypatch, capsys):
+    answers = [tmp_path / "nope", example_model, tmp_path, "arithmetic", "0-6", "cpu"]
+    monkeypatch.setattr("sys.stdin", Typed("".join(f"{answer}\n" for answer in answers)))
+    write_configuration(tmp_path / "tba.toml", None, None, (None, None), None, None)
+    assert f'path = "{example_model}"' in (tmp_path / "tba.toml").read_text()
+    said = capsys.readouterr().err
+    assert [word in said for word in ("nope", f"--task {tmp_path} is none of", "0-6: name the GPUs")] == [True] * 3

@@ -1,21 +1,34 @@
 """`tba runs`: the states of runs, and where they are found."""
 
+import html
+import re
 import shutil
 import socket
+import threading
 import time
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tba.buffer.server.start import serve as serve_buffer
 from tba.buffer.tools.stats import read_results
 from tba.common.config import Config
 from tba.common.evaluations import record_evaluations
+from tba.common.run_status import Facts, ask_status, describe
 from tba.common.system.durable import exclusive_lock
-from tba.deploy.run_list import ended_run, list_runs
+from tba.common.system.process import NotifySocket
+from tba.common.wire import messages
+from tba.common.wire.client import BufferClient
+from tba.deploy.run_directory import mark_ending, mark_evaluating, sole_launcher
+from tba.deploy.run_list import list_runs, local_state
+from tba.tests.helpers.browser import client as browse
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.nodes import wait_until
+from tba.tests.helpers.puts import connected, make_trajectory, prepare, put_message
 
 
 @pytest.fixture
@@ -60,17 +73,16 @@ def test_the_state_of_a_run_follows_from_its_locks_and_its_end(make_run, tmp_pat
         "killed": "crashed",
         "power": "crashed",
         "by-hand": "stopped",
-        "held": "running",
+        "held": "starting",
     }
     assert found["failed"][1] == "the trainer failed"
     assert {state for state, _ in states(tmp_path, finished=True).values()} == {"finished"}
 
 
-def test_a_finished_run_whose_buffer_serves_is_finished(make_run, tmp_path):
+def test_a_run_whose_buffer_does_not_answer_is_said_to_run(make_run, tmp_path):
     served = make_run("served")
     with exclusive_lock(served / "buffer.sqlite.lock", ""):
-        assert states(tmp_path, finished=True) == {"served": ("finished", "the buffer still serves")}
-        assert states(tmp_path) == {"served": ("running", "")}
+        assert states(tmp_path) == {"served": ("running", "the buffer does not answer")}
 
 
 def test_a_run_whose_database_is_a_link_has_the_state_of_the_file(make_run, tmp_path):
@@ -79,7 +91,7 @@ def test_a_run_whose_database_is_a_link_has_the_state_of_the_file(make_run, tmp_
     (folder / "buffer.sqlite").rename(disk / "rows.sqlite")
     (folder / "buffer.sqlite").symlink_to(disk / "rows.sqlite")
     with exclusive_lock(disk / "rows.sqlite.lock", ""):
-        assert states(tmp_path / "runs") == {"linked": ("running", "")}
+        assert states(tmp_path / "runs") == {"linked": ("running", "the buffer does not answer")}
     (disk / "rows.sqlite-wal").write_bytes(b"x")
     assert states(tmp_path / "runs")["linked"][0] == "crashed"
 
@@ -146,35 +158,133 @@ def test_a_finished_run_that_nothing_serves_is_described_with_its_result(make_ru
     record_evaluations(folder, [{"run": "r", "version": 8, "step": 8, "prompts": 4, "accuracy": 0.887}])
     config, finished = config_of(folder), partial(read, finished=True)
     sentence = "is finished, and nothing serves it any more: 8/8 steps, reward 0.746, accuracy 0.887"
-    assert sentence in not_none(ended_run(config, finished))["explanation"]
+    assert sentence in not_none(local_state(config, finished))["explanation"]
     with exclusive_lock(folder / "buffer.sqlite.lock", ""):
-        assert ended_run(config, finished) is None
-        assert ended_run(config, read) is None
+        assert not_none(local_state(config, finished))["state"] == "running"
 
 
 def test_the_status_says_how_an_offline_run_and_one_whose_trainer_waits_go_on(make_run):
     folder = make_run("other", log=b"x")
 
     def told(**changes: Any) -> str:
-        sentence: str = not_none(ended_run(config_of(folder), partial(read, **changes)))["explanation"]
+        sentence: str = not_none(local_state(config_of(folder), partial(read, **changes)))["explanation"]
         return sentence
 
     offline = "`tba train --offline --buffer runs/a/buffer.sqlite --resume` continues it"
     assert offline in told(source="runs/a/buffer.sqlite")
-    assert "`tba run FILE --resume` continues it" in told()
+    assert f"run {folder} --resume` continues it" in told()
+    assert f"run {folder} --resume --set train.steps=16` with more train.steps extends it" in told(finished=True)
     with exclusive_lock(folder / "trainer.lock", ""):
         assert "its trainer waits for the buffer: `tba buffer serve`" in told()
 
 
 @pytest.mark.slow
 def test_the_status_of_a_run_that_ended_early_says_how_to_continue_it(filled, make_run, tba_here):
-    folder = make_run("early", "pid 1 on h\ncommand: tba run a.toml --set b=1\nfailed: no disk\nending\n")
+    folder = make_run("early", "pid 1 on h\nfailed: no disk\nending\n")
     filled.rename(folder / "buffer.sqlite")
     outcome = tba_here("status", "--set", f"run.dir={folder}", "--set", "run.name=test")
     assert outcome.exit_code == 0
     sentence = f"run test in {folder} has crashed (no disk), and nothing serves it any more: 1"
     assert sentence in outcome.output
-    assert "`tba run a.toml --set b=1 --resume` continues it" in outcome.output
+    assert f"run {folder} --resume` continues it" in outcome.output
     assert tba_here("status", folder).output == outcome.output
     none = tba_here("status", folder.parent)
     assert (none.exit_code, "holds no buffer.sqlite: it is not the directory of a run" in none.message) == (2, True)
+
+
+class Walk:
+    """One run, and what each place says of it. `serve` is the real server, with a socket in place of systemd."""
+
+    def __init__(self, folder: Path, systemd: NotifySocket) -> None:
+        run = {"run": {"dir": str(folder), "name": "test"}, "train": {"prompts_per_step": 1, "samples_per_prompt": 2}}
+        self.config, self.systemd = Config.model_validate(run), systemd
+        self.last = ""
+
+    @contextmanager
+    def serve(self):
+        """Serve the buffer in a thread."""
+        stopped = threading.Event()
+        thread = threading.Thread(target=serve_buffer, args=(self.config, stopped.is_set))
+        thread.start()
+        with connected(self.config.address, "monitor", "launcher") as self.launcher:
+            self.launcher.call(messages.GetStatus(), messages.Status, deadline_seconds=30)
+            try:
+                yield
+            finally:
+                stopped.set()
+                thread.join(30)
+
+    def tell(self, activity: str, **metrics: float) -> None:
+        """Report as the launcher's supervisor does."""
+        beat(self.launcher, activity, "on h: trainer failed 3 times", **metrics)
+
+    def says(self, state: str, words: str, *, served: bool = True) -> None:
+        """Compare the list of runs, the status, the browser and, of a run that is served, the display and systemd."""
+        status = ask_status(self.launcher) if served else None
+        found = {"runs": list_runs(self.config.run.dir, read_results)[0]}
+        found["status"] = not_none(local_state(self.config, read_results, status))
+        badge = re.search(
+            r'badge (\w+)".*?<span.*?>(.*?)</span>', browse(self.config.run.dir).get("/r/test").text, re.S
+        )
+        texts = {"browser": html.unescape(not_none(badge)[2])} | {name: row["why"] for name, row in found.items()}
+        if served:
+            texts["display"] = describe(Facts(status)).sentence
+            wait_until("systemd", partial(self._is_told, texts["display"]), 10)
+        assert {not_none(badge)[1], *(row["state"] for row in found.values())} == {state}
+        assert len(set(texts.values())) == 1, texts
+        assert words in texts["runs"]
+
+    def _is_told(self, sentence: str) -> bool:
+        self.last = next((text for text in reversed(self.systemd.receive()) if "STATUS=step" in text), self.last)
+        return self.last.endswith(sentence)
+
+
+def beat(client: BufferClient, activity: str, reason: str = "", **metrics: float) -> None:
+    message = messages.Heartbeat(activity=activity, reason=reason, weights_version=None, metrics=metrics)
+    client.call(message, messages.Done, deadline_seconds=30)
+
+
+@pytest.mark.slow
+def test_every_place_says_the_same_of_a_run_from_its_start_to_its_last_evaluation(tmp_path, monkeypatch):
+    with closing(NotifySocket()) as systemd:
+        monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
+        walk = Walk(tmp_path / "run", systemd)
+        with sole_launcher(walk.config):
+            (starting,) = list_runs(tmp_path, read_results)
+            assert (starting["state"], starting["why"]) == describe(Facts(None, starting=True))
+            with walk.serve(), connected(walk.config.address, "trainer") as trainer:
+                walk.tell("watching", trainer=1.0)
+                walk.says("starting", "the trainer is loading the model")
+                walk.tell("watching")
+                with connected(walk.config.address, "searcher") as searcher:
+                    prepare(searcher)
+                    trainer.call(messages.Hello(host="h", pid=1), messages.Welcome, deadline_seconds=30)
+                    beat(trainer, "waiting")
+                    ask = messages.SampleBatch(step=0, prompts=1, samples=2, reference="initial", wait_seconds=60)
+                    trainer.post(ask)
+                    trainer.poll(0.5)
+                    walk.says("running", "the trainer waits for data")
+                    put, frames = put_message([make_trajectory("p0", lease=0, tokens=[n]) for n in range(2)])
+                    searcher.post(put, frames)
+                    wait_until("acknowledgement", partial(searcher.poll, 1.0), 30)
+                    wait_until("batch", partial(trainer.poll, 1.0), 30)
+                    beat(trainer, "training")
+                    walk.says("running", "the trainer is training")
+                    searcher.call(messages.Goodbye(), messages.Done, deadline_seconds=30)
+                walk.tell("failing")
+                walk.says("stalled", "trainer failed 3 times")
+                walk.tell("watching")
+                report = messages.ReportStep(
+                    step=0, metrics={}, reference="initial", trajectory_ids=[], reference_logprobs=[]
+                )
+                trainer.call(report, messages.Done, deadline_seconds=30)
+                trainer.call(messages.FinishRun(step=0), messages.Done, deadline_seconds=30)
+                walk.says("finished", "finished after 1 step")
+            mark_evaluating(walk.config, "`tba run` evaluates snapshot 3 of 9")
+            walk.says("evaluating", "finished after 1 step; `tba run` evaluates snapshot 3 of 9", served=False)
+            mark_ending(walk.config)
+        assert local_state(walk.config, read_results)["state"] == "finished"
+        with walk.serve():
+            walk.says("finished", "finished after 1 step; the buffer serves it again")
+            walk.tell("watching", trainer=1.0)
+            walk.says("starting", "the trainer is loading the model")

@@ -85,7 +85,7 @@ def test_a_range_is_drawn_from_in_steps_that_include_its_ends():
         ("temperature={min = 1.3, max = 0.7}", "min is above its max"),
         ("top_p=0", "top_p must be more than 0 and at most 1"),
         ("top_p=[0.9, 1.1]", "top_p must be more than 0 and at most 1"),
-        ("explore=prompt", "input should be 'sample', 'group' or 'searcher'"),
+        ("explore=prompt", "it must be 'sample', 'group' or 'searcher'"),
     ],
 )
 def test_an_invalid_setting_is_refused_in_one_sentence(assignment, sentence):

@@ -4,8 +4,9 @@
 
 Each run is `tba run CONFIG` in a directory of its own below --out, and one that has finished is not repeated. A setting
 may have several keys, separated by commas. Numbers are means over the seeds: accuracy, with its standard deviation, of
-the greedy answers to held-out prompts; the reward of the batches at a quarter, half and the end of the steps (each a
-mean over a tenth of them); `reuse_mean` over all steps; seconds from the first step to the last; generated tokens.
+the greedy responses to held-out prompts; the reward of the batches at a quarter, half and the end of the steps (each a
+mean over a tenth of them); `reuse_mean` over all steps; seconds from the first response to the last step; generated
+tokens.
 """
 
 import argparse
@@ -70,14 +71,14 @@ def read(directory: Path) -> list[float]:
     rewards, width = [one.get("reward_mean", 0.0) for one in steps], max(1, len(steps) // 10)
     ends = (len(steps) // 4, len(steps) // 2, len(steps))
     database = sqlite3.connect(f"file:{directory / 'buffer.sqlite'}?mode=ro", uri=True)
-    ((tokens,),) = database.execute("SELECT SUM(response_tokens) FROM clients").fetchall()
+    ((tokens, first),) = database.execute("SELECT SUM(response_tokens), MIN(first_received_at) FROM clients").fetchall()
     database.close()
     return [
         *(one.get("accuracy", one["reward"]) for one in (tests[0], tests[-1])),
         *(mean(rewards[max(0, end - width) : max(1, end)]) for end in ends),
         mean(one.get("reuse_mean", 0.0) for one in steps),
-        steps[-1]["time"] - steps[0]["time"],
-        tokens or 0,
+        steps[-1]["time"] - first,
+        tokens,
     ]
 
 

@@ -24,29 +24,41 @@ DEMO := runs/demo
 WORDS := runs/demo-words
 GAME := runs/demo-game
 
-.PHONY: demo demo-words demo-game quick test test-failed test-all test-fleet gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication clean
+.PHONY: demo demo-words words-start demo-game game-start bench-reuse quick test test-failed test-all test-fleet gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
 	@$(BIN)/tba run examples/arithmetic/demo.toml --set run.dir=$(DEMO) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 
 # Word problems with longer answers: an untrained model, its warm start by `tba sft`, and the run.
-demo-words: $(VENV)/installed-$(ENGINE)
-	@rm -rf $(WORDS) $(WORDS)-start
+demo-words: words-start
+	@rm -rf $(WORDS)
+	@$(BIN)/tba run examples/words/demo.toml --set run.dir=$(WORDS) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
+
+words-start: $(VENV)/installed-$(ENGINE)
+	@rm -rf $(WORDS)-start
 	@$(BIN)/python examples/words/prepare.py --out $(WORDS)-start
 	@$(BIN)/tba sft $(WORDS)-start/pairs.jsonl --config examples/words/demo.toml --model $(WORDS)-start/untrained \
 		--out $(WORDS)-start/model
-	@$(BIN)/tba run examples/words/demo.toml --set run.dir=$(WORDS) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 
 # A game of several turns, from an untrained model; then once more without hints: what it has learned is to use them.
-demo-game: $(VENV)/installed-$(ENGINE)
-	@rm -rf $(GAME) $(GAME)-start
-	@$(BIN)/python examples/game/prepare.py --out $(GAME)-start --seed $(SEED)
+demo-game: game-start
+	@rm -rf $(GAME)
 	@$(BIN)/tba run examples/game/demo.toml --set run.dir=$(GAME) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 	@echo 'the last policy without hints:'
 	@$(BIN)/tba eval --snapshot "$$(ls -d $(GAME)/snapshots/v* | tail -n 1)" --config examples/game/demo.toml \
 		--set run.dir=$(GAME)-start --set task.options.hints=false --set search.engine=$(ENGINE)
 	@$(BIN)/tba generate --play --config $(GAME)
+
+game-start: $(VENV)/installed-$(ENGINE)
+	@rm -rf $(GAME)-start
+	@$(BIN)/python examples/game/prepare.py --out $(GAME)-start --seed $(SEED)
+
+# How often data is trained on, limited and not: a table of the three demos, with three seeds; hours.
+bench-reuse: words-start game-start
+	$(BIN)/python examples/sweep.py examples/arithmetic/demo.toml examples/words/demo.toml examples/game/demo.toml \
+		--out runs/reuse --settings "" buffer.min_fill=1024 buffer.samples_per_insert=1 buffer.samples_per_insert=2 \
+		buffer.samples_per_insert=4 $(SWEEP)
 
 # A minute or a few: unit tests without the slow ones, and the rules on the source.
 quick: $(VENV)/installed-dev

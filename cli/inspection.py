@@ -24,7 +24,6 @@ from tba.common.terminal import (
     note,
     print_json,
     print_table,
-    refusing,
 )
 
 if TYPE_CHECKING:
@@ -32,10 +31,7 @@ if TYPE_CHECKING:
     from tba.common.wire.client import BufferClient
 
 app = typer.Typer()
-_REMOVED = {"check": "`tba doctor --only settings --only model --only task` checks the configuration alone"}
-config_app = typer.Typer(
-    cls=refusing(_REMOVED), no_args_is_help=True, help="The configuration: show every value with its origin."
-)
+config_app = typer.Typer(no_args_is_help=True, help="The configuration: show every value with its origin.")
 _WATCH_SECONDS = 1.0
 # Checks that say nothing of a machine.
 _OF_CONFIGURATION = ("settings", "model", "trainer memory")

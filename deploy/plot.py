@@ -78,11 +78,12 @@ def draw_curves(curves: Sequence[Curve], picture: Path, *, x: str) -> Path:
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:
-        raise MissingExtra("matplotlib", "train") from None
+        raise MissingExtra("matplotlib", "plot") from None
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    fronts = [front for front in (_kl_front(curves), _diversity_front(curves)) if front]
+    kl = _front(curves, "kl", "KL to the reference (nats per response)")
+    fronts = [front for front in (kl, _diversity_front(curves)) if front]
     figure = plt.figure(figsize=(8 + 4 * bool(fronts), 6))
     grid = figure.add_gridspec(6, 3 if fronts else 2)
     upper = figure.add_subplot(grid[:4, :2])
@@ -120,16 +121,13 @@ def _draw_rewards(axis: Any, curves: Sequence[Curve], x: str) -> None:
     if all(0 <= reward <= 1 for reward in every if not math.isnan(reward)):
         axis.set_ylim(0, 1)
     axis.legend(loc="lower right")
-    if several:
-        axis.set_title("mean reward of the batch; points: held out")
-    else:
-        axis.set_title(curves[0].label)
+    axis.set_title("mean reward of the batch; points: held out" if several else curves[0].label)
 
 
 def _draw_points(axis: Any, points: Sequence[tuple[float, Row]], name: str, label: str, colour: Any) -> list[float]:
     """Draw a metric of evaluations, with its intervals where the rows have them. Returns all values drawn."""
     (line,) = axis.plot(
-        [at for at, _ in points], [row[name] for _, row in points], marker="o", label=label, color=colour
+        [at for at, _ in points], [row[name] for _, row in points], marker="o", label=label, color=colour, clip_on=False
     )
     ends = [(at, *row["intervals"][name]) for at, row in points if name in row.get("intervals", {})]
     if ends:
@@ -149,10 +147,7 @@ def _draw_staleness(axis: Any, curves: Sequence[Curve], x: str) -> None:
         # Above the axis: within it, it would hide steps.
         axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     axis.set(xlabel=AXES[x], ylabel="staleness (steps)")
-
-
-def _kl_front(curves: Sequence[Curve]) -> Callable[[Any], None] | None:
-    return _front(curves, "kl", "KL to the reference (nats per response)")
+    axis.locator_params(axis="x", integer=True)
 
 
 def _diversity_front(curves: Sequence[Curve]) -> Callable[[Any], None] | None:

@@ -6,14 +6,15 @@ prompt. The order of the rows is a function of seed and step, so a resume needs 
 While training runs, lock, metrics and checkpoints are in `OUT.work`, next to the directory `OUT` of the model, which
 appears atomically at the end.
 
-A file of demonstrations (`tba.common.data_files`) has rows of two kinds; other columns are ignored:
+A file of demonstrations (`tba.common.data_files`) has rows of `tba buffer export`, whose token ids are used as they
+are, or of two other kinds; other columns are ignored:
 
-    {"prompt": "47+38=", "response": "85"}                      `answer` is an alias of `response`
+    {"prompt": "47+38=", "response": "85"}                      without `response`, the reference `answer`
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
 Prompts are rendered as a searcher does it (`task.template`), and responses end with the end token that stops its
-engine, so the model learns what it will be sampled for. The last message of a conversation is the response, the others
-are its prompt. The chat template gets all fields of the messages, and `tools` and `chat_template_kwargs` of the row.
+engine, so the model learns what it will be sampled for. The chat template gets all fields of the messages, and
+`tools` and `chat_template_kwargs` of the row.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ from tba.common.rendering import Message, PromptRenderer, as_map, message_of, va
 from tba.common.system.durable import exclusive_lock, new_directory
 from tba.common.weights.model_files import eos_ids, model_directory
 from tba.common.weights.pretrained import load_tokenizer
+from tba.common.wire.trajectory import STOP_EOS
 from tba.trainer import checkpoint
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.checkpoint import Checkpoint
@@ -326,21 +328,37 @@ def _data_digest(rows: Sequence[Row], seed: int, batch_size: int) -> str:
 def read_rows(paths: Sequence[Path], encoder: Encoder) -> list[Row]:
     """Read the rows of some files in order, numbered from 0. Raises TaskError, with file and line."""
     rows: list[Row] = []
-    conversation: _Prompt | None = None
     for place, value in (row for path in paths for row in data_files.read(path)):
         try:
-            prompt, response = _read_row(value)
-            tokens = _tokens(prompt, response, encoder)
+            if isinstance(value, dict) and "response_ids" in value:
+                prompt, tokens = _exported(value, encoder)
+            else:
+                prompt, response = _read_row(value)
+                tokens = _tokens(prompt, response, encoder)
             _check_row(*tokens, encoder)
         # Raised by the functions below or by a chat template.
         except ValueError as error:
             raise TaskError(f"{place}: {error}") from error
-        conversation = conversation or prompt
+        if not rows:
+            encoder.renderer.warn_of_date(prompt)
         rows.append(_row(len(rows), *tokens))
-    if conversation is None:
+    if not rows:
         raise TaskError(f"{', '.join(map(str, paths))}: no rows")
-    encoder.renderer.warn_of_date(conversation)
     return rows
+
+
+def _exported(row: dict[str, Any], encoder: Encoder) -> tuple[_Prompt, tuple[list[int], list[int]]]:
+    """Return prompt and tokens of a row of `tba buffer export`. Raises ValueError."""
+    prompt_ids, ids, text = row.get("prompt_ids") or [], row["response_ids"] or [], row.get("text") or ""
+    if not all(type(id_) is int and 0 <= id_ < encoder.vocabulary for id_ in (*prompt_ids, *ids)):
+        raise ValueError(f"`prompt_ids` and `response_ids` are lists of token ids below {encoder.vocabulary}")
+    if (stop := row.get("stop_reason", STOP_EOS)) != STOP_EOS or 0 in (row.get("loss_mask") or []):
+        raise ValueError(
+            f"its response is not a finished one of a single turn ({stop}): export with --where \"stop_reason = 'eos'\""
+        )
+    if not encoder.renderer.tokenizer.decode(ids, skip_special_tokens=True).startswith(text):
+        raise ValueError(f"its tokens do not spell its text, {text!r:.80}: another tokenizer made them")
+    return _Prompt(ids=prompt_ids), (prompt_ids, _ended(ids, ("assistant", text), encoder))
 
 
 def _read_row(value: Any) -> tuple[_Prompt, Message]:
@@ -413,7 +431,7 @@ def _ended(ids: list[int], response: Message, encoder: Encoder) -> list[int]:
     """
     end = next((n + 1 for n, id_ in enumerate(ids) if id_ in encoder.end_ids), None)
     if not ids or end == 1:
-        raise ValueError("the chat template leaves nothing of the response but its end token")
+        raise ValueError("nothing is left of the response but its end token")
     if end is None:
         return [*ids, encoder.end_ids[0]]
     if encoder.renderer.tokenizer.decode(ids[end:], skip_special_tokens=False).strip():

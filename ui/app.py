@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import quote, urlencode
 
 from starlette.applications import Starlette
 from starlette.convertors import IntegerConvertor, register_url_convertor
@@ -53,7 +54,7 @@ def make_app(paths: Sequence[Path], *, token: str | None = None, report: Callabl
         Route("/r/{run}/trajectories", trajectories.listing),
         Route("/r/{run}/trajectories/{trajectory:row}", trajectories.page),
         Route("/r/{run}/compare", compare.page),
-        Route("/r/{run}/compare.json", compare.charts),
+        Route("/r/{run}/held-out", prompts.held_out),
         Route("/r/{run}/sql", sql.page),
         Route("/r/{run}/sql.csv", sql.csv_file),
         Mount("/static", StaticFiles(directory=FOLDER / "static")),
@@ -68,11 +69,18 @@ def make_app(paths: Sequence[Path], *, token: str | None = None, report: Callabl
 
 
 def home(request: Request) -> Response:
-    """List the runs. A single run has no list."""
+    """List the runs, those with the newest step first. A single run has no list. Several marked ones are compared."""
     site = site_of(request)
+    if marked := request.query_params.getlist("b"):
+        return RedirectResponse(f"/r/{quote(marked[0])}/compare?{urlencode({'b': marked[1:]}, doseq=True)}", 307)
     if len(site.runs) == 1:
         return RedirectResponse(f"/r/{next(iter(site.runs))}", 307)
-    return site.page("runs.html", rows=[run.summary(one) for one in site.runs.values()])
+    rows = []
+    for one in site.runs.values():
+        with one.rows() as found:
+            rows.append({"run": one, **run.describe(one, found)})
+    rows.sort(key=lambda row: row["trained_at"] or row["about"]["created_at"], reverse=True)
+    return site.page("runs.html", rows=rows)
 
 
 def not_found(request: Request, error: Exception) -> Response:

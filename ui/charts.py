@@ -1,11 +1,13 @@
 """The charts of a run: metrics by optimiser step as data for the script of a page, and small pictures as inline SVG.
 
-A chart over steps can be zoomed, and a point of it opened: that takes the script. A report has none, and histograms,
-bars and points of few values need none: they are SVG.
+A chart over steps can be zoomed, smoothed, and a point of it opened: that takes the script. A report has none, and
+histograms, bars and points of few values need none: they are SVG.
 """
 
 import math
 import threading
+from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,15 +25,19 @@ _MAX_POINTS = 1000
 # Title, unit, and the metrics of docs/metrics.md with their labels.
 _CHARTS = (
     ("Reward", "reward", {"reward_mean": "training batch"}),
-    ("Staleness", "optimiser steps", {"staleness_mean": "mean", "staleness_max": "maximum"}),
-    ("Throughput of the trainer", "tokens/s", {"tokens_per_second": "tokens/s"}),
     ("Loss", "", {"loss": "loss"}),
     ("KL to the reference", "nats per response", {"kl": "KL"}),
     ("Entropy", "nats per token", {"entropy": "entropy"}),
     ("Gradient norm", "", {"grad_norm": "before clipping"}),
+    ("Learning rate", "", {"learning_rate": "learning rate"}),
     ("Response length", "tokens", {"response_tokens_mean": "mean"}),
+    ("Staleness", "optimiser steps", {"staleness_mean": "mean", "staleness_max": "maximum"}),
+    ("Reuse of data", "earlier steps", {"reuse_mean": "mean"}),
+    ("Throughput of the trainer", "tokens/s", {"tokens_per_second": "tokens/s"}),
 )
 _CHARTED = frozenset(name for _, _, names in _CHARTS for name in names)
+# Of a file of other origin, which may name any number.
+_MOST_METRICS = 500
 _HELD_OUT = "held-out greedy accuracy"
 # With the prompts and settings of the newest snapshot that was evaluated, as `read_evaluations` chooses them.
 _EVALUATIONS = """SELECT step, accuracy FROM evaluations WHERE run = ? AND accuracy IS NOT NULL
@@ -56,77 +62,98 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart over optimiser steps."""
+    """A chart, whose series have a value for each step of `Charts`."""
 
     title: str
     unit: str
-    steps: list[int]
     series: list[Series]
+
+
+@dataclass(frozen=True)
+class Charts:
+    """The charts of a run over the same optimiser steps, and what else the horizontal axis may be.
+
+    `hours` are those since the first step, `tokens` those trained on; `restarts` are steps.
+    """
+
+    steps: list[int]
+    hours: list[float]
+    tokens: list[float]
+    restarts: list[int]
+    charts: list[Chart]
 
 
 @dataclass
 class Metrics:
-    """The charted metrics of a run, read step by step. Thread-safe."""
+    """The metrics of a run, read step by step. Thread-safe."""
 
     run: Run
-    _steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    _steps: list[int] = field(default_factory=list)
+    _times: list[float] = field(default_factory=list)
+    # Of all steps before.
+    _tokens: list[float] = field(default_factory=lambda: [0.0])
+    # Arrays, not a map for each step: a long run has sixty metrics of a hundred thousand steps.
+    _columns: dict[str, "array[float]"] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def steps(self, rows: PageRows) -> dict[int, dict[str, float]]:
-        """Return the metrics by step. Only new steps are read."""
-        with self._lock:
-            sql = (
-                "SELECT step, metrics FROM batches WHERE run = ? AND step > ? AND trained_at IS NOT NULL ORDER BY step"
-            )
-            for row in rows.all(sql, self.run.id, max(self._steps, default=-1)):
-                self._steps[row["step"]] = _charted(row["metrics"])
-            return dict(self._steps)
+    def _read(self, rows: PageRows) -> None:
+        """Read the new steps."""
+        sql = """SELECT step, MIN(trained_at, 1e300) AS trained_at, metrics FROM batches
+            WHERE run = ? AND step > ? AND trained_at IS NOT NULL ORDER BY step"""
+        for row in rows.all(sql, self.run.id, self._steps[-1] if self._steps else -1):
+            known = _numbers(row["metrics"])
+            for name in list(known)[: _MOST_METRICS - len(self._columns)]:
+                self._columns.setdefault(name, array("d", [math.nan]) * len(self._steps))
+            for name, column in self._columns.items():
+                column.append(known.get(name, math.nan))
+            self._steps.append(row["step"])
+            self._times.append(row["trained_at"])
+            self._tokens.append(self._tokens[-1] + known.get("tokens", 0.0))
 
-    def charts(self, rows: PageRows) -> list[Chart]:
-        """Return the charts that have values."""
-        by_step = self.steps(rows)
+    def names(self, rows: PageRows) -> list[str]:
+        """Return the metrics that the run has besides those that are always charted."""
+        with self._lock:
+            self._read(rows)
+            return sorted(self._columns.keys() - _CHARTED)
+
+    def charts(self, rows: PageRows, more: Sequence[str] = ()) -> Charts:
+        """Return the charts that have values: the usual ones, and one for each metric in `more`."""
         # Without a server, `tba eval` writes its results into the directory only.
         evaluations = rows.all(_EVALUATIONS, self.run.name, self.run.name) or read_evaluations(
             self.run.directory, self.run.name
         )
         held_out = {row["step"]: row["accuracy"] for row in evaluations if "accuracy" in row}
-        shown = _thinned(sorted(by_step))
-        charts = []
-        for title, unit, names in _CHARTS:
-            steps = sorted({*shown, *held_out}) if title == "Reward" else shown
-            series = [Series(label, [by_step.get(s, {}).get(name) for s in steps]) for name, label in names.items()]
-            if title == "Reward" and held_out:
-                series.append(Series(_HELD_OUT, [held_out.get(step) for step in steps], dots=True))
-            series = [one for one in series if any(value is not None for value in one.values)]
-            if series:
-                charts.append(Chart(title, unit, steps, series))
-        return charts
+        restarts = [start.step for start in self.run.starts(rows)[1:]]
+        wanted = (*_CHARTS, *((name, "", {name: name}) for name in more if name not in _CHARTED))
+        with self._lock:
+            self._read(rows)
+            steps = sorted({*_thinned(self._steps), *held_out, *restarts})
+            # Of each step, the number of those reported before it and with it.
+            until = [bisect_right(self._steps, step) for step in steps]
+            charts = [Chart(title, unit, self._series(names, steps, until)) for title, unit, names in wanted]
+            hours = [(self._times[n - 1] - self._times[0]) / 3600 if n else 0.0 for n in until]
+            tokens = [self._tokens[n] for n in until]
+        if held_out:
+            charts[0].series.append(Series(_HELD_OUT, [held_out.get(step) for step in steps], dots=True))
+        return Charts(steps, hours, tokens, restarts, [chart for chart in charts if chart.series])
+
+    def _series(self, names: dict[str, str], steps: Sequence[int], until: Sequence[int]) -> list[Series]:
+        """Return the series of the metrics in `names`, with their labels, that have a value at one of the steps."""
+        found = []
+        for name, label in names.items():
+            column = self._columns.get(name, ())
+            places = [
+                n - 1 if column and n and self._steps[n - 1] == at else None for n, at in zip(until, steps, strict=True)
+            ]
+            values = [None if n is None or math.isnan(column[n]) else column[n] for n in places]
+            if any(value is not None for value in values):
+                found.append(Series(label, values))
+        return found
 
 
-def overlay(runs: Sequence[tuple[str, list[Chart]]]) -> list[Chart]:
-    """Return the charts of several runs as one list: curves of one title share a chart, and are named by their run."""
-    titles = dict.fromkeys(chart.title for _, charts in runs for chart in charts)
-    return [
-        _overlaid([(name, one) for name, charts in runs for one in charts if one.title == title]) for title in titles
-    ]
-
-
-def _overlaid(parts: list[tuple[str, Chart]]) -> Chart:
-    steps = sorted({step for _, chart in parts for step in chart.steps})
-    series = []
-    for name, chart in parts:
-        for one in chart.series:
-            known = dict(zip(chart.steps, one.values, strict=True))
-            series.append(Series(f"{name}: {one.label}", [known.get(step) for step in steps], one.dots))
-    return Chart(parts[0][1].title, parts[0][1].unit, steps, series)
-
-
-def _charted(text: str | None) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in stored_object(text).items()
-        if name in _CHARTED and isinstance(value, int | float) and math.isfinite(value)
-    }
+def _numbers(text: str | None) -> dict[str, float]:
+    known = stored_object(text).items()
+    return {name: value for name, value in known if isinstance(value, int | float) and abs(value) <= _LARGEST}
 
 
 def _thinned(steps: list[int]) -> list[int]:
@@ -150,36 +177,22 @@ class _Scale:
         return round(HEIGHT - _BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - _TOP - _BOTTOM), 1)
 
 
-def line_chart(chart: Chart) -> Markup:
-    """Draw a chart of a run."""
+def line_chart(chart: Chart, over: Charts) -> Markup:
+    """Draw one of the charts of a run over optimiser steps, with its restarts."""
     values = [value for series in chart.series for value in series.values if value is not None]
-    scale = _Scale(chart.steps, values)
-    parts = []
+    scale = _Scale(over.steps, values)
+    xs = map(scale.x, over.restarts)
+    parts = [f'<line class="restart" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>' for x in xs]
     for position, series in enumerate(chart.series):
-        pairs = zip(chart.steps, series.values, strict=True)
+        pairs = zip(over.steps, series.values, strict=True)
         points = [(scale.x(step), scale.y(value)) for step, value in pairs if value is not None]
         path = " ".join(f"{x},{y}" for x, y in points)
         parts.append(f'<polyline class="line s{position}" points="{path}"/>')
         # A line of one point has no length.
         if series.dots or len(points) == 1:
             parts += [f'<circle class="dot s{position}" cx="{x}" cy="{y}" r="3"/>' for x, y in points]
-    names = (chart.steps[0], chart.steps[-1])
+    names = (over.steps[0], over.steps[-1])
     return _figure(f"{chart.title} over optimiser steps", [*parts, *_axes(scale, names)])
-
-
-def points_chart(points: Sequence[tuple[float, float, str]], mean: Sequence[tuple[float, float]], title: str) -> Markup:
-    """Draw points (x, y, address) that lead to pages, and a line of their means."""
-    low, high = _span([x for x, _, _ in points])
-    # Points at the ends do not cover the names of the vertical axis.
-    margin = (high - low) * 0.04
-    scale = _Scale([low - margin, high + margin], [y for _, y, _ in points])
-    path = " ".join(f"{scale.x(x)},{scale.y(y)}" for x, y in mean)
-    parts = [f'<polyline class="line s0" points="{path}"/>']
-    for x, y, address in points:
-        circle = f'<circle class="dot s1" cx="{scale.x(x)}" cy="{scale.y(y)}" r="3.5"/>'
-        parts.append(f'<a href="{escape(address)}">{circle}</a>')
-    versions = [x for x, _, _ in points]
-    return _figure(title, [*parts, *_axes(scale, (min(versions), max(versions)))])
 
 
 def histogram(values: Sequence[float], title: str) -> Markup:

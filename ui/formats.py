@@ -1,6 +1,7 @@
 """Values as text for a page: every string of a run with its control characters visible, numbers with units."""
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -35,6 +36,19 @@ def number(value: Any) -> str:
     return f"{value:,.0f}" if isinstance(value, float) and 1000 <= abs(value) < 1e15 else cell(value)
 
 
+def column(rows: Sequence[Any], key: Any) -> list[str]:
+    """Format a column of numbers with the same number of decimals, so that they can be compared at a glance."""
+    values = [row[key] for row in rows]
+    known = [abs(value) for value in values if isinstance(value, int | float) and abs(value) < 1e15]
+    largest = max(known, default=0)
+    # Four digits of the largest.
+    decimals = max(1, 3 - math.floor(math.log10(largest or 1)))
+    if decimals > 6 or all(float(value).is_integer() for value in known):
+        return [number(value) for value in values]
+    return [f"{value:,.{decimals}f}" if isinstance(value, int | float) and abs(value) < 1e15 else number(value)
+            for value in values]  # fmt: skip
+
+
 def percent(value: float | None) -> str:
     """Format a fraction."""
     return "–" if value is None else f"{100 * value:.0f} %"
@@ -61,7 +75,8 @@ def duration(seconds: float | None) -> str:
         return "–"
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
-            return f"{seconds / size:.3g} {unit}"
+            # With zeros at the end, so that the durations of a column can be compared at a glance.
+            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
     return f"{seconds / 86_400:.3g} d"
 
 
@@ -77,6 +92,7 @@ def excerpt(text: str | None, length: int) -> str:
 FILTERS = {
     "number": number,
     "percent": percent,
+    "column": column,
     "of_the_rest": of_the_rest,
     "time": time_text,
     "duration": duration,

@@ -49,18 +49,18 @@ def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
 
 def render(run: Run, rows: PageRows) -> str:
     """Return the report of a run."""
-    charts = [(chart, line_chart(chart)) for chart in Metrics(run).charts(rows)]
+    found = Metrics(run).charts(rows)
     return (
         make_environment()
         .get_template("report.html")
         .render(
             run=run,
             written_at=SystemClock().wall(),
-            charts=charts,
+            charts=[(chart, line_chart(chart, found)) for chart in found.charts],
             best=rows.all(_SAMPLE % ("MAX", "DESC"), run.id),
             worst=rows.all(_SAMPLE % ("MIN", "ASC"), run.id),
             newest_count=_NEWEST,
-            settings=[key for key in settings(run.config(rows), run.origins(rows)) if key["is_set"]],
+            settings=[key for key in settings(run.config(rows), run.origins(rows), run.starts(rows)) if key["is_set"]],
             # The project's own file.
             style=Markup((FOLDER / "static" / "style.css").read_text(encoding="utf-8")),  # noqa: S704
             **describe(run, rows),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba.buffer.store.starts import SERVED_FIRST
+from tba.buffer.store.starts import SERVED_FIRST, STARTS, Start, read_starts
 from tba.buffer.store.storage_errors import stored_config, stored_object
 from tba.buffer.tools.query import PageRows, page_rows
 from tba.common import run_files
@@ -60,6 +60,10 @@ class Run:
         found = rows.value(sql, self.id)
         return None if found is None else stored_object(found)
 
+    def starts(self, rows: PageRows) -> list[Start]:
+        """Return the starts of the run, oldest first."""
+        return read_starts(rows.all(STARTS, self.id))
+
     def status(self, config: dict[str, Any]) -> Status | None:
         """Return the status that the buffer server of the run gives, at most seconds old; None if none answers."""
         address, keys = config.get("buffer", {}).get("address", ""), config.get("security", {}).get("keys")
@@ -93,18 +97,21 @@ def find_runs(paths: Sequence[Path], report: Callable[[str], None]) -> list[Run]
             report(f"left out: {error}")
             continue
         for row in found:
-            key = _free_key(row["name"], runs)
+            key = _free_key(row["name"], database.parent.name, runs)
             runs[key] = Run(key=key, name=row["name"], id=row["id"], database=database)
     if not runs:
         raise UsageError("the databases hold no run yet: start one with `tba run`")
     return list(runs.values())
 
 
-def _free_key(name: str, taken: Container[str]) -> str:
-    """Return the part of an address for a run. Its name, in a file of other origin, may hold any character."""
-    first = re.sub(r"[^A-Za-z0-9._-]", "_", name).strip(".") or "run"
+def _free_key(name: str, directory: str, taken: Container[str]) -> str:
+    """Return the part of an address for a run: its name, with its directory or a number if another run has that name.
+
+    Both, in a file of other origin, may hold any character.
+    """
+    first, second = (re.sub(r"[^A-Za-z0-9._-]", "_", text).strip(".") or "run" for text in (name, directory))
     numbered = (f"{first}~{number}" for number in itertools.count(2))
-    return next(key for key in itertools.chain([first], numbered) if key not in taken)
+    return next(key for key in itertools.chain([first, f"{first}~{second}"], numbered) if key not in taken)
 
 
 def _databases(path: Path) -> list[Path]:

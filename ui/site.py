@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
+from tba.common.errors import UsageError
 from tba.ui.charts import Metrics
 from tba.ui.formats import FILTERS, finalize
 from tba.ui.runs import Run
@@ -72,6 +73,14 @@ def run_named(site: Site, key: str) -> Run:
 def is_number(text: str) -> bool:
     """Whether a text from an address is a number up to `LARGEST_NUMBER`."""
     return text.isascii() and text.isdigit() and len(text) <= len(str(LARGEST_NUMBER))
+
+
+def number_in(request: Request, name: str, default: int = 0) -> int:
+    """Return a number from the address of a request. Raises UsageError if it is none."""
+    text = request.query_params.get(name, str(default))
+    if not is_number(text):
+        raise UsageError(f"{name} = {text[:100]}: give a number")
+    return int(text)
 
 
 def missing(what: str) -> HTTPException:

@@ -22,26 +22,30 @@ _MOST_INTEGER = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class _Order:
-    """An index to follow. `key` and `id` are its columns in the FROM clause `table`, which `where` restricts."""
+    """An index to follow. `key` and `id` are its columns in the FROM clause `table`, which `where` restricts.
+
+    `by_key`: keys ascend and ids descend, which no index does. A statement then reads the rows of one key.
+    """
 
     table: str
     where: str
     key: str
     id: str = "t.id"
     descends: bool = True
+    by_key: bool = False
 
     @property
     def by(self) -> str:
         """The terms of ORDER BY."""
         direction = "DESC" if self.descends else "ASC"
-        return f"{self.key} {direction}, {self.id} {direction}"
+        return f"{self.id} DESC" if self.by_key else f"{self.key} {direction}, {self.id} {direction}"
 
 
 _ORDERS = {
     "newest": _Order("trajectory_rows t", "t.run = ?", "t.received_at"),
     "oldest": _Order("trajectory_rows t", "t.run = ?", "t.received_at", descends=False),
     "best": _Order("trajectory_rows t", "t.run = ?", "t.reward"),
-    "worst": _Order("trajectory_rows t", "t.run = ?", "t.reward", descends=False),
+    "worst": _Order("trajectory_rows t", "t.run = ?", "t.reward", descends=False, by_key=True),
     "prompt": _Order("trajectory_rows t", "t.prompt = ?", "t.policy_version"),
     "searcher": _Order("trajectory_rows t", "t.sender = ?", "t.sequence"),
     "step": _Order("consumption_rows c", "c.batch = ?", "c.slot", id="c.trajectory", descends=False),
@@ -102,7 +106,7 @@ def find(rows: PageRows, run: Run, given: Mapping[str, str]) -> Page:
                 ids.append(row["id"])
             if len(ids) == PAGE_ROWS:
                 return Page(ids, _text((row["key"], row["id"])), examined, plan.sort)
-        if len(window) < size:
+        if len(window) < (1 if plan.order.by_key else size):
             return Page(ids, None, examined, plan.sort)
         # A page of common rows reads few, a search for rare ones makes few statements.
         size = min(2 * size, _WINDOW_ROWS)
@@ -134,9 +138,13 @@ def statements(plan: _Plan, cursor: tuple[float, int] | None) -> list[tuple[str,
         # The cursor is within the bounds, so only the bound at the far end still matters.
         far = [bound for bound in plan.bounds if (">=" in bound[0]) == order.descends]
         ranges = [
-            (f"{order.key} = ? AND {order.id} {sign} ?", list(cursor)),
+            (f"{order.key} = ? AND {order.id} {'<' if order.by_key else sign} ?", list(cursor)),
             (" AND ".join([f"{order.key} {sign} ?", *(text for text, _ in far)]), [cursor[0], *(v for _, v in far)]),
         ]
+    if order.by_key:
+        span, more = ranges[-1]
+        least = f"(SELECT MIN({order.key}) FROM {order.table} WHERE {order.where} AND {span})"  # noqa: S608
+        ranges[-1] = (f"{order.key} = {least}", [plan.start, *more])
     wanted = " AND ".join(f"({condition})" for condition, _ in plan.conditions)
     values = [*(value for _, several in plan.conditions for value in several), plan.start]
     return [

@@ -185,6 +185,7 @@ class Training:
             recency_window=recency.window,
             recency_groups=recency.groups,
             recency_missed=recency.missed,
+            reuse_mean=sum(rows["times_used"]) / len(rows["id"]),
             turn_rewards=turn_rewards if any(turn_rewards) else None,
             **counts,
         )

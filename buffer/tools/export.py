@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ _FIELDS = {
     "run_name": "r.name",
     "id": "t.id",
     "prompt_key": "p.key",
+    "prompt": "p.text",
+    "answer": "p.answer",
+    "prompt_tokens": "t.prompt_tokens",
+    "response_tokens": "t.response_tokens",
     "epoch": "v.epoch",
     "sender": "s.sender",
     "sequence": "t.sequence",
@@ -46,7 +50,6 @@ _FIELDS = {
     "received_at": "t.received_at",
     **{name: f"t.{name}" for name in ROW_FIELDS},
 }
-_ARCHIVE_FIELDS = _FIELDS | {"prompt": "p.text", "answer": "p.answer"}
 _FROM_RECORD = f"""
 , a.url, {", ".join(f"y.{kind.name}" for kind in ARRAY_KINDS)}
 FROM trajectory_rows t
@@ -116,7 +119,7 @@ def open_records(path: Path, where: str = "1") -> Iterator[tuple[Iterator[dict[s
         nonlocal seen
         for (id_,) in ids:
             seen += 1
-            if (record := _record(connection, id_, _FIELDS, archives)) is not None:
+            if (record := _record(connection, id_, archives)) is not None:
                 yield record | {kind.name: record[kind.name].tolist() for kind in ARRAY_KINDS}
 
     with open_reader(path) as connection:
@@ -127,17 +130,15 @@ def open_records(path: Path, where: str = "1") -> Iterator[tuple[Iterator[dict[s
             yield records(), lambda: seen
 
 
-def _record(
-    connection: sqlite3.Connection, trajectory: int, fields: dict[str, str], archives: Archives | None
-) -> dict[str, Any] | None:
-    """Return these fields of a trajectory and its arrays, from the database or its archive; None if they are gone."""
-    row = connection.execute(f"SELECT {', '.join(fields.values())} {_FROM_RECORD}", (trajectory,)).fetchone()
-    url, *blobs = row[len(fields) :]
+def _record(connection: sqlite3.Connection, trajectory: int, archives: Archives | None) -> dict[str, Any] | None:
+    """Return the fields of a trajectory and its arrays, from the database or its archive; None if they are gone."""
+    row = connection.execute(f"SELECT {', '.join(_FIELDS.values())} {_FROM_RECORD}", (trajectory,)).fetchone()
+    url, *blobs = row[len(_FIELDS) :]
     if blobs[0] is None:
         if url is None or archives is None:
             return None
         blobs = archives.read(trajectory, url).payload
-    record = dict(zip(fields, row[: len(fields)], strict=True))
+    record = dict(zip(_FIELDS, row, strict=False))
     for name in MAP_FIELDS:
         record[name] = stored_list(record[name]) if ROW_FIELDS[name] is list else stored_object(record[name])
     return record | arrays_of_blobs(tuple(blobs))
@@ -145,7 +146,7 @@ def _record(
 
 def archive_record(connection: sqlite3.Connection, trajectory: int) -> dict[str, Any] | None:
     """Return a trajectory as a row of `archive_schema`; None if the database does not have its tokens."""
-    if (record := _record(connection, trajectory, _ARCHIVE_FIELDS, None)) is None:
+    if (record := _record(connection, trajectory, None)) is None:
         return None
     turns = [turn | {"parts": json.dumps(turn.get("parts", {}))} for turn in record["turns"]]
     # float32 has every number of float16, and more programs read it.
@@ -167,7 +168,7 @@ def _write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> int:
 
 def _parquet_writer() -> Callable[[Path, Iterator[dict[str, Any]]], int]:
     pa, pq = data_files.pyarrow()
-    schema = pa.schema(_columns(pa, _FIELDS))
+    schema = pa.schema(_columns(pa))
 
     def write(path: Path, records: Iterator[dict[str, Any]]) -> int:
         count = 0
@@ -187,14 +188,14 @@ def archive_schema(pa: Any) -> Any:
     turn |= {"reward": pa.float64(), "parts": pa.string(), "messages": pa.list_(pa.list_(pa.string()))}
     ratios = {"step": pa.int64(), "slot": pa.int64(), "values": pa.list_(pa.float32())}
     lists = {"turns": pa.list_(pa.struct(turn.items())), LOG_RATIOS: pa.list_(pa.struct(ratios.items()))}
-    return pa.schema([*(dict(_columns(pa, _ARCHIVE_FIELDS)) | lists).items()])
+    return pa.schema([*(dict(_columns(pa)) | lists).items()])
 
 
-def _columns(pa: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
-    integers = ("id", "epoch", "sequence", "policy_version", "policy_step")
+def _columns(pa: Any) -> list[tuple[str, Any]]:
+    integers = ("id", "epoch", "sequence", "policy_version", "policy_step", "prompt_tokens", "response_tokens")
     floats = ("received_at", *(name for name, kind in ROW_FIELDS.items() if kind is float))
     types = dict.fromkeys(integers, pa.int64()) | dict.fromkeys(floats, pa.float64())
-    fields = [(name, types.get(name, pa.string())) for name in names]
+    fields = [(name, types.get(name, pa.string())) for name in _FIELDS]
     for kind in ARRAY_KINDS:
         numbers = pa.list_(pa.from_numpy_dtype(np.dtype(kind.dtype)))
         fields.append((kind.name, numbers if kind.width == 1 else pa.list_(numbers)))
@@ -215,7 +216,6 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
                 except ValueError as error:
                     raise UsageError(f"{path} is not a readable parquet file: {error}") from error
         # Of an archive.
-        for name in ("answer", LOG_RATIOS):
-            row.pop(name, None)
+        row.pop(LOG_RATIOS, None)
         # A null is an absent key, except for `reward`: its default of 1 must be explicit.
         yield {name: value for name, value in row.items() if value is not None or name == "reward"}

@@ -33,7 +33,7 @@ _KEY_CHARACTERS = 200
 
 
 class Line(BaseModel):
-    """The keys of a line. `run` to `received_at` describe the origin of an exported trajectory."""
+    """The keys of a line. `run` to `response_tokens` describe the origin of an exported trajectory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     run: str | None = None
@@ -45,6 +45,9 @@ class Line(BaseModel):
     policy_version: int | None = None
     policy_step: int | None = None
     received_at: float | None = None
+    answer: str | None = None
+    prompt_tokens: Number | None = None
+    response_tokens: Number | None = None
 
     prompt_key: str | None = None
     prompt: str | None = None

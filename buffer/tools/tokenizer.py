@@ -46,8 +46,11 @@ class Tokenizer:
         return [*ids, *(self._ends[:1] if finished else [])]
 
 
-def decoder_of(model: str) -> Callable[[list[int]], str] | None:
-    """Return a function from token ids to text; None if the model is not a local directory with a tokenizer."""
+def decoder_of(model: str) -> Callable[..., str] | None:
+    """Return a function from token ids, and whether to skip special ones, to text.
+
+    None if the model is not a local directory with a tokenizer.
+    """
     # Not Path.expanduser, which raises for a user without a home.
     path = Path(os.path.expanduser(model), _FILE)
     if not model or not path.is_file():
@@ -60,4 +63,4 @@ def decoder_of(model: str) -> Callable[[list[int]], str] | None:
     except Exception as error:  # noqa: BLE001
         log.warning("rows are shown without text", reason=f"{path}: {error}")
         return None
-    return lambda ids: str(loaded.decode(ids, skip_special_tokens=True))
+    return lambda ids, skip=True: str(loaded.decode(ids, skip_special_tokens=skip))

@@ -349,7 +349,8 @@ class Batch(ArrayCounts, Reply, frozen=True):
     `policy_version` is -1 for a trajectory that no policy of this run sampled. `temperature` is 0 where the trainer
     cannot compute the distribution that was sampled from: greedy decoding, top_p below 1, a demonstration.
     `recency_groups` of the prompts were drawn by recency; `recency_missed` of them have no data within
-    `recency_window` steps. `turn_rewards` are those of the turns of each row, None if no row is an episode.
+    `recency_window` steps. `reuse_mean` is how often earlier batches had each trajectory, on average. `turn_rewards`
+    are those of the turns of each row, None if no row is an episode.
     """
 
     TYPE = "batch"
@@ -366,6 +367,7 @@ class Batch(ArrayCounts, Reply, frozen=True):
     recency_window: Id
     recency_groups: Id
     recency_missed: Id
+    reuse_mean: Finite
     turn_rewards: Column[list[Finite]] | None = None
 
 

@@ -275,13 +275,13 @@ class WeightsFollower:
         missed = isinstance(error, SnapshotMissing) and attempts == 1 and self._missed < _MOST_MISSED
         self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay, str(error), missed)
         serving = f"v{self.current.version}" if self.current else "nothing"
-        about = {"version": ref.version, "attempt": attempts, "serving": serving, "reason": str(error)}
+        about = {"version": ref.version, "attempt": attempts, "serving": serving}
         if missed:
             self._missed += 1
-            log.info("weights missed", **about)
+            log.info("weights missed", **about, reason="it is deleted already: the next version is newer")
             return
         self.refusals += 1
-        log.warning("weights refused", **about)
+        log.warning("weights refused", **about, reason=str(error))
         self._refused_by_engine = self._refused_by_engine + 1 if isinstance(error, SnapshotRefused) else 0
         if self._refused_by_engine == _MOST_REFUSED:
             advice = (

@@ -1,6 +1,9 @@
 """A browser of `tba ui`, and queries of the database behind it."""
 
+import html
+import re
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,3 +23,12 @@ def select(path: Path, sql: str) -> list[sqlite3.Row]:
     with closing(sqlite3.connect(path)) as connection:
         connection.row_factory = sqlite3.Row
         return connection.execute(sql).fetchall()
+
+
+def pages(browser: TestClient, address: str) -> Iterator[str]:
+    """Yield the pages of a list, by the links to the next one."""
+    while address:
+        page = browser.get(address)
+        yield page.text
+        following = re.search(r'rel="next" href="([^"]*)"', page.text)
+        address = html.unescape(following[1]) if following else ""

@@ -197,12 +197,7 @@ _PLAIN: list[Callable[[random.Random], messages.Message]] = [
         rows=numbers_of(n := r.randrange(1, 4), token_log_ratios=[r.choice((None, b"", bytes(6))) for _ in range(n)]),
     ),
     lambda r: Archive(since_step=r.randrange(9), after=r.randrange(9)),
-    lambda r: Archive(
-        since_step=r.randrange(9),
-        url=_ARCHIVE,
-        trajectories=[r.randrange(9)],
-        complete=True,
-    ),
+    lambda r: Archive(since_step=r.randrange(9), url=_ARCHIVE, trajectories=[r.randrange(9)], complete=True),
     lambda r: messages.AnnounceSnapshot(weights=reference(r.choice(VERSIONS), 0), bytes=1),
     lambda r: messages.FinishRun(step=r.randrange(9)),
     lambda r: messages.Heartbeat(activity="x", reason="", weights_version=r.choice((None, 1)), metrics={"a": 1.0}),

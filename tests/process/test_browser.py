@@ -172,10 +172,11 @@ def test_the_pages_in_a_browser(visit):
     live_page_follows_the_run(wide)
     kinds = [crawl(browser, "/") for browser in (wide, narrow)]
     expected = {"", "/steps", "/steps/N", "/prompts", "/prompts/N", "/trajectories", "/trajectories/N",
-                "/compare?kind", "/sql", "/sql?query", "/config"}  # fmt: skip
+                "/held-out", "/compare", "/sql", "/sql?query", "/config"}  # fmt: skip
     for run in ("done", "live"):
         assert {f"/r/{run}{part}" for part in expected} <= kinds[0] & kinds[1]
     charts_lead_to_steps(wide)
+    charts_are_smoothed_and_have_another_axis(wide)
     keys_move(wide)
     tokens_have_the_colour_of_their_mismatch(wide)
     two_runs(wide)
@@ -223,13 +224,23 @@ def tokens_have_the_colour_of_their_mismatch(browser: Watched) -> None:
         assert token.evaluate("one => getComputedStyle(one).backgroundColor") != "rgba(0, 0, 0, 0)"
 
 
+def charts_are_smoothed_and_have_another_axis(browser: Watched) -> None:
+    page = browser.page
+    browser.open("/r/done?metric=seconds_wait")
+    page.wait_for_selector("text=seconds_wait >> nth=0")
+    page.locator("#smoothing").fill("0.5")
+    page.wait_for_selector(".u-legend .raw", state="attached")
+    page.select_option("#axis", "hours")
+    page.wait_for_selector(".u-legend >> text=hour")
+
+
 def two_runs(browser: Watched) -> None:
     page = browser.page
     browser.open("/")
-    page.click("tr:has-text('done') >> text=compare")
+    page.check("input[value=done]")
     page.check("input[value=live]")
-    page.locator("form:has(input[value=runs]) button").click()
-    page.wait_for_url("**b=live**")
+    page.locator("form:has(input[value=live]) button").click()
+    page.wait_for_url("**/compare**")
     page.wait_for_selector(".u-over")
-    assert "done: " in page.locator(".u-legend").first.inner_text()
+    assert "done" in page.locator(".u-legend").first.inner_text()
     assert "train.steps" in page.inner_text("main")

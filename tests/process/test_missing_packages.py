@@ -19,7 +19,7 @@ SMALL_EXTRAS = sorted(extras().keys() - {"dev", "train", "vllm", "vllm-cpu"})
 # transformers depends on the others of `train`.
 OPTIONAL = [
     *(module for extra in SMALL_EXTRAS for module in extras()[extra]),
-    *("httpx2", "matplotlib", "tensorboard", "vllm", *TOOLS),
+    *("httpx2", "tensorboard", "vllm", *TOOLS),
 ]
 GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
 
@@ -41,7 +41,7 @@ def hidden(modules: tuple[str, ...], *command: str, cwd: Path) -> "subprocess.Co
         ("torch", "train", ["sft", "pairs.jsonl", "--out", "model"], []),
         ("torch", "train", ["generate", "1+1="], []),
         ("tensorboard", "train", ["train"], []),
-        ("matplotlib", "train", ["report", ".", "--out", "run.png"], []),
+        ("matplotlib", "plot", ["report", ".", "--out", "run.png"], []),
         ("peft", "lora", ["run"], ["lora.rank=2"]),
         ("wandb", "wandb", ["run"], ["metrics.wandb=p"]),
         ("trackio", "trackio", ["run"], ["metrics.trackio=p"]),
@@ -67,6 +67,12 @@ def test_a_missing_extra_is_reported_in_one_sentence(module, extra, command, set
     assert f"error: {module} is not installed: in the clone of tba" in done.stderr.splitlines()[-1]
     assert f"pip install '.[{extra}]' (docs/install.md)" in done.stderr
     assert not list(tmp_path.rglob("logs"))
+
+
+def test_a_picture_needs_no_torch(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 0, "reward_mean": 1}\n')
+    done = hidden(tuple({*TRAIN} - {*extras()["plot"]}), "-m", "tba", "report", ".", "--out", "run.png", cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "run.png").is_file()) == (0, True), done.stderr
 
 
 ALONE: list[tuple[str, ...]] = [(module,) for module in OPTIONAL]

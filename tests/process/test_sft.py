@@ -1,12 +1,17 @@
 """`tba sft` on the command line."""
 
+import dataclasses
 import json
 import signal
+from typing import Any
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from tba.common.config import Config
 from tba.common.errors import EXIT_INTERRUPTED
+from tba.common.wire import messages
 from tba.tests.helpers.checks import wait_until
 
 
@@ -33,6 +38,27 @@ def test_sft_writes_a_model_and_reports_steps_as_json_lines(tba_here, pairs, exa
     again = tba_here(*command)
     assert (again.exit_code, "exists already" in again.message) == (2, True)
     assert "use --learning-rate" in tba_here(*command, "--set", "train.learning_rate=1e-3").message
+
+
+def test_the_best_responses_of_a_run_are_exported_and_trained_on(
+    tba_here, harness, trajectory, example_model, tmp_path
+):
+    buffer, encode = harness(), AutoTokenizer.from_pretrained(example_model).encode
+    known: Any = {"task": "t", "fingerprint": "0" * 64, "total": 1, "offset": 0}
+    buffer.ask(messages.RegisterPrompts(**known, keys=["a"], texts=["1+2="], answers=["3"]))
+    buffer.announce(0, 0)
+    (visit,) = buffer.lease(1).visits
+    for n, response in enumerate("23"):
+        row = trajectory("a", visit.lease, tokens=[*encode(response), 1], text=response, reward=float(n))
+        buffer.put([dataclasses.replace(row, prompt_ids=np.array(encode("1+2="), np.int32))], n)
+    where = ["--where", "reward = 1 AND stop_reason = 'eos'"]
+    assert tba_here("buffer", "export", "best.jsonl", *where, "-b", buffer.store.path).exit_code == 0
+    (row,) = map(json.loads, (tmp_path / "best.jsonl").read_text().splitlines())
+    columns = ("prompt", "answer", "text", "prompt_tokens", "response_tokens")
+    assert [row[name] for name in columns] == ["1+2=", "3", "3", 4, 2]
+    trained = ["sft", "best.jsonl", "--out", "warm", "--model", example_model, "--cpu", "--steps", "2", "--json"]
+    steps = [json.loads(line) for line in tba_here(*trained).output.splitlines()]
+    assert ([step["tokens"] for step in steps], (tmp_path / "warm/config.json").is_file()) == ([64 * 6] * 2, True)
 
 
 def test_sft_interrupted_by_ctrl_c_exits_with_an_error(start_tba, pairs, example_model, tmp_path):

@@ -18,7 +18,7 @@ from tba.tests.runner import FULL_SIZE
 BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SECONDS = 900
 # What `make test` types in place of numbers of steps.
-FEWER = {"train.steps=60": "train.steps=6", "train.steps=80": "train.steps=8"}
+FEWER = {"/steps = 60/": "/steps = 6/", "/steps = 80/": "/steps = 8/"}
 
 
 @pytest.fixture

@@ -80,8 +80,8 @@ class TrainBatch:
     `reward_BK`, `reference_BK` and `staleness_BK` are float64: the reward, the reference log-probability of the whole
     response (NaN where the buffer has none) and the staleness in optimiser steps. `reward_parts` is one dict per row,
     or empty. `recency_window` is in optimiser steps; `recency_missed` is the fraction of the prompts drawn by recency
-    that have no data within it, NaN if none was. `turn_rewards` are those of the turns of each row, or empty if no row
-    is an episode.
+    that have no data within it, NaN if none was. `reuse_mean` is how often earlier batches had each trajectory, on
+    average. `turn_rewards` are those of the turns of each row, or empty if no row is an episode.
     """
 
     step: int
@@ -92,6 +92,7 @@ class TrainBatch:
     reward_parts: list[dict[str, float]] = field(default_factory=list)
     recency_window: int = 0
     recency_missed: float = math.nan
+    reuse_mean: float = math.nan
     turn_rewards: list[list[float]] = field(default_factory=list)
 
     @property
@@ -143,6 +144,7 @@ def decode(batch: Batch, frames: Sequence[memoryview], *, prompts: int, samples:
         reward_parts=batch.reward_parts,
         recency_window=batch.recency_window,
         recency_missed=batch.recency_missed / batch.recency_groups if batch.recency_groups else math.nan,
+        reuse_mean=batch.reuse_mean,
         turn_rewards=batch.turn_rewards or [],
     )
 

@@ -78,7 +78,7 @@ class HostBuffers:
                 used = self._free.pop() if self._free else used
         buffers: Tensors = {}
         for name, tensor in tensors:
-            target = _target_dtype(tensor, dtype)
+            target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             buffers[name] = self._buffer(used.get(name), tensor, target) if into is None else into[name]
             self._copy_one(buffers[name], tensor, target)
         if self._stream is not None:
@@ -118,10 +118,6 @@ class HostBuffers:
         if used is not None and used.shape == source.shape and used.dtype == dtype:
             return used
         return host_tensor(source.shape, dtype, pinned=source.device.type == "cuda")
-
-
-def _target_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -84,10 +83,6 @@ def to_bfloat16(model: PreTrainedModel, *, frozen_only: bool = True) -> None:
         # Experts are matrices in one tensor of three dimensions.
         if not frozen_only or (not parameter.requires_grad and (id(parameter) in matrices or parameter.dim() == 3)):
             parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def _float32_output(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-    return output.float()
 
 
 def structure_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -198,7 +193,7 @@ class Scorer(nn.Module):
         self._rotation = Rotation.of(model.config)
         if autocast:
             # Hidden states are float32 between the layers, also where the embeddings are in bfloat16.
-            model.get_input_embeddings().register_forward_hook(_float32_output)
+            model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
         if packed:
             model.set_attn_implementation(ATTENTION)
 

@@ -83,6 +83,8 @@ class Report:
         """Return whether it fits, what is needed where, and what would fit instead."""
         of = "" if self.host_total is None else f" of {_gb(self.host_total)}"
         host = f"{_gb(self.host_peak)}{of} on the host ({_parts(self.host)})"
+        if self.fits and self.host_total is not None and self.host_peak > self.host_total:
+            host += f"; {_gb(self.host_needed)} are enough, and snapshots wait for memory"
         if self.fits:
             return f"fits: the trainer needs {self._device()}, and at most {host}" if self.device else f"fits: {host}"
         missing = host if self.fits_device else self._device()
@@ -189,7 +191,7 @@ def setup_of(
     )
     if padded:
         # Splitting into n passes adds about tokens / n padding and n passes; a test tries rows of many lengths.
-        setup = replace(setup, padding=int(1.25 * (setup.tokens * GPU_PASS_TOKENS) ** 0.5))
+        setup = replace(setup, padding=int(1.4 * (setup.tokens * GPU_PASS_TOKENS) ** 0.5))
     ways = _ways(setup, train.sharding)
     fitting = (one for one in ways if gpu_total is None or sum(device_bytes(shape, one).values()) <= usable(gpu_total))
     return next(fitting, ways[-1])

@@ -56,7 +56,7 @@ class Setup:
 def device_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
     """Return the bytes on each GPU by component. Raises nothing; sums are an estimate of the peak."""
     return {
-        "states": _states(shape, setup),
+        "states": sum(state_bytes(shape, setup).values()),
         "gathered weights and gradients": _gathered(shape, setup),
         "activations": activation_bytes(shape, setup),
         "logits": _logits(shape, setup),
@@ -83,10 +83,6 @@ def state_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
 def trained_parameters(shape: ModelShape, setup: Setup) -> int:
     """Return the number of parameters that are trained: those of the adapters, or all."""
     return setup.lora_rank * shape.adapter if setup.lora_rank else shape.parameters
-
-
-def _states(shape: ModelShape, setup: Setup) -> int:
-    return sum(state_bytes(shape, setup).values())
 
 
 def _gathered(shape: ModelShape, setup: Setup) -> int:

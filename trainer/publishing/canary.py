@@ -126,7 +126,8 @@ def _weights_by_layer(modules: PreTrainedModel, weights: dict[str, Tensor], devi
             elif type(module) is nn.Embedding:
                 undo.callback(module.__dict__.pop, "forward")
                 module.forward = partial(_embedding, own["weight"])  # type: ignore[method-assign]
-            elif _holds_experts(module, own):
+            # Routed experts in the form that nearly all models of transformers have.
+            elif own.keys() == {"gate_up_proj", "down_proj"} and getattr(module, "is_transposed", None) is False:
                 undo.callback(module.__dict__.pop, "forward")
                 module.forward = partial(_experts, module, own)
             elif own:
@@ -152,11 +153,6 @@ def _linear(weight: Tensor, bias: Tensor | None, input_NTH: Tensor) -> Tensor:
 def _embedding(weight: Tensor, ids: Tensor) -> Tensor:
     """The rows of the tokens alone are widened."""
     return weight[ids.to(weight.device)].to(ids.device).float()
-
-
-def _holds_experts(module: nn.Module, own: dict[str, Tensor]) -> bool:
-    """Whether a module holds routed experts in the form that nearly all models of transformers have."""
-    return own.keys() == {"gate_up_proj", "down_proj"} and getattr(module, "is_transposed", None) is False
 
 
 def _experts(module: Any, own: dict[str, Tensor], input_RH: Tensor, chosen_RK: Tensor, share_RK: Tensor) -> Tensor:

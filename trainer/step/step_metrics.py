@@ -47,6 +47,7 @@ def batch_metrics(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[st
         **staleness_metrics(batch.staleness_BK),
         "recency_window": float(batch.recency_window),
         "recency_missed": batch.recency_missed,
+        "reuse_mean": batch.reuse_mean,
         "tokens": float(sum(row.tokens for row in batch.rows)),
         "response_tokens_mean": sum(lengths) / len(lengths),
         **_truncated(batch, end_ids),

@@ -1,8 +1,7 @@
-"""The prompts of a run, and one prompt: all answers ever given to it, by group and policy version."""
+"""The prompts of a run, and one prompt: all responses ever given to it, by group and policy version."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
@@ -11,9 +10,9 @@ from starlette.responses import Response
 
 from tba.buffer.tools.query import PageRows
 from tba.common.errors import UsageError
-from tba.ui.charts import points_chart, sparkline
+from tba.ui.charts import sparkline
 from tba.ui.runs import Run
-from tba.ui.site import is_number, missing, run_of, site_of
+from tba.ui.site import missing, number_in, run_of, site_of
 from tba.ui.trajectory_filter import has_word, words_of
 
 # A prompt of a run whose prompts have many responses each is read up to this number of its newest ones.
@@ -31,72 +30,68 @@ KINDS = {
 _PASSED = "COALESCE(json_extract(t.reward_parts, '$.correct') >= 1, t.reward > 0)"
 _RESPONSES = f"""SELECT t.id, t.visit, t.policy_version, t.reward, t.response_tokens, t.stop_reason, t.error,
     {_PASSED} AS passed FROM trajectory_rows t WHERE t.prompt = ? ORDER BY t.policy_version DESC, t.id DESC LIMIT ?"""  # noqa: S608
+_VISIT = "SELECT id, epoch, leased_at, done_at FROM visits WHERE id = ?"
 # A list needs no texts, and they are on pages of their own.
 _WITH_TEXT = _RESPONSES.replace("t.error,", "t.error, substr(t.text, 1, 200) AS text,")
+_COLUMNS = "p.id, p.key, substr(p.text, 1, 500) AS text"
 # The plus keeps SQLite from sorting by an index on the run: ids are in the order of registration.
-_COLUMNS = "p.id, p.key, p.position, substr(p.text, 1, 500) AS text"
-_PROMPTS = f"SELECT {_COLUMNS}, %s AS fits FROM prompts p WHERE +p.run = ? AND p.id > ? %s ORDER BY p.id LIMIT ?"  # noqa: S608
-_BY_KEY = f"""SELECT {_COLUMNS}, %s AS fits FROM prompts p
-    WHERE p.run = ? AND p.key >= ? AND p.key < ? AND p.key > ? %s ORDER BY p.key LIMIT ?"""  # noqa: S608
+_PROMPTS = f"""SELECT {_COLUMNS}, p.id AS place, {{fits}} AS fits FROM prompts p
+    WHERE +p.run = ? AND p.id > ? {{answered}} ORDER BY p.id LIMIT ?"""  # noqa: S608
 _ANSWERED = "AND EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = p.id)"
-_LAST_CHARACTER = "\U0010ffff"
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """What a list of prompts shows: those of a kind, with a prefix of the key, with words in the text."""
-
-    kind: str
-    prefix: str
-    words: list[str]
-
-    def window(self, rows: PageRows, run: Run, after: str) -> list[dict[str, Any]]:
-        """Return the next prompts after a key (with a prefix alone) or an id."""
-        parts = (" AND ".join([has_word("p.text")] * len(self.words)) or "1", "" if self.kind == "all" else _ANSWERED)
-        if self.prefix:
-            span = (self.prefix, self.prefix + _LAST_CHARACTER)
-            return rows.all(_BY_KEY % parts, *self.words, run.id, *span, after, _PAGE_ROWS)
-        if after and not is_number(after):
-            raise UsageError(f"after = {after[:100]}: give the id of a prompt")
-        return rows.all(_PROMPTS % parts, *self.words, run.id, int(after or 0), _PAGE_ROWS)
-
-    def continue_after(self, prompt: dict[str, Any]) -> str:
-        """Return what the window after a prompt continues after."""
-        return str(prompt["key"] if self.prefix else prompt["id"])
+_NEWEST = 20_000
+_BY_RATE = f"""SELECT * FROM (SELECT {_COLUMNS}, ROW_NUMBER() OVER (ORDER BY w.rate {{order}}, p.id) AS place,
+    {{fits}} AS fits FROM (SELECT t.prompt, AVG({_PASSED}) AS rate FROM (SELECT id FROM trajectory_rows WHERE run = ?
+    ORDER BY received_at DESC LIMIT {_NEWEST}) n CROSS JOIN trajectory_rows t ON t.id = n.id
+    WHERE t.error IS NULL GROUP BY t.prompt) w JOIN prompts p ON p.id = w.prompt)
+    WHERE place > ? ORDER BY place LIMIT ?"""  # noqa: S608
+# By their pass rate over the newest responses of the run.
+SORTS = {"": "as registered", "hardest": "hardest first", "easiest": "easiest first"}
+_HELD_OUT = """SELECT id, step, version, prompts, json_extract(metrics, '$.accuracy') AS accuracy,
+    json_extract(metrics, '$.reward') AS reward, json_extract(intervals, '$.accuracy[0]') AS low,
+    json_extract(intervals, '$.accuracy[1]') AS high, not_measured,
+    (SELECT COUNT(*) FROM held_out_rows h WHERE h.evaluation = e.id) AS responses
+    FROM evaluation_rows e WHERE run = ? ORDER BY step DESC, evaluated_at DESC LIMIT 1000"""
+_HELD_OUT_RESPONSES = """SELECT prompt, prompt_text, answer, response, reward, error, passed FROM held_out h
+    WHERE evaluation = ? ORDER BY passed, h.prompt LIMIT ? OFFSET ?"""
 
 
 def listing(request: Request) -> Response:
-    """List prompts with their pass rates, optionally only those of one kind, with a prefix of the key or with words."""
+    """List prompts with their pass rates, optionally only those of one kind, or with words in the key or the text."""
     run, query = run_of(request), request.query_params
-    given = {name: query.get(name, "").strip() for name in ("kind", "key", "text")}
-    if given["kind"] not in KINDS:
-        raise UsageError(f"kind = {given['kind'][:100]}: give all, never, solved or flat")
+    given = {name: query.get(name, "").strip() for name in ("kind", "sort", "text")}
+    if given["kind"] not in KINDS or given["sort"] not in SORTS:
+        raise UsageError("kind is all, never, solved or flat, sort is hardest or easiest")
     with run.rows() as rows:
-        words = words_of(given["text"]) if given["text"] else []
-        wanted = _Wanted(given["kind"], given["key"], words)
-        found, following, examined = _find(rows, run, wanted, query.get("after", ""))
+        found, following, examined = _find(rows, run, given, number_in(request, "after"))
     return site_of(request).page(
         "prompts.html",
         run=run,
         prompts=found,
         kinds=KINDS,
+        sorts=SORTS,
         given=given,
         following=urlencode({**given, "after": following}) if following is not None else None,
         examined=examined,
     )
 
 
-def _find(rows: PageRows, run: Run, wanted: _Wanted, after: str) -> tuple[list[dict[str, Any]], str | None, int]:
+def _find(rows: PageRows, run: Run, given: dict[str, str], after: int) -> tuple[list[dict[str, Any]], int | None, int]:
     """Return a page of prompts, what the next page continues after (None at the end), and how many were examined."""
+    words = words_of(given["text"]) if given["text"] else []
+    sql = (_BY_RATE if given["sort"] else _PROMPTS).format(
+        fits=" AND ".join([has_word("p.key || ' ' || COALESCE(p.text, '')")] * len(words)) or "1",
+        answered="" if given["kind"] == "all" else _ANSWERED,
+        order="DESC" if given["sort"] == "easiest" else "ASC",
+    )
     deadline, found, examined = time.monotonic() + _BUDGET_SECONDS, [], 0
     while True:
-        window = wanted.window(rows, run, after)
+        window = rows.all(sql, *words, run.id, after, _PAGE_ROWS)
         for prompt in window:
             examined += 1
-            after = wanted.continue_after(prompt)
+            after = prompt["place"]
             if prompt["fits"]:
                 prompt.update(summary(rows.all(_RESPONSES, prompt["id"], _MOST_RESPONSES)))
-            if prompt["fits"] and (wanted.kind in ("", "all") or prompt[wanted.kind]):
+            if prompt["fits"] and (given["kind"] in ("", "all") or prompt[given["kind"]]):
                 found.append(prompt)
             if len(found) == _PAGE_ROWS or time.monotonic() > deadline:
                 return found, after, examined
@@ -104,10 +99,24 @@ def _find(rows: PageRows, run: Run, wanted: _Wanted, after: str) -> tuple[list[d
             return found, None, examined
 
 
+def held_out(request: Request) -> Response:
+    """Show the evaluations of a run, and the responses of one with the references, wrong ones first."""
+    run, wanted, first = run_of(request), number_in(request, "evaluation"), number_in(request, "from")
+    with run.rows() as rows:
+        evaluations = rows.all(_HELD_OUT, run.id)
+        chosen = next((one for one in evaluations if wanted in (0, one["id"])), None)
+        responses = rows.all(_HELD_OUT_RESPONSES, chosen["id"], _PAGE_ROWS, first) if chosen else []
+    return site_of(request).page(
+        "held_out.html", run=run, evaluations=evaluations, chosen=chosen, responses=responses, first=first
+    )
+
+
 def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the pass rates of a prompt and its kinds. `responses` are its newest ones first, errors included."""
     good = [response for response in responses if response["error"] is None]
-    rates = pass_rates(good)
+    by_version: dict[int, list[bool]] = {}
+    for response in reversed(good):
+        by_version.setdefault(response["policy_version"], []).append(bool(response["passed"]))
     # The newest group: the responses of the newest visit, or of the newest version without one.
     same = "visit" if good and good[0]["visit"] else "policy_version"
     newest = [r for r in good if (r["visit"], r[same]) == (good[0]["visit"], good[0][same])]
@@ -118,55 +127,29 @@ def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "pass_rate": sum(r["passed"] for r in good) / len(good) if good else None,
         "newest_rate": sum(r["passed"] for r in newest) / len(newest) if newest else None,
         "newest_version": good[0]["policy_version"] if good else None,
-        "spark": sparkline([rate for _, rate in rates]),
+        "spark": sparkline([sum(passed) / len(passed) for passed in by_version.values()]),
         "never": bool(good) and not any(response["passed"] for response in good),
         "solved": bool(newest) and all(response["passed"] for response in newest),
         "flat": len(newest) > 1 and len(rewards) == 1,
     }
 
 
-def pass_rates(responses: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return (policy version, fraction that passed), by version."""
-    by_version: dict[int, list[bool]] = {}
-    for response in responses:
-        by_version.setdefault(response["policy_version"], []).append(bool(response["passed"]))
-    return [(version, sum(passed) / len(passed)) for version, passed in sorted(by_version.items())]
-
-
 def page(request: Request) -> Response:
     """Show a prompt with its groups over time."""
-    run = run_of(request)
+    run, number = run_of(request), request.path_params["prompt"]
     with run.rows() as rows:
-        known = read_prompt(rows, run, request.path_params["prompt"])
-    return site_of(request).page("prompt.html", run=run, **known)
-
-
-def read_prompt(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
-    """Return everything about a prompt. Raises HTTPException if the run has none of this id."""
-    prompt = rows.first("SELECT id, key, text, answer, position FROM prompts WHERE id = ? AND run = ?", number, run.id)
-    if prompt is None:
-        raise missing(f"prompt {number} of run {run.name}")
-    responses = rows.all(_WITH_TEXT, number, _MOST_RESPONSES)
-    visits = "SELECT id, epoch, leased_at, done_at FROM visits WHERE id = ?"
-    numbers = dict.fromkeys(response["visit"] for response in responses)
-    groups = [
-        {
-            **(rows.first(visits, visit) or {"id": None, "epoch": None, "leased_at": None, "done_at": None}),
-            "responses": [response for response in responses if response["visit"] == visit],
-        }
-        for visit in numbers
-    ]
-    good = [response for response in responses if response["error"] is None]
-    points = [(r["policy_version"], r["reward"], f"/r/{run.key}/trajectories/{r['id']}") for r in good[:500]]
-    rewards: dict[int, list[float]] = {}
-    for response in good:
-        rewards.setdefault(response["policy_version"], []).append(response["reward"])
-    mean = [(version, sum(own) / len(own)) for version, own in sorted(rewards.items())]
-    return {
-        "prompt": prompt,
-        "groups": groups,
-        "rates": pass_rates(good),
-        "is_cut": len(responses) == _MOST_RESPONSES,
-        "picture": points_chart(points, mean, "reward by policy version") if points else None,
-        **{key: value for key, value in summary(responses).items() if key != "spark"},
-    }
+        prompt = rows.first("SELECT id, key, text, answer FROM prompts WHERE id = ? AND run = ?", number, run.id)
+        if prompt is None:
+            raise missing(f"prompt {number} of run {run.name}")
+        responses = rows.all(_WITH_TEXT, number, _MOST_RESPONSES)
+        groups = [
+            {
+                **(rows.first(_VISIT, visit) or {"id": None, "epoch": None, "leased_at": None, "done_at": None}),
+                "responses": [response for response in responses if response["visit"] == visit],
+            }
+            for visit in dict.fromkeys(response["visit"] for response in responses)
+        ]
+    is_cut = len(responses) == _MOST_RESPONSES
+    return site_of(request).page(
+        "prompt.html", run=run, prompt=prompt, groups=groups, is_cut=is_cut, **summary(responses)
+    )

@@ -1,7 +1,7 @@
 """The page of a run: charts, what it does now, its clients, and its configuration."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,15 +9,18 @@ import xxhash
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tba.buffer.store.starts import Start, value_over_steps
 from tba.buffer.tools.query import PageRows
 from tba.common.config import Config
 from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
+from tba.common.evaluations import read_evaluations
 from tba.common.wire.messages import Status
 from tba.deploy.run_list import state_of
 from tba.ui.runs import Run
 from tba.ui.site import run_of, site_of
 
 _CLIENTS = 200
+_MOST_CHOSEN = 100
 # While a server answers, its words change without a new row.
 _CLOCK_SECONDS = 10
 # Trainers and evaluators deliver nothing, and are not to be cut off by many searchers.
@@ -29,17 +32,16 @@ _TOTALS = """SELECT COALESCE(SUM(trajectories), 0) AS trajectories, COALESCE(SUM
     SUM(reward_sum) / NULLIF(SUM(trajectories) - SUM(errors), 0) AS mean_reward FROM senders WHERE run = ?"""
 _HELD_OUT = """SELECT version, accuracy, reward, not_measured FROM evaluations WHERE run = ?
     ORDER BY step DESC, evaluated_at DESC LIMIT 1"""
-_NEWEST_BATCH = (
-    "SELECT step, trained_at FROM batches WHERE run = ? AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"
-)
+_NEWEST_BATCH = """SELECT step, trained_at, json_extract(metrics, '$.reward_mean') AS reward FROM batches WHERE run = ?
+    AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"""
 
 
 def page(request: Request) -> Response:
     """Show a run."""
     run, site = run_of(request), site_of(request)
     with run.rows() as rows:
-        state = describe(run, rows)
-    return site.page("run.html", run=run, **state)
+        known = describe(run, rows) | {"starts": run.starts(rows), "names": site.metrics_of(run).names(rows)}
+    return site.page("run.html", run=run, chosen=chosen_metrics(request), **known)
 
 
 def live(request: Request) -> Response:
@@ -50,36 +52,36 @@ def live(request: Request) -> Response:
         if request.query_params.get("seen") == _version(run, rows, status, _state(run, rows, status)):
             return Response(status_code=204)
         state = describe(run, rows)
-    return site_of(request).page("live.html", run=run, **state)
+    return site_of(request).page("live.html", run=run, is_part=True, **state)
 
 
 def charts(request: Request) -> Response:
     """Return the charts of a run as JSON."""
     run = run_of(request)
     with run.rows() as rows:
-        return JSONResponse([asdict(chart) for chart in site_of(request).metrics_of(run).charts(rows)])
+        return JSONResponse(asdict(site_of(request).metrics_of(run).charts(rows, chosen_metrics(request))))
+
+
+def chosen_metrics(request: Request) -> list[str]:
+    """Return the metrics for which the address asks for a chart."""
+    return request.query_params.getlist("metric")[:_MOST_CHOSEN]
 
 
 def config(request: Request) -> Response:
-    """Show the configuration that the run was last served with, and its starts."""
+    """Show the configuration of the run over its starts, and what each start changed."""
     run = run_of(request)
     with run.rows() as rows:
-        keys = settings(run.config(rows), run.origins(rows))
-        starts = rows.all("SELECT started_at, software FROM starts WHERE run = ? ORDER BY id DESC LIMIT 20", run.id)
+        starts = run.starts(rows)
+        keys = settings(run.config(rows), run.origins(rows), starts)
     return site_of(request).page("config.html", run=run, keys=keys, starts=starts)
-
-
-def summary(run: Run) -> dict[str, Any]:
-    """Return a run for the list of runs."""
-    with run.rows() as rows:
-        return {"run": run, **describe(run, rows)}
 
 
 def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     """Return the facts of a run: totals, clients, and what its server says if one answers."""
     sections = run.config(rows)
     status = run.status(sections)
-    clients = rows.all(_NEWEST_CLIENTS, run.name, _CLIENTS)
+    # Without a server, `tba eval` writes its results into the directory only.
+    last = rows.all(_HELD_OUT, run.name) or read_evaluations(run.directory, run.name)[-1:]
     batch = rows.first(_NEWEST_BATCH, run.id)
     about = rows.first("SELECT created_at, prompts, task FROM runs WHERE id = ?", run.id)
     newest = rows.first("SELECT version, step, announced_at FROM snapshots WHERE run = ? ORDER BY version DESC", run.id)
@@ -91,11 +93,14 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "status": status,
         "steps_done": batch["step"] + 1 if batch else 0,
         "trained_at": batch["trained_at"] if batch else None,
+        "reward": batch["reward"] if batch else None,
         "steps": sections.get("train", {}).get("steps"),
+        "objective": sections.get("objective", {}).get("name"),
+        "model": sections.get("model", {}).get("path"),
         "newest": newest,
         "totals": rows.first(_TOTALS, run.id),
-        "held_out": rows.first(_HELD_OUT, run.name),
-        "clients": _with_status(clients, status),
+        "held_out": {**dict.fromkeys(("accuracy", "reward", "not_measured")), **last[0]} if last else None,
+        "clients": _with_status(rows.all(_NEWEST_CLIENTS, run.name, _CLIENTS), status),
         "seen": _version(run, rows, status, (state, why)),
     }
 
@@ -123,21 +128,25 @@ def _with_status(clients: list[dict[str, Any]], status: Status | None) -> list[d
     return [{**client, "now": connected.get(client["sender"])} for client in clients]
 
 
-def settings(sections: dict[str, dict[str, Any]], origins: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def settings(
+    sections: dict[str, dict[str, Any]], origins: Mapping[str, str] | None, starts: Sequence[Start]
+) -> list[dict[str, Any]]:
     """Return the recorded values by key, with their origins, and whether each differs from the default of this release.
 
-    The origin is None where `origins` is.
+    The value of a setting that a start changed is a sentence. The origin is None where `origins` is.
     """
     default = Config()
+    changed = {key for start in starts for key, _, _ in start.changes}
     known = {key for key, _ in fields()}
     keys = []
     for section, content in sections.items():
         for name, value in content.items():
             key = f"{section}.{name}"
             usual = value_of(default, key) if key in known else None
-            is_set = key not in known or str(value) != str(usual if usual is None else _plain(usual))
+            is_set = key in changed or key not in known or str(value) != str(usual if usual is None else _plain(usual))
             origin = None if origins is None else origins.get(key, DEFAULT_ORIGIN)
-            keys.append({"key": key, "value": value, "default": _plain(usual), "is_set": is_set, "origin": origin})
+            shown = value_over_steps(starts, key) if key in changed else value
+            keys.append({"key": key, "value": shown, "default": _plain(usual), "is_set": is_set, "origin": origin})
     return keys
 
 

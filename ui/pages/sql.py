@@ -34,12 +34,18 @@ _MOST_FILES = 200
 _MOST_BYTES = 64 << 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,98}\.sql")
 
+_SCHEMA = """SELECT s.name, GROUP_CONCAT(c.name, ', ') AS columns FROM sqlite_schema s JOIN pragma_table_info(s.name) c
+    WHERE s.type IN ('view', 'table') GROUP BY s.name ORDER BY s.type DESC, s.name"""
+
 _BUILT_IN = {
     "best responses": """SELECT id, reward, policy_version, prompt_text, answer, text
 FROM trajectories WHERE run = '{run}' ORDER BY reward DESC LIMIT 20""",
     "held-out prompts with a wrong response": """SELECT version, prompt_text, answer, response, reward, error
 FROM held_out h WHERE evaluation = (SELECT evaluation FROM held_out
     WHERE run = '{run}' ORDER BY step DESC, evaluated_at DESC LIMIT 1) AND NOT passed ORDER BY h.prompt""",
+    "worst responses of late": """SELECT t.id, t.reward, t.policy_version, t.prompt_text, t.answer, t.text
+FROM (SELECT id FROM trajectories WHERE run = '{run}' ORDER BY received_at DESC LIMIT 2000) n
+JOIN trajectories t ON t.id = n.id WHERE t.error IS NULL ORDER BY t.reward, t.id DESC LIMIT 20""",
     "reward and staleness by step": """SELECT step, mean_reward, mean_staleness, max_staleness, mean_age_seconds
 FROM staleness WHERE run = '{run}' ORDER BY step DESC LIMIT 100""",
     "searchers": """SELECT sender, host, trajectories, errors, mean_reward
@@ -64,6 +70,8 @@ def page(request: Request) -> Response:
     """Show a statement and its result, or the error that it raised."""
     run = run_of(request)
     built_in, own = built_in_queries(run), own_queries(run)
+    with run.rows() as rows:
+        schema = rows.all(_SCHEMA)
     sql, name = _asked(request, {**built_in, **own})
     result, sentence = None, ""
     if sql:
@@ -81,6 +89,7 @@ def page(request: Request) -> Response:
         name=name,
         built_in=list(built_in),
         own=list(own),
+        schema=schema,
         directory=run.directory / DIRECTORY,
         seconds=SECONDS,
     )

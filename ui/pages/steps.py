@@ -5,12 +5,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tba.buffer.store.storage_errors import stored_object
 from tba.common.errors import UsageError
 from tba.ui.charts import histogram
-from tba.ui.site import LARGEST_NUMBER, is_number, missing, run_of, site_of
+from tba.ui.site import LARGEST_NUMBER, missing, number_in, run_of, site_of
 
 _PAGE_ROWS = 100
-_STEPS = "SELECT * FROM staleness WHERE run = ? AND step < ? ORDER BY step DESC LIMIT ?"
+_REUSE = "(SELECT json_extract(metrics, '$.reuse_mean') FROM batches WHERE run = ? AND step = s.step) AS reuse"
+_STEPS = f"SELECT s.*, {_REUSE} FROM staleness s WHERE run = ? AND step < ? ORDER BY step DESC LIMIT ?"  # noqa: S608
 # Shown by the page's own columns or the same in all rows.
 _HIDDEN = {"run", "step", "handed_out_at", "trained_at", "trained_at_text", "trajectory", "prompt"}
 _UNITS = {"staleness": "steps", "logprob": "nats", "log_ratio": "nats", "mismatch": "nats/token"}
@@ -18,28 +20,29 @@ _UNITS = {"staleness": "steps", "logprob": "nats", "log_ratio": "nats", "mismatc
 _ALWAYS_DRAWN = {"staleness", "log_ratio", "advantage"}
 # A batch of this many slots is more than a browser sorts with ease.
 _MOST_SLOTS = 5000
+# What a reader of a step looks for first.
+_FIRST = {"loss": "", "grad_norm": "", "kl": "nats", "entropy": "nats/token", "learning_rate": ""}
 
 
 def listing(request: Request) -> Response:
     """List the steps, newest first."""
     run = run_of(request)
-    text = request.query_params.get("before", str(LARGEST_NUMBER))
-    if not is_number(text):
-        raise UsageError(f"before = {text[:100]}: give a step")
     with run.rows() as rows:
-        steps = rows.all(_STEPS, run.name, int(text), _PAGE_ROWS)
+        steps = rows.all(_STEPS, run.id, run.name, number_in(request, "before", LARGEST_NUMBER), _PAGE_ROWS)
     after = steps[-1]["step"] if len(steps) == _PAGE_ROWS else None
     return site_of(request).page("steps.html", run=run, steps=steps, after=after)
 
 
 def page(request: Request) -> Response:
     """Show one step: its numbers, its slots in any order, and histograms of the numbers per slot."""
-    run, step = run_of(request), request.path_params["step"]
+    run, step, first = run_of(request), request.path_params["step"], number_in(request, "from")
     with run.rows() as rows:
         about = rows.first("SELECT * FROM staleness WHERE run = ? AND step = ?", run.name, step)
         if about is None:
             raise missing(f"step {step} of run {run.name}")
-        batch = rows.value("SELECT id FROM batches WHERE run = ? AND step = ?", run.id, step)
+        batch, metrics = rows.all("SELECT id, metrics FROM batches WHERE run = ? AND step = ?", run.id, step)[
+            0
+        ].values()
         sql = "SELECT * FROM consumption WHERE run = ? AND step = ? ORDER BY slot LIMIT ?"
         slots = rows.all(sql, run.name, step, _MOST_SLOTS)
         prompts = rows.all(
@@ -51,7 +54,6 @@ def page(request: Request) -> Response:
             "previous": rows.value("SELECT MAX(step) FROM batches WHERE run = ? AND step < ?", run.id, step),
             "following": rows.value("SELECT MIN(step) FROM batches WHERE run = ? AND step > ?", run.id, step),
         }
-        metrics = rows.value("SELECT metrics FROM batches WHERE id = ?", batch)
     extra = {row["slot"]: row for row in prompts}
     # The columns of the view: a later release adds numbers to it, and the page shows them.
     columns = [name for name in (slots[0] if slots else {}) if name not in _HIDDEN and name != "slot"]
@@ -67,13 +69,17 @@ def page(request: Request) -> Response:
         run=run,
         step=step,
         about=about,
-        slots=slots,
+        slots=slots[first : first + _PAGE_ROWS],
+        first=first,
+        total=len(slots),
+        page_rows=_PAGE_ROWS,
         extra=extra,
         columns=columns,
         units=_UNITS,
         order=order,
         pictures=pictures,
-        metrics=metrics,
+        metrics=stored_object(metrics),
+        shown=_FIRST,
         **around,
     )
 

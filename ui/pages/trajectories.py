@@ -1,6 +1,6 @@
 """The trajectories of a run by filters, and one trajectory with its tokens and training history."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -78,8 +78,33 @@ def page(request: Request) -> Response:
     run, number = run_of(request), request.path_params["trajectory"]
     with run.rows() as rows:
         around = _neighbours(rows, run, number)
-    known = read_trajectory(run, number, request.query_params)
-    return site_of(request).page("trajectory.html", run=run, **known, **around)
+    query = request.query_params
+    colour, first = query.get("colour", COLOURS[0]), query.get("token", "0")
+    if colour not in COLOURS or not all(is_number(text) for text in (first, query.get("step", "0"))):
+        raise UsageError("colour is logprob, version or mismatch, step and token are numbers")
+    decode = _decoder(recorded_model(run.database, number))
+    known = describe(run.database, number, decode)
+    limit = None if query.get("full") else TEXT_CHARACTERS
+    texts = [known["prompt_text"], known["text"] or known.get("response_text"), known["error"]]
+    ratios = _log_ratios(known, query.get("step")) if colour == "mismatch" else None
+    return site_of(request).page(
+        "trajectory.html",
+        run=run,
+        known=known,
+        texts=[text and text[:limit] for text in texts],
+        is_cut=limit is not None and any(len(text or "") > limit for text in texts),
+        turns=turns_of(known),
+        tokens=strip(known, decode, colour=colour, first=int(first), log_ratios=ratios.values if ratios else ()),
+        ratios=ratios,
+        is_decoded=decode is not None,
+        first=int(first),
+        total=len(known["response_ids"] or []),
+        next_token=int(first) + STRIP_TOKENS,
+        colour=colour,
+        colours=COLOURS,
+        quantities=QUANTITIES,
+        **around,
+    )
 
 
 def _neighbours(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
@@ -91,39 +116,6 @@ def _neighbours(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
     before = "SELECT id FROM trajectory_rows WHERE id < ? AND +run = ? ORDER BY id DESC LIMIT 1"
     after = "SELECT id FROM trajectory_rows WHERE id > ? AND +run = ? ORDER BY id LIMIT 1"
     return {**about, "previous": rows.value(before, number, run.id), "following": rows.value(after, number, run.id)}
-
-
-def read_trajectory(run: Run, number: int, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a trajectory with its tokens; `query` has the colour, its step and the first token of the strip."""
-    colour, first = query.get("colour", COLOURS[0]), query.get("token", "0")
-    if colour not in COLOURS or not all(is_number(text) for text in (first, query.get("step", "0"))):
-        raise UsageError("colour is logprob, version or mismatch, step and token are numbers")
-    decode = _decoder(recorded_model(run.database, number))
-    known = describe(run.database, number, decode)
-    limit = None if query.get("full") else TEXT_CHARACTERS
-    response = known["text"] if known["text"] is not None else known.get("response_text")
-    prompt = known["prompt_text"]
-    total = len(known["response_ids"] or [])
-    ratios = _log_ratios(known, query.get("step")) if colour == "mismatch" else None
-    return {
-        "known": known,
-        "prompt": (prompt or "")[:limit],
-        "response": (response or "")[:limit],
-        "error": (known["error"] or "")[:limit],
-        "is_cut": limit is not None and any(len(text or "") > limit for text in (prompt, response, known["error"])),
-        "has_prompt": prompt is not None,
-        "turns": turns_of(known),
-        "tokens": strip(known, decode, colour=colour, first=int(first), log_ratios=ratios.values if ratios else ()),
-        "ratios": ratios,
-        "is_decoded": decode is not None,
-        "first": int(first),
-        "total": total,
-        "next_token": int(first) + STRIP_TOKENS if int(first) + STRIP_TOKENS < total else None,
-        "logprob_sum": sum(known["logprobs"]) if known["logprobs"] else None,
-        "colour": colour,
-        "colours": COLOURS,
-        "quantities": QUANTITIES,
-    }
 
 
 def turns_of(known: dict[str, Any]) -> list[dict[str, Any]]:
@@ -168,7 +160,7 @@ def _log_ratios(known: dict[str, Any], asked: str | None) -> LogRatios:
 
 
 @lru_cache(maxsize=4)
-def _decoder(model: str) -> Callable[[list[int]], str] | None:
+def _decoder(model: str) -> Callable[..., str] | None:
     """Return the decoder of a model. A large vocabulary takes half a second to load."""
     return decoder_of(model)
 
@@ -184,7 +176,7 @@ class Token:
 
 def strip(
     known: dict[str, Any],
-    decode: Callable[[list[int]], str] | None,
+    decode: Callable[..., str] | None,
     *,
     colour: str,
     first: int = 0,
@@ -232,7 +224,7 @@ def _ratio_style(log_ratio: float) -> str:
     return f"r{3 + (away if log_ratio > 0 else -away)}"
 
 
-def _piece(ids: list[int], position: int, decode: Callable[[list[int]], str] | None) -> str:
+def _piece(ids: list[int], position: int, decode: Callable[..., str] | None) -> str:
     """Return the text that a token adds to those before it: some tokenizers drop the space before a single token."""
     if decode is None:
         return str(ids[position])
@@ -240,4 +232,4 @@ def _piece(ids: list[int], position: int, decode: Callable[[list[int]], str] | N
     prefix, whole = decode(before), decode([*before, ids[position]])
     text = whole[len(prefix) :] if whole.startswith(prefix) else decode([ids[position]])
     # A token with no text of its own, such as the end of the response.
-    return text or f"‹{ids[position]}›"
+    return text or decode([ids[position]], False) or f"‹{ids[position]}›"

@@ -32,6 +32,7 @@ SELECT t.id, p.key AS prompt_key, t.reward, t.reward_parts, t.policy_version, c.
        CASE WHEN json_extract(t.sampling, '$.top_p') = 1 THEN json_extract(t.sampling, '$.temperature') ELSE 0.0
            END AS temperature,
        r.logprob AS reference_logprob,
+       (SELECT COUNT(*) FROM consumption_rows e WHERE e.trajectory = t.id AND e.batch < b.id) AS times_used,
        CASE WHEN t.turns = '[]' OR NOT json_valid(t.turns) THEN t.turns
            ELSE (SELECT json_group_array(json_extract(value, '$.reward')) FROM json_each(t.turns)) END AS turn_rewards
 FROM batches b

@@ -77,7 +77,6 @@ class Trajectories:
         # Columns instead of a tuple per trajectory, which would only be created and freed.
         self._new_rows: dict[str, list[Any]] = {name: [] for name in TRAJECTORY_COLUMNS}
         self._new_payloads: list[list[memoryview]] = [[] for _ in ARRAY_KINDS]
-        self._new_references: list[tuple[int, str, float]] = []
 
     def new_ids(self, count: int) -> range:
         """Return ids for `count` new trajectories. Ids only grow, also beyond deleted ones that a batch has seen."""
@@ -97,10 +96,6 @@ class Trajectories:
         for views, more in zip(self._new_payloads, payload, strict=True):
             views.extend(more)
 
-    def add_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
-        """Add (trajectory, reference, log-probability) rows. They are written after the trajectories."""
-        self._new_references.extend(rows)
-
     def flush(self) -> None:
         """Write the added rows, so that queries in this transaction see them."""
         rows = self._new_rows
@@ -108,7 +103,6 @@ class Trajectories:
         self._database.insert("payloads", ("trajectory", *_ARRAYS), [rows["id"], *self._new_payloads])
         self._count_delivered()
         self._unlogged += sum(rows["payload_bytes"]) + _ROW_BYTES * len(rows["id"])
-        self.insert_references(self._new_references)
         self._forget_new()
 
     def _count_delivered(self) -> None:

@@ -81,10 +81,7 @@ def test_an_archive_elsewhere_needs_to_be_named_to_be_written_and_to_be_read(mov
     fsspec.register_implementation("shelf", Shelf, clobber=True)
     before, destination = ask(capped, PAYLOADS), f"shelf://{tmp_path}/old"
     refused = move(destination)
-    assert (refused.exit_code, f"TBA_ARCHIVES={destination} in" in refused.message) == (
-        2,
-        True,
-    )
+    assert (refused.exit_code, f"TBA_ARCHIVES={destination} in" in refused.message) == (2, True)
     monkeypatch.setenv("TBA_ARCHIVES", f"s3://bucket {destination}")
     assert move(destination).exit_code == 0
     assert read_all(capped) == before[:8]
@@ -271,8 +268,7 @@ def test_a_file_that_cannot_be_read_is_named_everywhere(move, capped, tba_buffer
 
 
 @pytest.mark.parametrize(
-    ("destination", "sentence"),
-    [("nope://x", "Protocol not known"), ("/proc/nowhere", "the archive /proc/nowhere")],
+    ("destination", "sentence"), [("nope://x", "Protocol not known"), ("/proc/nowhere", "the archive /proc/nowhere")]
 )
 def test_a_destination_that_cannot_be_written_is_named_and_nothing_is_lost(move, capped, destination, sentence):
     refused = move(destination)

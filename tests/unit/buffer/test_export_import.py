@@ -61,14 +61,8 @@ def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness,
     assert tba_buffer("export", name, "-b", path, "--json").json["trajectories"] == 7
     # The vocabulary of a model that is not here is not known.
     elsewhere = [*target, "--set", "model.path=elsewhere/model"]
-    assert tba_buffer("import", name, *elsewhere, "--json").json == {
-        "file": name,
-        "run": "other",
-        "rows": 7,
-        "new": 7,
-        "there_already": 0,
-        "warnings": {},
-    }
+    counts = {"rows": 7, "new": 7, "there_already": 0, "warnings": {}}
+    assert tba_buffer("import", name, *elsewhere, "--json").json == {"file": name, "run": "other", **counts}
     assert ask(PAYLOADS) == ask(PAYLOADS, path)
     assert len(ask(TURNS)) == 4
     assert ask(TURNS) == ask(TURNS, path)
@@ -202,9 +196,8 @@ def test_an_export_replaces_a_file_only_with_force(tba_buffer, filled, tmp_path)
     assert "exists: choose another name" in tba_buffer("export", "x.jsonl", "-b", filled).message
     assert (tmp_path / "x.jsonl").read_text() == "precious"
     assert tba_buffer("export", "x.jsonl", "-b", filled, "--force").exit_code == 0
-    assert (
-        "is the database itself" in tba_buffer("export", filled, "--format", "jsonl", "-b", filled, "--force").message
-    )
+    itself = tba_buffer("export", filled, "--format", "jsonl", "-b", filled, "--force")
+    assert "is the database itself" in itself.message
 
 
 def test_an_export_reports_compacted_trajectories(tba_buffer, filled):
@@ -224,9 +217,8 @@ def test_demonstrations_are_imported_as_text_and_as_tokens(tba_buffer, target, t
     ]
     (tmp_path / "demos.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     assert tba_buffer("import", "demos.jsonl", *target, "--json").json["new"] == 3
-    rows = ask(
-        "SELECT prompt, reward, text, response_tokens, temperature, policy_version FROM trajectories ORDER BY id"
-    )
+    columns = "prompt, reward, text, response_tokens, temperature, policy_version"
+    rows = ask(f"SELECT {columns} FROM trajectories ORDER BY id")
     # Three tokens: two digits and the end token.
     assert rows[0] == ("47+38", 1.0, "85", 3, 0.0, -1)
     assert rows[1][0].startswith("sha256:")
@@ -257,7 +249,6 @@ TURN = make_episode().turns[1] | {"start": 0}
         (GOOD | {"reward": float("nan")}, "reward: it must be a finite number"),
         (GOOD | {"created_at": 1e300}, "rows.created_at[0]: Expected `float` < 253402300800"),
         (GOOD | {"prompt_ids": [-1]}, "prompt_ids.0: it must be greater than or equal to 0"),
-        (GOOD | {"prompt_ids": [2**31]}, "prompt_ids.0: it must be less than"),
         (GOOD | {"response_ids": []}, "a trajectory without an error has empty response_ids"),
         (GOOD | {"prompt_key": ""}, "rows.prompt_key[0]: Expected `str` of length >= 1"),
         (GOOD | {"metadata": {"x": float("inf")}}, "Out of range float values are not JSON compliant"),
@@ -270,17 +261,14 @@ TURN = make_episode().turns[1] | {"start": 0}
         (FULL | {"loss_mask": [1, 1]}, "a loss mask has 2 entries for 1 response token"),
         (GOOD | {"metadata": {"n": 2**70}}, "can't serialize ints"),
         (GOOD | {"prompt_ids": [15, 16]}, "prompt_ids has 16, and the run's model has token ids below 16"),
-        (GOOD | {"response_ids": [2**31 - 1]}, "response_ids has 2147483647, and"),
         (GOOD | {"metadata": {"x": json.loads("[" * 100 + "]" * 100)}}, "nested more than 100 deep"),
         (GOOD | {"metadata": {"x": "y" * (200 << 10)}}, "metadata of row 0 has"),
         (GOOD | {"text": "x" * (17 << 20)}, "header of"),
         (GOOD | {"turns": [{"start": 0}]}, "rows.turns[0][0]: Object missing required field"),
-        (GOOD | {"turns": [TURN | {"reward": float("nan")}]}, "Out of range float values"),
         (GOOD | {"turns": [TURN | {"tokens": 2}]}, "turn 0 of row 0 is not after the one before it and inside"),
         (GOOD | {"segments": [0]}, "the segments [0] of row 0"),
         (GOOD | {"error": "no", "error_kind": "boredom"}, "error_kind: it must be"),
         (GOOD | {"error_kind": "reward"}, "row 0 has error None, error_kind 'reward'"),
-        (GOOD | {"run": "r", "id": -1}, "id: it must be greater"),
     ],
 )
 def test_an_invalid_line_gives_one_sentence_and_nothing_is_imported(line, words, tba_buffer, target, tmp_path, ask):

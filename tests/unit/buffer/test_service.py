@@ -125,6 +125,11 @@ def test_a_finished_run_continues_when_a_trainer_says_hello(harness):
     assert not buffer.service.state.for_replies().finished
 
 
+def test_a_batch_says_how_often_earlier_ones_had_its_trajectories(harness):
+    buffer = harness(fill=(2, 2))
+    assert [buffer.sample(step, 2, 2).message.reuse_mean for step in (0, 1, 2, 1)] == [0, 1, 2, 1]
+
+
 def test_rows_count_as_trained_on_before_their_step_is_reported(harness):
     buffer = harness(buffer={"recency_fraction": 1.0}, train={"prompts_per_step": 2}, fill=(4, 2))
     first, second = ({*buffer.sample(step, 2, 2).message.prompt_key} for step in (0, 1))

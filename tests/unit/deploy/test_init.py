@@ -5,8 +5,7 @@ import io
 import pytest
 
 from tba.common.config.layers import resolve
-from tba.common.errors import UsageError
-from tba.deploy.new_configuration import _devices, _text, write_configuration
+from tba.deploy.new_configuration import _text, write_configuration
 
 
 @pytest.mark.slow
@@ -35,6 +34,7 @@ def test_a_problem_that_the_dry_run_finds_is_told_and_the_file_stays(tba_here, t
         (("--model", "m", "--task", "gsm8k", "--train-data", "a.jsonl"), "pass --test-data"),
         (("--model", "m", "--train-data", "a.jsonl"), "task arithmetic brings its prompts"),
         (("--model", "m", "--gpus", "0-6"), "0-6: name the GPUs of the searchers and of the trainer, such as 0-6:7"),
+        (("--model", "m", "--gpus", ":1"), ":1: name the GPUs"),
         (("--model", "m", "--gpus", "0:1", "--cpu"), "--cpu and --gpus exclude each other"),
         (("--model", "m", "--cpu", "--task", "foo"), "task.name: no task has this name: use arithmetic, "),
         (("--model", "m", "--cpu", "--task", "mixture"), "nothing was written"),
@@ -57,14 +57,9 @@ def test_every_file_is_valid_and_keeps_what_was_answered(tmp_path, devices):
     config = resolve(file).config
     assert (config.model.path, config.task.train) == ('a "b"\\c', "t.jsonl")
     assert (config.search.gpus, config.train.gpu) == devices
+    assert config.buffer.samples_per_insert == "unbounded"
     # On a shared GPU, less than a half of the memory is for the engine.
     assert (config.search.gpu_memory_utilization < 0.5) == (devices == ("0", "0"))
-
-
-def test_devices_are_two_lists():
-    assert _devices("0,1:2-3") == ("0,1", "2-3")
-    with pytest.raises(UsageError):
-        _devices(":1")
 
 
 class Typed(io.StringIO):

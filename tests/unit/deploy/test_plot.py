@@ -12,14 +12,8 @@ from tba.deploy.plot import draw, draw_curves, read_curve
 
 
 def row(version, accuracy, *, run="r", prompts=1000, prompt_set="all"):
-    return {
-        "run": run,
-        "version": version,
-        "step": 10 * version,
-        "accuracy": accuracy,
-        "prompts": prompts,
-        "prompt_set": prompt_set,
-    }
+    measured = {"accuracy": accuracy, "prompts": prompts, "prompt_set": prompt_set}
+    return {"run": run, "version": version, "step": 10 * version} | measured
 
 
 def test_an_evaluation_replaces_only_one_of_the_same_snapshot_on_the_same_prompts(tmp_path):
@@ -96,12 +90,8 @@ def test_several_runs_are_one_picture_with_the_fronts_that_they_have(tmp_path, a
     ]
     picture = draw_curves([read_curve(run) for run in runs], tmp_path / "both.png", x="tokens")
     assert picture.stat().st_size > 1000
-    assert [axis.get_xlabel() for axis in axes] == [
-        "",
-        "trained tokens",
-        "KL to the reference (nats per response)",
-        "distinct 2",
-    ]
+    labels = ["", "trained tokens", "KL to the reference (nats per response)", "distinct 2"]
+    assert [axis.get_xlabel() for axis in axes] == labels
     assert [label for line in axes[0].lines if not (label := str(line.get_label())).startswith("_")] == ["a (r)", "b"]
     assert list(axes[2].lines[0].get_xdata()) == [1.0, 2.0]
 

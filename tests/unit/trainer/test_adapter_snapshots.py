@@ -22,14 +22,7 @@ from tba.common.weights.tensor_file import map_tensors
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers import trainer
 from tba.tests.helpers.checks import not_none
-from tba.tests.helpers.trainer import (
-    in_float64,
-    learner_of,
-    objective,
-    random_batch,
-    save_tiny_model,
-    tiny_model,
-)
+from tba.tests.helpers.trainer import in_float64, learner_of, objective, random_batch, save_tiny_model, tiny_model
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, flip_a_byte
 from tba.tests.runner import slow
 from tba.trainer import checkpoint

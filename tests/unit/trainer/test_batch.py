@@ -53,6 +53,7 @@ def make_message(prompts=("a", "a", "b", "b"), **fields) -> tuple[messages.Batch
         recency_window=4,
         recency_groups=2,
         recency_missed=1,
+        reuse_mean=0.5,
         **counts,
     )
     return message, frames

@@ -223,6 +223,17 @@ def test_the_hosts_estimate_is_what_optimizer_and_checkpoint_allocate(offload):
         assert sum(one.nbytes for one in buffers) == found["offloaded optimizer"]
 
 
+def test_a_host_without_room_for_snapshots_is_told_what_is_enough():
+    # Offload takes 18 bytes per parameter and a checkpoint 12; snapshots 8 more.
+    needed, peak = (round(PARAMETERS["Qwen2.5-7B"] * size / 1e9, 1) for size in (30, 38))
+    small = report("Qwen2.5-7B", host=int(needed * 1e9) + GIB, offload="optimizer", gradient_checkpointing=True)
+    assert small.fits
+    assert f"{peak} GB of" in small.sentence()
+    assert f"{needed} GB are enough" in small.sentence()
+    large = report("Qwen2.5-7B", host=int(peak * 1e9) + GIB, offload="optimizer", gradient_checkpointing=True)
+    assert "enough" not in large.sentence()
+
+
 def test_experts_that_the_files_hold_one_by_one_go_through_two_more_copies_on_the_host():
     n = PARAMETERS["Qwen3-30B-A3B"]
     assert host_bytes(shape("Qwen3-30B-A3B"), FULL)["snapshots"] == (4 + 2) * 2 * n
@@ -292,7 +303,7 @@ def test_activations_of_a_layer_are_what_autograd_saves(name):
 @pytest.mark.parametrize("limit", [4096, 16384, 65536])
 def test_the_padding_of_padded_passes_on_a_gpu_is_within_the_estimate(limit):
     setup = report("rho-1b", packing="padded", micro_batch_tokens=limit, prompts_per_step=64).setup
-    assert report("rho-1b", micro_batch_tokens=limit).setup.padding == 0 < setup.padding < limit
+    assert report("rho-1b", micro_batch_tokens=limit).setup.padding == 0 < setup.padding
     split, largest = partial(forward_passes, overhead=GPU_PASS_TOKENS), 0
     for seed, mean in itertools.product(range(4), (100, 400, 1500)):
         lengths = (150 + np.random.default_rng(seed).geometric(1 / mean, 256)).tolist()

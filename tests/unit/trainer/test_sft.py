@@ -206,6 +206,10 @@ USER = {"role": "user", "content": "1"}
         ('{"messages": "hello"}', "list of objects"),
         (json.dumps({"messages": [USER]}), "assistant"),
         (json.dumps({"messages": [USER, {"role": "assistant", "content": ""}]}), "empty"),
+        ('{"prompt_ids": [3], "response_ids": [4], "stop_reason": "length"}', "not a finished one .* \\(length\\)"),
+        ('{"prompt_ids": [3], "response_ids": [4, 1], "text": "no"}', "another tokenizer made them"),
+        ('{"prompt_ids": [3], "response_ids": [16]}', "ids below 16"),
+        ('{"prompt_ids": null, "response_ids": [4]}', "the prompt has no tokens"),
     ],
 )
 def test_an_invalid_row_is_reported_with_file_and_line(encoder, tmp_path, line, words):

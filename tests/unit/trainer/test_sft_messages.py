@@ -167,7 +167,7 @@ def test_an_answer_that_begins_with_a_line_break_follows_the_tokens_of_its_promp
 
 @pytest.mark.parametrize("template", ["llama 3", "gemma"])
 def test_an_answer_of_which_the_template_leaves_nothing_is_refused(tmp_path, template):
-    with pytest.raises(TaskError, match=r"rows.jsonl:1: the chat template leaves nothing of the response"):
+    with pytest.raises(TaskError, match=r"rows.jsonl:1: nothing is left of the response"):
         row_of(tmp_path, chat_tokenizer(template), {"messages": [USER, {"role": "assistant", "content": " \n"}]})
 
 

@@ -13,7 +13,7 @@ import pytest
 from tba.common.errors import UsageError
 from tba.common.system.durable import exclusive_lock
 from tba.common.wire import messages
-from tba.tests.helpers.browser import client, select
+from tba.tests.helpers.browser import client, pages, select
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import make_episode, numbers_of
 from tba.ui.pages.run import describe
@@ -29,6 +29,9 @@ HOSTILE = (
     "right to left \u202e mark \u200f end",
     "a" * 1_000_000,
 )
+
+EVALUATION = """INSERT INTO evaluation_rows (run, version, step, prompts, prompt_set, settings, evaluated_at, seconds,
+    metrics, intervals, not_measured) VALUES (1, 0, 0, 2, 'a', 'b', 1.0, 1.0, '{metrics}', '{{}}', {not_measured})"""
 
 
 def links(page):
@@ -55,7 +58,7 @@ def test_every_page_opens_and_every_link_leads_to_one(filled):
     assert {address: page.status_code for address, page in pages.items() if page.status_code not in {200, 204}} == {}
     kinds = {re.sub(r"\d+", "N", address.partition("?")[0]) for address in pages}
     assert {f"/r/test{part}" for part in ("", "/live", "/charts.json", "/config", "/steps", "/steps/N", "/prompts",
-            "/prompts/N", "/trajectories", "/trajectories/N", "/compare", "/sql")} <= kinds  # fmt: skip
+            "/prompts/N", "/trajectories", "/trajectories/N", "/held-out", "/compare", "/sql")} <= kinds  # fmt: skip
     # A page loads and names nothing outside the server.
     assert not [address for address in pages if not address.startswith("/")]
 
@@ -72,7 +75,7 @@ def test_hostile_text_is_shown_as_text(harness, trajectory, text):
     buffer.store.close()
     browser = client(buffer.store.path)
     addresses = ["/r/test/trajectories/1?full=1", "/r/test/trajectories/2", "/r/test/trajectories", "/r/test/prompts/1",
-                 "/r/test/compare?a=1&b=2", "/r/test/sql?sql=SELECT text, error FROM trajectories"]  # fmt: skip
+                 "/r/test/sql?sql=SELECT text, error FROM trajectories"]  # fmt: skip
     for page in map(browser.get, addresses):
         assert page.status_code == 200
         assert not [tag for tag in ("<script>alert", "<img", "onmouseover='") if tag in page.text]
@@ -87,6 +90,8 @@ def test_hostile_text_is_shown_as_text(harness, trajectory, text):
     [
         ("", [7, 6, 5, 4, 3, 2, 1]),
         ("error=yes", [7]),
+        ("trained=no", [7]),
+        ("trained=yes", [6, 5, 4, 3, 2, 1]),
         ("stop=error", [7]),
         ("reward_min=0.5", [6, 3]),
         ("reward_min=0.25&sort=best", [6, 3, 5, 2]),
@@ -107,11 +112,16 @@ def test_filters_find_the_rows_that_sql_finds(filled, filters, expected):
 
 
 @pytest.mark.parametrize("name", ["log_ratio", "advantage", "weight", "mismatch", "staleness", "reward"])
-def test_the_slots_of_a_step_are_sorted_by_each_number_and_drawn(filled, name):
+def test_the_slots_of_a_step_are_sorted_by_each_number_drawn_and_in_pages_below_its_numbers(filled, monkeypatch, name):
+    monkeypatch.setattr("tba.ui.pages.steps._PAGE_ROWS", 4)
+    change(filled, """UPDATE batches SET metrics = '{"loss": 0.5, "kl": 0.25}'""")
     slots = select(filled, f"SELECT slot, {name} FROM consumption ORDER BY {name} DESC NULLS LAST, slot")
-    page = client(filled).get(f"/r/test/steps/0?sort=-{name}").text
-    assert [int(slot) for slot in re.findall(r'<tr>\s*<td class="n">(\d+)</td>', page)] == [slot for slot, _ in slots]
-    assert f'aria-label="histogram of {name}"' in page
+    texts = [client(filled).get(f"/r/test/steps/0?sort=-{name}&from={first}").text for first in (0, 4)]
+    found = re.findall(r'<tr>\s*<td class="n">(\d+)</td>', "".join(texts))
+    assert [int(slot) for slot in found] == [slot for slot, _ in slots]
+    for page in texts:
+        assert page.index("<dt>loss</dt><dd>0.5") < page.index("<dt>kl</dt><dd>0.25") < page.index("Slots</h2>")
+        assert f'aria-label="histogram of {name}"' in page
 
 
 def test_the_page_of_a_trajectory_shows_the_numbers_of_each_step_that_trained_on_it(filled):
@@ -151,17 +161,34 @@ def test_huge_numbers_of_rows_are_drawn(harness):
     assert "inf" not in page.text
 
 
-@pytest.mark.parametrize(("sort", "order"), [("worst", "reward, id"), ("newest", "received_at DESC, id DESC")])
+def test_held_out_responses_have_their_references_and_wrong_ones_are_first(filled):
+    response = "INSERT INTO held_out_rows VALUES (1, 1, ?, ?, ?, ?, ?, '{}', ?)"
+    rows = [
+        ["a", "1+1=", "2", "2", 1.0, None],
+        ["b", "<b>", "5", "<i>", 0.0, None],
+        ["c", "3+3=", "6", "", 0.0, "late"],
+    ]
+    change(filled, EVALUATION.format(metrics='{"accuracy": 0.5, "reward": 0.5}', not_measured="NULL"))
+    change(filled, *((response, row) for row in rows))
+    page = client(filled).get("/r/test/held-out").text
+    cells = re.findall(r'<td class="text pre">(.*?)</td>', page)
+    assert cells == ["&lt;b&gt;", "5", "&lt;i&gt;", "3+3=", "6", "late", "1+1=", "2", "2"]
+
+
+@pytest.mark.parametrize(("sort", "expected"), [("hardest", [2, 1]), ("easiest", [1, 2]), ("", [1, 2])])
+def test_prompts_are_sorted_by_their_pass_rate(filled, monkeypatch, sort, expected):
+    monkeypatch.setattr("tba.ui.pages.prompts._PAGE_ROWS", 1)
+    change(filled, "UPDATE trajectory_rows SET reward_parts = json_object('correct', prompt = 1)")
+    texts = "".join(pages(client(filled), f"/r/test/prompts?sort={sort}"))
+    assert [int(number) for number in re.findall(r'href="/r/test/prompts/(\d+)"', texts)] == expected
+
+
+@pytest.mark.parametrize(("sort", "order"), [("worst", "reward, id DESC"), ("newest", "received_at DESC, id DESC")])
 def test_pages_of_a_list_continue_where_the_last_one_ended(filled, monkeypatch, sort, order):
     monkeypatch.setattr("tba.ui.trajectory_filter.PAGE_ROWS", 2)
     monkeypatch.setattr("tba.ui.trajectory_filter._WINDOW_ROWS", 3)
-    browser, found = client(filled), []
-    address = f"/r/test/trajectories?sort={sort}"
-    while address:
-        page = browser.get(address)
-        found += re.findall(r'href="/r/test/trajectories/(\d+)"', page.text)
-        following = re.search(r'rel="next" href="([^"]*)"', page.text)
-        address = html.unescape(following[1]) if following else ""
+    texts = "".join(pages(client(filled), f"/r/test/trajectories?sort={sort}"))
+    found = re.findall(r'href="/r/test/trajectories/(\d+)"', texts)
     ids = select(filled, f"SELECT id FROM trajectory_rows ORDER BY {order}")
     assert [int(number) for number in found] == [id_ for (id_,) in ids]
 
@@ -172,6 +199,7 @@ def test_pages_of_a_list_continue_where_the_last_one_ended(filled, monkeypatch, 
         {},
         {"sort": "best", "reward_min": "0.1", "error": "yes"},
         {"version": "0"},
+        {"sort": "worst", "reward_min": "0.1"},
         {"prompt": "1"},
         {"searcher": "1"},
         {"step": "0"},
@@ -229,40 +257,45 @@ def test_an_address_of_nothing_says_so(filled, address):
 
 
 @pytest.mark.parametrize("address", ["steps/N", "prompts/N", "trajectories/N", "steps?before=N", "trajectories?step=N",
-                                     "trajectories/1?token=N", "compare?a=N"])  # fmt: skip
+                                     "trajectories/1?token=N", "held-out?from=N", "steps/0?from=N"])  # fmt: skip
 def test_a_number_of_thousands_of_digits_is_none(filled, address):
     assert client(filled).get(f"/r/test/{address}".replace("N", "9" * 5000)).status_code in (400, 404)
 
 
-def test_the_changing_part_is_sent_only_after_a_change(filled):
-    browser = client(filled)
-    (address,) = (link for link in links(browser.get("/r/test")) if "/live" in link)
-    assert browser.get(address).status_code == 204
-    change(filled, "UPDATE trajectory_rows SET id = id + 1 WHERE id = 7")
-    assert browser.get(address).status_code == 200
-
-
-def test_an_open_page_is_told_that_the_run_has_ended(filled):
+def test_the_changing_part_is_sent_only_after_a_change_and_when_the_run_has_ended(filled):
     browser, launch = client(filled), filled.with_name("launcher.lock")
     launch.write_text("pid 1 on h\nending\n")
-    with exclusive_lock(launch, "taken"):
-        page = browser.get("/r/test")
-        (address,) = (link for link in links(page) if "/live" in link)
-        assert browser.get(address).status_code == 204
-    ended = browser.get(address)
-    assert ended.status_code == 200
-    assert "badge stopped" in ended.text
+    for changes in ([], ["UPDATE trajectory_rows SET id = id + 1 WHERE id = 7"]):
+        with exclusive_lock(launch, "taken"):
+            (address,) = (link for link in links(browser.get("/r/test")) if "/live" in link)
+            assert browser.get(address).status_code == 204
+            change(filled, *changes)
+            assert browser.get(address).status_code == (200 if changes else 204)
+        ended = browser.get(address)
+        assert (ended.status_code, "badge stopped" in ended.text) == (200, True)
 
 
-def test_runs_of_one_name_have_addresses_of_their_own_and_foreign_files_are_left_out(filled, tmp_path):
-    for folder in ("a", "b", "c"):
+def test_the_list_of_runs_has_the_newest_first_and_what_one_asks_of_each(filled, tmp_path):
+    config = json.dumps({"objective": {"name": "rloo"}, "model": {"path": "models/small"}, "train": {"steps": 9}})
+    for folder, trained_at in (("a", 5), ("b", None), ("c", 9)):
         (tmp_path / "runs" / folder).mkdir(parents=True)
         copy = tmp_path / "runs" / folder / "buffer.sqlite"
-        copy.write_bytes(b"no database" * 100 if folder == "b" else filled.read_bytes())
+        copy.write_bytes(filled.read_bytes() if trained_at else b"no database" * 100)
+        if trained_at:
+            change(
+                copy, ("UPDATE batches SET trained_at = ?", [trained_at]), ("UPDATE starts SET config = ?", [config])
+            )
+    change(copy, EVALUATION.format(metrics='{"accuracy": 0.5}', not_measured="NULL"))
     said: list[str] = []
     browser = client(tmp_path / "runs", report=said.append)
-    assert [f"/r/{key}" in browser.get("/").text for key in ("test", "test~2", "test~3")] == [True, True, False]
-    assert browser.get("/r/test~2/trajectories/1").status_code == 200
+    rows = browser.get("/").text.split("<tr>")[2:]
+    # Runs of one name have addresses of their own, and a foreign file is left out.
+    assert [re.findall(r'href="/r/([^"]*)"', row) for row in rows] == [["test~c"], ["test"]]
+    assert [[word in row for word in (">rloo<", ">small<", "50 %")] for row in rows] == [
+        [True] * 3,
+        [True, True, False],
+    ]
+    assert browser.get("/r/test~c/trajectories/1").status_code == 200
     assert len(said) == 1
 
 
@@ -325,12 +358,25 @@ def test_the_configuration_says_what_set_each_value_where_that_is_recorded(fille
         assert [key for key in rows if rows[key].endswith(f">{wanted[key]}</td>")] == (list(rows) if recorded else [])
 
 
-def test_a_mean_says_what_it_is_of_and_an_evaluation_why_it_measured_nothing(filled, tmp_path):
-    row = "(1, 0, 0, 2, 'a', 'b', 1.0, 1.0, '{}', '{}', '2 of 2 responses could not be scored: ConnectError')"
-    columns = (
-        "run, version, step, prompts, prompt_set, settings, evaluated_at, seconds, metrics, intervals, not_measured"
+def test_settings_are_told_over_the_starts_and_each_start_with_what_it_changed(filled, tmp_path):
+    again = """INSERT INTO starts (run, started_at, config, software)
+        SELECT run, 1e10, json_set(config, '$.train.learning_rate', 3e-5), '{}' FROM starts"""
+    config = json.dumps({"train": {"learning_rate": 1e-5, "steps": 9}})
+    change(
+        filled, "UPDATE batches SET trained_at = 5", ("UPDATE starts SET config = ?, started_at = 1", [config]), again
     )
-    change(filled, f"INSERT INTO evaluation_rows ({columns}) VALUES {row}", "UPDATE prompts SET answer = '42'")
+    page = client(filled).get("/r/test/config").text
+    report = write_report(filled, tmp_path / "r.html", name=None).read_text()
+    for text in (page, report):
+        assert re.search(r"<td>train.learning_rate</td><td[^>]*>1e-05 until step 1, then 3e-05</td>", text)
+    starts = page[page.index("Starts</h2>") : page.index("Settings</h2>")]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row)[1:] for row in starts.split("<tr>")[2:]]
+    assert rows == [["1", "train.learning_rate", "1e-05", "3e-05"], ["0", "the first start", "", ""]]
+
+
+def test_a_mean_says_what_it_is_of_and_an_evaluation_why_it_measured_nothing(filled, tmp_path):
+    evaluation = EVALUATION.format(metrics="{}", not_measured="'2 of 2 responses could not be scored: ConnectError'")
+    change(filled, evaluation, "UPDATE prompts SET answer = '42'")
     browser, report = client(filled), write_report(filled, tmp_path / "r.html", name=None).read_text()
     for page in (browser.get("/r/test").text, report):
         assert "of the 6 of 7 without an error" in page

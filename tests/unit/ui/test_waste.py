@@ -10,7 +10,7 @@ import pytest
 from tba.tests.helpers.browser import client, select
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import log_ratios, numbers_of
-from tba.ui.charts import Chart, Series, overlay
+from tba.ui.pages.trajectories import strip
 
 
 def test_lengths_count_what_was_generated_and_what_was_trained_on(filled):
@@ -52,16 +52,10 @@ def test_lengths_of_a_long_run_are_those_of_an_even_sample(filled):
     assert counts[1] == pytest.approx(counts[0], rel=0.01)
 
 
-@pytest.mark.parametrize(("trained", "expected"), [("no", ["7"]), ("yes", ["6", "5", "4", "3", "2", "1"])])
-def test_trajectories_are_filtered_by_whether_a_step_has_them(browser, trained, expected):
-    page = browser.get(f"/r/test/trajectories?trained={trained}")
-    assert re.findall(r'href="/r/test/trajectories/(\d+)"', page.text) == expected
-
-
 @pytest.fixture
 def trained_twice(harness):
     """A database whose trajectory 1, of two tokens, was trained on by steps 0 and 2, and trajectory 2 by step 1."""
-    buffer = harness(fill=(1, 2))
+    buffer = harness(fill=(1, 3))
     for step in range(3):
         buffer.sample(step, prompts=1, samples=1)
     database = buffer.store.database
@@ -99,6 +93,7 @@ def test_tokens_are_coloured_by_the_mismatch_of_the_newest_step_or_of_another(tr
     ("address", "sentence"),
     [
         ("2?colour=mismatch", "No trainer has reported log-ratios of these tokens."),
+        ("3?colour=mismatch", "No trainer has reported log-ratios of these tokens: no step has trained on them."),
         ("1?colour=mismatch&step=1", "Step 1 has reported no log-ratios of these tokens. Steps: 0 2"),
     ],
 )
@@ -108,17 +103,18 @@ def test_a_strip_without_reported_log_ratios_has_no_colours_and_says_so(trained_
     assert sentence in about
 
 
-def test_the_strip_of_a_trajectory_without_training_says_that_there_was_none(harness):
-    buffer = harness(fill=(1, 2))
-    buffer.store.close()
-    _, about = strip_of(client(buffer.store.path).get("/r/test/trajectories/1?colour=mismatch"))
-    assert "No trainer has reported log-ratios of these tokens: no step has trained on them." in about
-
-
 def test_log_ratios_that_are_not_as_many_as_tokens_are_not_shown(trained_twice):
     change(trained_twice, "UPDATE consumption_rows SET token_log_ratios = x'000000' WHERE batch = 3")
     _, about = strip_of(client(trained_twice).get("/r/test/trajectories/1?colour=mismatch"))
     assert "Step 2 has reported no log-ratios of these tokens. Steps: 0 2" in about
+
+
+def test_the_end_token_has_its_name():
+    def decode(ids, skip=True):
+        return "".join({5: "7", 1: "" if skip else "<eos>"}.get(id_, "") for id_ in ids)
+
+    known = {"response_ids": [5, 1, 2], "version_runs": [[0, 3]], "loss_mask": None, "logprobs": [-1.0, 0.0, 0.0]}
+    assert [token.text for token in strip(known, decode, colour="logprob")] == ["7", "<eos>", "‹2›"]
 
 
 def test_a_masked_token_has_no_log_ratio(harness, trajectory):
@@ -141,7 +137,7 @@ def test_a_strip_of_no_such_colour_step_or_token_is_refused(filled, query):
 
 @pytest.fixture
 def browser(filled, tmp_path):
-    """A browser of three runs, `test`, `test~2` with another reward and learning rate, and `test~3`, as the first."""
+    """A browser of three runs, `test`, `test~b` with another reward and learning rate, and `test~c`, as the first."""
     for name in ("a", "b", "c"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "buffer.sqlite").write_bytes(filled.read_bytes())
@@ -153,7 +149,7 @@ def browser(filled, tmp_path):
 
 
 def test_runs_have_their_results_side_by_side_and_the_settings_that_differ(browser):
-    page = browser.get("/r/test/compare?kind=runs&b=test~2&b=test~3")
+    page = browser.get("/r/test/compare?b=test~b&b=test~c")
     assert page.status_code == 200
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in page.text.split("<tr>")[1:]]
     cells = {row[0]: row[1:] for row in rows if row}
@@ -167,32 +163,40 @@ def test_runs_have_their_results_side_by_side_and_the_settings_that_differ(brows
     ]
 
 
-def test_the_curves_of_all_runs_share_a_chart(browser):
-    charts = browser.get("/r/test/compare.json?b=test~2&b=test~3").json()
-    reward = next(chart for chart in charts if chart["title"] == "Reward")
-    assert [one["label"] for one in reward["series"]] == [
-        f"{run}: training batch" for run in ("test", "test~2", "test~3")
-    ]
-    assert [one["values"] for one in reward["series"]] == [[0.25], [0.75], [0.25]]
+def test_marked_runs_are_compared_and_the_page_names_the_charts_of_each(browser):
+    page = browser.get("/?b=test~c&b=test~b")
+    assert page.url.path == "/r/test~c/compare"
+    sources = re.findall(r'data-source="([^"]*)"', page.text)
+    assert sources == ["/r/test~c/charts.json?", "/r/test~b/charts.json?"]
+    charts = [browser.get(source).json()["charts"] for source in sources]
+    assert [found[0]["series"][0]["values"] for found in charts] == [[0.25], [0.75]]
 
 
-def test_curves_over_different_steps_keep_their_own():
-    runs = [("a", [Chart("Loss", "", [0, 2], [Series("loss", [1.0, 3.0])])]),
-            ("b", [Chart("Loss", "", [1, 2], [Series("loss", [5.0, None])]), Chart("KL", "", [1], [])])]  # fmt: skip
-    loss, kl = overlay(runs)
-    assert (loss.steps, [one.values for one in loss.series]) == ([0, 1, 2], [[1.0, None, 3.0], [None, 5.0, None]])
-    assert kl.steps == [1]
+def test_charts_have_other_axes_restarts_and_the_metrics_that_the_address_asks_for(harness):
+    buffer = harness(fill=(1, 2))
+    for step in range(3):
+        buffer.sample(step, prompts=1, samples=1)
+        buffer.report(step)
+    buffer.store.close()
+    again = "INSERT INTO starts (run, started_at, config, software) VALUES (1, 3601, '{}', '{}')"
+    metrics = "json_object('reward_mean', step / 4.0, 'tokens', 10, 'seconds_wait', 1.5)"
+    change(buffer.store.path, f"UPDATE batches SET trained_at = 1800 * (step + 1), metrics = {metrics}", again)
+    browser = client(buffer.store.path)
+    found = browser.get("/r/test/charts.json?metric=seconds_wait&metric=none").json()
+    assert [found[name] for name in ("steps", "tokens", "restarts")] == [[0, 1, 2], [10, 20, 30], [2]]
+    assert found["hours"] == [0, 0.5, 1]
+    assert {chart["title"]: chart["series"][0]["values"] for chart in found["charts"]} == {
+        "Reward": [0, 0.25, 0.5], "seconds_wait": [1.5, 1.5, 1.5]
+    }  # fmt: skip
+    page = browser.get("/r/test?metric=seconds_wait").text
+    assert 'value="seconds_wait" checked' in page
+    assert "A dashed line is a restart: at step 2." in re.sub(r"\s+", " ", page)
 
 
-@pytest.mark.parametrize("address", ["/r/test/compare?kind=runs&b=no", "/r/test/compare.json?b=no"])
+@pytest.mark.parametrize("address", ["/r/test/compare?b=no", "/?b=no&b=test"])
 def test_an_unknown_run_is_not_compared(browser, address):
     page = browser.get(address)
     assert (page.status_code, "there is no run no here" in page.text) == (404, True)
-
-
-def test_a_single_run_says_how_to_show_several(filled):
-    page = client(filled).get("/r/test/compare?kind=runs")
-    assert "tba ui runs/a runs/b" in page.text
 
 
 def test_an_archived_trajectory_has_the_page_that_it_had_and_says_if_its_file_is_gone(trained_twice, tba_buffer):
@@ -200,7 +204,7 @@ def test_an_archived_trajectory_has_the_page_that_it_had_and_says_if_its_file_is
     before = [strip_of(client(trained_twice).get(address)) for address in addresses]
     named = ("-b", trained_twice, "--set", "run.name=test", "--set", "buffer.prompt_cap=1", "--keep-steps", 0)
     done = tba_buffer("archive", "old", *named, "--json").json
-    assert done["moved"] == 1
+    assert done["moved"] == 2
     assert [strip_of(client(trained_twice).get(address)) for address in addresses] == before
     Path(done["files"][0].removeprefix("file://")).unlink()
     page = client(trained_twice).get(addresses[0])

@@ -52,7 +52,6 @@ def test_set_assigns_values_parsed_as_toml():
     assert resolved.config.search.gpus == "cpu"
 
 
-ALERTS = "Alertmanager calls for help (docs/operations.md, deploy/prometheus/alerts.yml)"
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,6 @@ def test_set_assigns_values_parsed_as_toml():
     assert resolved.config.search.gpus == "cpu"
 
 
-
-
 @pytest.mark.parametrize(
     ("key", "hint"),
     [

@@ -256,7 +256,7 @@ def doctor(
     resolved = resolve_start(options) if options.file is not None else options.resolve()
     if not resolved.configured:
         note(f"{NO_FILE}. These are checks of this machine with the default settings:")
-        # A machine without a GPU lacks nothing that anybody has asked for.
+        # A machine without a GPU lacks nothing that the user has asked for.
         if not assume and not list_gpus():
             resolved = options.resolve({"search.gpus": CPU, "train.gpu": CPU})
     # `tba run` starts this command as a child, with --strict, to check the task.

@@ -63,7 +63,7 @@ def test_every_file_is_valid_and_keeps_what_was_answered(tmp_path, devices):
 
 
 class Typed(io.StringIO):
-    """What somebody types on a terminal."""
+    """What a user types on a terminal."""
 
     def isatty(self) -> bool:
         return True

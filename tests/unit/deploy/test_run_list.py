@@ -283,7 +283,7 @@ def test_every_place_says_the_same_of_a_run_from_its_start_to_its_last_evaluatio
             mark_evaluating(walk.config, "`tba run` evaluates snapshot 3 of 9")
             walk.says("evaluating", "finished after 1 step; `tba run` evaluates snapshot 3 of 9", served=False)
             mark_ending(walk.config)
-        assert local_state(walk.config, read_results)["state"] == "finished"
+        assert not_none(local_state(walk.config, read_results))["state"] == "finished"
         with walk.serve():
             walk.says("finished", "finished after 1 step; the buffer serves it again")
             walk.tell("watching", trainer=1.0)

@@ -123,9 +123,7 @@ def status(
 
     here = partial(local_state, settings, read_results)
     with contextlib.closing(monitor(settings, "status")) as client:
-        state = here() if watch else None
-        # A run that was stopped may be continued while someone watches.
-        if watch and (state is None or state["state"] != "finished"):
+        if watch:
             return _watch(client, here, as_json=as_json)
         try:
             answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
@@ -158,16 +156,18 @@ def _watch(client: "BufferClient", here: Callable[[], dict[str, Any] | None], *,
             finished = shown["state"] == "finished"
             if live is None:
                 print_json(shown)
+            elif facts.status:
+                live.update(status_view(facts.status, client.address))
             else:
-                text = Text(str(shown["explanation"]))
-                live.update(status_view(facts.status, client.address) if facts.status else text)
-            time.sleep(_WATCH_SECONDS)
+                live.update(Text(str(shown["explanation"])))
+            # A run that was stopped may be continued while someone watches.
+            time.sleep(0 if finished else _WATCH_SECONDS)
 
 
 def for_machines(facts: "Facts", state: dict[str, Any] | None = None) -> dict[str, object]:
     """Return the status with the state, its explanation and the stall, None if the run moves.
 
-    `state` is what is known on this machine, if anything is.
+    `state` is what this machine knows of it.
     """
     import msgspec
 

@@ -79,12 +79,6 @@ def test_the_state_of_a_run_follows_from_its_locks_and_its_end(make_run, tmp_pat
     assert {state for state, _ in states(tmp_path, finished=True).values()} == {"finished"}
 
 
-def test_a_run_whose_buffer_does_not_answer_is_said_to_run(make_run, tmp_path):
-    served = make_run("served")
-    with exclusive_lock(served / "buffer.sqlite.lock", ""):
-        assert states(tmp_path) == {"served": ("running", "the buffer does not answer")}
-
-
 def test_a_run_whose_database_is_a_link_has_the_state_of_the_file(make_run, tmp_path):
     folder, disk = make_run("linked"), tmp_path / "disk"
     disk.mkdir()

@@ -25,7 +25,6 @@ from tba.common.terminal import (
     print_json,
     print_json_rows,
     print_table,
-    refusing,
     row_progress,
     start_process,
 )
@@ -34,16 +33,7 @@ if TYPE_CHECKING:
     from tba.common.config import Config
     from tba.common.config.layers import Resolved
 
-# Commands of earlier builds, and what does their work now.
-_REMOVED = {
-    "compact": "`tba buffer prune --tokens` does it",
-    "migrate": "a database has one schema, and one of another build is refused with what to do",
-    "restore": "stop the server, move the database and its -wal away, and copy the backup there (docs/storage.md)",
-    "search": """`tba buffer query "SELECT id, text FROM trajectories WHERE text LIKE '%WORD%'"` does it""",
-    "serve-queries": "query the file on its own machine, with `ssh HOST tba buffer query SQL`",
-}
 app = typer.Typer(
-    cls=refusing(_REMOVED),
     no_args_is_help=True,
     help="The replay buffer: serve, query, export, import and maintain it.",
 )
@@ -116,11 +106,8 @@ def query(
     limit: Annotated[
         int | None, typer.Option(min=0, help="Most rows; 0: all. Default: 100 in a table, all with --json or --csv.")
     ] = None,
-    address: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run an SQL query on the database. Only reads, and works while the server runs."""
-    if address is not None:
-        raise UsageError(f"--address was removed: {_REMOVED['serve-queries']}")
     options = ConfigOptions.next_to(sql, config, sets, has_database=True)
     not_both(as_json, as_csv, "--json", "--csv")
     if limit is None:

@@ -16,13 +16,11 @@ from tba.buffer.commands import app as buffer_app
 from tba.cli import inspection, models, roles, whole_run
 from tba.common.errors import EXIT_FAILED, TbaError, as_missing_extra
 from tba.common.system.process import SAFE_PATH
-from tba.common.terminal import discard_output, refusing
+from tba.common.terminal import discard_output
 from tba.deploy.keys_commands import app as keys_app
 from tba.searcher.task_commands import app as task_app
 
-_REMOVED = {"plot": "`tba report RUN --out run.png` draws one run or several"}
 app = typer.Typer(
-    cls=refusing(_REMOVED),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Joins the lines of a paragraph.

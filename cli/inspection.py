@@ -24,7 +24,6 @@ from tba.common.terminal import (
     note,
     print_json,
     print_table,
-    refusing,
 )
 
 if TYPE_CHECKING:
@@ -32,10 +31,7 @@ if TYPE_CHECKING:
     from tba.common.wire.client import BufferClient
 
 app = typer.Typer()
-_REMOVED = {"check": "`tba doctor --only settings --only model --only task` checks the configuration alone"}
-config_app = typer.Typer(
-    cls=refusing(_REMOVED), no_args_is_help=True, help="The configuration: show every value with its origin."
-)
+config_app = typer.Typer(no_args_is_help=True, help="The configuration: show every value with its origin.")
 _WATCH_SECONDS = 1.0
 # Checks that say nothing of a machine.
 _OF_CONFIGURATION = ("settings", "model", "trainer memory")
@@ -127,9 +123,7 @@ def status(
 
     here = partial(local_state, settings, read_results)
     with contextlib.closing(monitor(settings, "status")) as client:
-        state = here() if watch else None
-        # A run that was stopped may be continued while someone watches.
-        if watch and (state is None or state["state"] != "finished"):
+        if watch:
             return _watch(client, here, as_json=as_json)
         try:
             answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
@@ -162,16 +156,18 @@ def _watch(client: "BufferClient", here: Callable[[], dict[str, Any] | None], *,
             finished = shown["state"] == "finished"
             if live is None:
                 print_json(shown)
+            elif facts.status:
+                live.update(status_view(facts.status, client.address))
             else:
-                text = Text(str(shown["explanation"]))
-                live.update(status_view(facts.status, client.address) if facts.status else text)
-            time.sleep(_WATCH_SECONDS)
+                live.update(Text(str(shown["explanation"])))
+            # A run that was stopped may be continued while someone watches.
+            time.sleep(0 if finished else _WATCH_SECONDS)
 
 
 def for_machines(facts: "Facts", state: dict[str, Any] | None = None) -> dict[str, object]:
     """Return the status with the state, its explanation and the stall, None if the run moves.
 
-    `state` is what is known on this machine, if anything is.
+    `state` is what this machine knows of it.
     """
     import msgspec
 
@@ -260,7 +256,7 @@ def doctor(
     resolved = resolve_start(options) if options.file is not None else options.resolve()
     if not resolved.configured:
         note(f"{NO_FILE}. These are checks of this machine with the default settings:")
-        # A machine without a GPU lacks nothing that anybody has asked for.
+        # A machine without a GPU lacks nothing that the user has asked for.
         if not assume and not list_gpus():
             resolved = options.resolve({"search.gpus": CPU, "train.gpu": CPU})
     # `tba run` starts this command as a child, with --strict, to check the task.

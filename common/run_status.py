@@ -1,8 +1,7 @@
 """The status of a run as a process asks the buffer for it, and the state of the run in words.
 
 The buffer finds the stall (`tba.buffer.service.stall`). The asker adds that it does not answer, and what children do.
-`describe` is the only place that puts this into words: displays, pages and systemd show the same. Of a run that no
-buffer serves, `tba.deploy.run_list` finds the state from files.
+`describe` alone puts this into words; of a run that no buffer serves, `tba.deploy.run_list` finds the state from files.
 """
 
 import contextlib
@@ -30,10 +29,7 @@ READ_LOGS = "; correct the error if one is named, and read the logs in run.dir/l
 
 
 class State(NamedTuple):
-    """The state of a run, and a sentence on what it does, waits for, or came to.
-
-    One that is served is starting, running, stalled or finished; others, see `tba.deploy.run_list`.
-    """
+    """The state of a run (`tba.deploy.run_list` lists them), and what it does, waits for, or came to."""
 
     name: str
     sentence: str

@@ -7,13 +7,12 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from tba.common import run_files
 from tba.common.errors import MissingExtra, UsageError
@@ -128,18 +127,6 @@ class ConfigOptions:
         """
         file = [] if self.file is None else [*(["--config"] if option else []), str(self.file)]
         return [*file, *(part for assignment in self.sets for part in ("--set", assignment))]
-
-
-def refusing(removed: Mapping[str, str]) -> type[TyperGroup]:
-    """Return a group of commands that refuses those of earlier builds, by name, and says what replaces each."""
-
-    class Commands(TyperGroup):
-        def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            if cmd_name in removed:
-                raise UsageError(f"`{ctx.command_path} {cmd_name}` was removed: {removed[cmd_name]}")
-            return super().get_command(ctx, cmd_name)
-
-    return Commands
 
 
 def not_both(first: bool, second: bool, *names: str) -> None:

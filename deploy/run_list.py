@@ -1,14 +1,9 @@
 """The state of a run, for every command and page, and the runs below a directory with their results.
 
-starting     `tba run` starts its buffer, or the trainer has not connected yet
-running      a process of this machine has the database open
-stalled      it is served, and stands still
-evaluating   the last step is done, and `tba run` evaluates
-finished     the last step is done
-stopped      everything ended in order before the last step
-crashed      a process was killed, or `tba run` gave up
-
-`why` says more: what a run waits for, or what was found of one that crashed.
+starting              `tba run` starts its buffer, or the trainer has not connected yet
+running, stalled      a buffer serves it, and it moves or stands still
+evaluating, finished  the last step is done, and `tba run` evaluates or does nothing more
+stopped, crashed      it ended before the last step, in order or because something failed
 """
 
 import os
@@ -70,7 +65,8 @@ def local_state(config: Config, read_results: ReadResults, status: Status | None
     ended, with its result, and how to go on.
     """
     rows = _rows(config.run.dir, read_results, status)
-    row = next((row for row in rows if row["run"] == config.run.name or len(rows) == 1), None)
+    name = config.run.name if status is None else status.run_name
+    row = next((row for row in rows if row["run"] == name or (status is None and len(rows) == 1)), None)
     if row is None or row["state"] not in _ENDED or status is not None:
         return row and row | {"explanation": row["why"]}
     figures = [f"{name} {row[name]:.3g}" for name in ("reward", "accuracy") if row[name] is not None]
@@ -88,7 +84,7 @@ def _how_to_go_on(directory: Path, row: dict[str, Any], end: str) -> str:
     if is_locked(directory / run_files.TRAINER_LOCK):
         return "its trainer waits for the buffer: `tba buffer serve` with the same configuration continues it"
     more = ["--set", f"train.steps={2 * row['planned']}"] if row["state"] == "finished" and row["planned"] else []
-    return f"`{resume_command(directory, more)}` {end}"
+    return f"`{resume_command(directory, more)}` {'extends it' if more else end}"
 
 
 def _folders(directory: Path, depth: int) -> Iterator[Path]:

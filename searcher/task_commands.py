@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tba.common.errors import EXIT_FAILED, UsageError
-from tba.common.terminal import ConfigFile, ConfigOptions, Json, Sets, print_json, print_table, refusing, start_process
+from tba.common.terminal import ConfigFile, ConfigOptions, Json, Sets, print_json, print_table, start_process
 
 if TYPE_CHECKING:
     from tba.common.config import Config
     from tba.searcher.tasks.task import Prompt, Task
 
-_REMOVED = {"show": "`tba task check` shows prompts with --prompts N, and scores with --response TEXT"}
-app = typer.Typer(
-    cls=refusing(_REMOVED), no_args_is_help=True, help="Tasks: write one of your own, check it, and see how it scores."
-)
+app = typer.Typer(no_args_is_help=True, help="Tasks: write one of your own, check it, and see how it scores.")
 
 _Named = Annotated[
     str | None,

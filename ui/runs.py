@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba.buffer.store.starts import SERVED_FIRST, STARTS, Start, read_starts
+from tba.buffer.store.starts import IMPORT, SERVED_FIRST, by_key, changed_settings
 from tba.buffer.store.storage_errors import stored_config, stored_object
 from tba.buffer.tools.query import PageRows, page_rows
 from tba.common import run_files
@@ -21,8 +21,26 @@ from tba.deploy.run_list import served_status
 DEFAULT_DIRECTORY = Path("runs")
 _PAGE_SECONDS = 5.0
 _STATUS_SECONDS = 2.0
+# The starts of a run's servers with the number of steps before each, oldest first.
+_STARTS = f"""SELECT s.started_at, s.config, s.software, COALESCE((SELECT b.step + 1 FROM batches b WHERE b.run = s.run
+    AND b.trained_at < s.started_at ORDER BY b.step DESC LIMIT 1), 0) AS step FROM starts s
+    WHERE s.run = ? AND json_extract(s.config, '$.{IMPORT}') IS NULL ORDER BY s.id"""  # noqa: S608
 # How long a server that did not answer is not asked again.
 _ABSENT_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start of a run's server at a Unix time, after `step` steps, with its settings by dotted key.
+
+    `software.torch` and the like are the versions of its software. `changes` are (key, value before, value) of what
+    differs from the start before.
+    """
+
+    at: float
+    step: int
+    settings: dict[str, Any]
+    changes: list[tuple[str, Any, Any]]
 
 
 @dataclass
@@ -62,7 +80,13 @@ class Run:
 
     def starts(self, rows: PageRows) -> list[Start]:
         """Return the starts of the run, oldest first."""
-        return read_starts(rows.all(STARTS, self.id))
+        starts: list[Start] = []
+        for row in rows.all(_STARTS, self.id):
+            software = {"software": stored_object(row["software"])}
+            settings = by_key({**stored_config(row["config"]), **software})
+            changes = changed_settings(starts[-1].settings, settings) if starts else []
+            starts.append(Start(row["started_at"], row["step"], settings, changes))
+        return starts
 
     def status(self, config: dict[str, Any]) -> Status | None:
         """Return the status that the buffer server of the run gives, at most seconds old; None if none answers."""
@@ -72,6 +96,17 @@ class Run:
                 self._status = served_status(self.database, {"run": self.name, "address": address, "keys": keys})
                 self._ask_at = time.monotonic() + (_STATUS_SECONDS if self._status else _ABSENT_SECONDS)
             return self._status
+
+
+def value_over_steps(starts: Sequence[Start], key: str) -> str:
+    """Return the values with which steps were made: `1e-05 until step 105, then 3e-05`; "" if none is recorded."""
+    told = last = ""
+    for step, value in {start.step: start.settings[key] for start in starts if key in start.settings}.items():
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        if text != last:
+            told += f" until step {step}, then {text}" if told else text
+        last = text
+    return told
 
 
 def find_runs(paths: Sequence[Path], report: Callable[[str], None]) -> list[Run]:

@@ -1,13 +1,13 @@
 """The table `starts`, read: the settings of a run, and the source that an offline run trains from."""
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
-from tba.buffer.store.storage_errors import stored_config, stored_object
+from tba.buffer.store.storage_errors import stored_config
 from tba.common.config import Config
 from tba.common.config.layers import Resolved, secret_keys
 from tba.common.errors import StorageError, UsageError
@@ -22,10 +22,6 @@ SERVED_FIRST = f"ORDER BY json_extract(s.config, '$.{IMPORT}') IS NOT NULL, s.id
 _RUNS = f"""SELECT r.name, (SELECT json_extract(s.config, '$.{OFFLINE}.file') FROM starts s WHERE s.run = r.id
     ORDER BY s.id LIMIT 1) FROM runs r ORDER BY r.id"""  # noqa: S608
 
-# The starts of a run's servers with the number of steps before each, oldest first, for `read_starts`.
-STARTS = f"""SELECT s.started_at, s.config, s.software, COALESCE((SELECT b.step + 1 FROM batches b WHERE b.run = s.run
-    AND b.trained_at < s.started_at ORDER BY b.step DESC LIMIT 1), 0) AS step FROM starts s
-    WHERE s.run = ? AND json_extract(s.config, '$.{IMPORT}') IS NULL ORDER BY s.id"""  # noqa: S608
 # What says where a run is, which may be moved.
 _PLACES = ("run.dir", "buffer.database")
 
@@ -74,32 +70,7 @@ def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
         run = run or choose_run(database, _run_names(connection), None, "--set run.name=NAME")
         query = f"SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
         row = connection.execute(query, (run,)).fetchone()
-    return _by_key(stored_config(row[0] if row else None))
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A start of a run's server at a Unix time, after `step` steps, with its settings by dotted key.
-
-    `software.torch` and the like are the versions of its software. `changes` are (key, value before, value) of what
-    differs from the start before.
-    """
-
-    at: float
-    step: int
-    settings: dict[str, Any]
-    changes: list[tuple[str, Any, Any]]
-
-
-def read_starts(rows: Iterable[Mapping[str, Any]]) -> list[Start]:
-    """Return the starts of a run, oldest first, from the rows of `STARTS`."""
-    starts: list[Start] = []
-    for row in rows:
-        software = {"software": stored_object(row["software"])}
-        settings = _by_key({**stored_config(row["config"]), **software})
-        changes = changed_settings(starts[-1].settings, settings) if starts else []
-        starts.append(Start(row["started_at"], row["step"], settings, changes))
-    return starts
+    return by_key(stored_config(row[0] if row else None))
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -111,18 +82,8 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
     ]
 
 
-def value_over_steps(starts: Sequence[Start], key: str) -> str:
-    """Return the values with which steps were made: `1e-05 until step 105, then 3e-05`; "" if none is recorded."""
-    told = last = ""
-    for step, value in {start.step: start.settings[key] for start in starts if key in start.settings}.items():
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        if text != last:
-            told += f" until step {step}, then {text}" if told else text
-        last = text
-    return told
-
-
-def _by_key(sections: Mapping[str, Any]) -> dict[str, Any]:
+def by_key(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of recorded sections by dotted key."""
     return {
         f"{section}.{name}": value
         for section, content in sections.items()
@@ -169,9 +130,7 @@ def resolve_start(options: ConfigOptions, overrides: dict[str, Any] | None = Non
 
 def changes_since_last_start(config: Config) -> list[tuple[str, Any, Any]]:
     """Return (key, value then, value now) of the settings that differ from those a run was last served with."""
-    return changed_settings(
-        recorded_settings(config.database, config.run.name), _by_key(config.model_dump(mode="json"))
-    )
+    return changed_settings(recorded_settings(config.database, config.run.name), by_key(config.model_dump(mode="json")))
 
 
 def _run_names(connection: sqlite3.Connection) -> list[str]:

@@ -31,39 +31,6 @@ _FLAG_ORIGIN = "command line"
 # Flags that say what a command works on. Others, such as --cpu, do not.
 _NAMING_FLAGS = ("model.path", "buffer.database")
 _MOST_MISTAKES = 10
-_ONE_M = "buffer.recency_fraction holds for the whole run"
-_PAUSES = "restarts wait for a second, then twice as long, up to a minute"
-# Sections and keys of earlier builds, and what does their work now.
-REMOVED = {
-    "alarm": "Alertmanager calls for help (docs/operations.md, deploy/prometheus/alerts.yml)",
-    "task.load_seconds": "a worker has ten minutes to load the task",
-    "reward_model.dtype": "weights have the dtype of the model files",
-    "reward_model.batch_tokens": "a forward pass has at most 16,384 tokens",
-    "reward_model.max_length": "the tokenizer and the positions of the model limit a pair",
-    "reward_model.load_seconds": "a model has ten minutes to load, a server to answer",
-    "gold_model": "examples/tldr/tldr.py compares with reference answers: set its option gold_url",
-    "buffer.recency_fraction_final": _ONE_M,
-    "buffer.recency_anneal_steps": _ONE_M,
-    "buffer.rank_exponent": "rank draws by 1 / rank; softmax has buffer.inverse_temperature",
-    "search.keep_prefix_cache": "a prefix of older weights is never reused",
-    "search.reference_logprobs": "the trainer computes them, once for each trajectory",
-    "train.prefetch": "the next batch is requested unless buffer.max_staleness = 0",
-    "train.max_skipped_steps": "five skipped steps in a row end the trainer",
-    "train.keep_checkpoints": "the two newest checkpoints are kept",
-    "objective.ema_decay": "the moving average has a decay of 0.9",
-    "objective.clip_low": "a ratio below 0.8 is clipped; set objective.clip_high",
-    "objective.cispo_cap": "a token's weight is at most 5",
-    "objective.log_z_learning_rate": "the head of log Z learns with 0.001",
-    "metrics.peak_tflops": "GPUs that are not in trainer/metrics/flops.py have no MFU",
-    "eval.pass_at": "pass@k is measured for 1, 4, 16 and 64, up to eval.samples",
-    "eval.top_p": "sampled answers have no nucleus; set eval.temperature",
-    "eval.max_tokens": "set search.max_tokens",
-    "eval.duplicate_distance": "answers nearer than 0.2 are near-duplicates",
-    "launch.restart_delay_seconds": _PAUSES,
-    "launch.restart_delay_max_seconds": _PAUSES,
-    "launch.stable_seconds": "failures are forgotten after ten minutes without one",
-    "launch.summary_seconds": "the summary is logged every ten seconds",
-}
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -284,8 +251,6 @@ def _unknown(key: str, origin: str, known: Sequence[str]) -> str:
     # Without a section it may be meant in each that has it.
     near = " or ".join(other for other in known if other.endswith(f".{key}")) or _nearest(key, known)
     hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"
-    if (instead := REMOVED.get(key) or REMOVED.get(key.partition(".")[0])) is not None:
-        hint = f"it was removed: {instead}"
     return f"unknown key {key} ({origin}): {hint}"
 
 

@@ -1,8 +1,8 @@
 """[train], [objective], [lora], [reference] and [metrics]: the trainer."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
@@ -196,13 +196,6 @@ class ObjectiveSection(Section):
     def uses_reference(self) -> bool:
         """Whether the objective needs log-probabilities of the reference policy."""
         return self.name in ("tb", "tb_learned_z", "online_dpo") or self.anchor == "reference"
-
-    @field_validator("reward_floor", mode="before")
-    @classmethod
-    def _check_reward_floor(cls, value: Any) -> Any:
-        if value == "task":
-            raise ValueError('"task" was removed: write the least reward of the task, or "group"')
-        return value
 
     @model_validator(mode="after")
     def _check_kl(self) -> Self:

@@ -14,10 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba.common.run_status import Facts, ask_status
+from tba.common.run_status import Facts, ask_status, describe
 from tba.common.system.process import NotifySocket
 from tba.common.wire.client import BufferClient
-from tba.deploy.display import explain
 from tba.tests.helpers.checks import wait_until
 
 GUARD = "tba.common.system.orphan_guard"
@@ -182,7 +181,7 @@ def test_one_broken_searcher_does_not_stop_the_others(fleet_config, start_fleet,
     wait_for_output(tmp_path, r"1/2 searchers up.*; cpu1 broken, .* last exit code 3\): no device")
     # The buffer knows too: there is no trainer, so the run stands still.
     with closing(BufferClient(run.address, role="monitor", name="test")) as client:
-        wait_until(lambda: "no device" in explain(Facts(ask_status(client))))
+        wait_until(lambda: "no device" in describe(Facts(ask_status(client))).sentence)
     assert fleet.poll() is None
     assert searchers_of(fleet)["0"].is_running()
 

@@ -30,27 +30,6 @@ def settings(**values: object) -> list[str]:
     return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
 
 
-@pytest.mark.parametrize(
-    ("command", "successor"),
-    [
-        (["buffer", "compact", "x"], "buffer compact` was removed: `tba buffer prune --tokens`"),
-        (["buffer", "migrate", "x"], "one schema"),
-        (["buffer", "restore", "x"], "copy the backup there"),
-        (["buffer", "search", "x"], "`tba buffer query "),
-        (["buffer", "serve-queries", "x"], "`ssh HOST tba buffer query SQL`"),
-        (
-            ["buffer", "query", "SELECT 1", "--address", "tcp://a"],
-            "--address was removed: query the file on its own machine",
-        ),
-        (["config", "check", "-c", "run.toml"], "check` was removed: `tba doctor --only settings --only model --"),
-        (["plot", "runs/a"], "plot` was removed: `tba report RUN --out run.png` draws"),
-        (["task", "show"], "show` was removed: `tba task check` shows prompts"),
-    ],
-)
-def test_a_removed_command_names_its_successor(tba_here, command, successor):
-    refused(tba_here(*command), 2, successor)
-
-
 def test_version_is_printed(tba_here):
     assert tba_here("--version").output.startswith("tba ")
 

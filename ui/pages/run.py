@@ -9,14 +9,13 @@ import xxhash
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tba.buffer.store.starts import Start, value_over_steps
 from tba.buffer.tools.query import PageRows
 from tba.common.config import Config
 from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
 from tba.common.evaluations import read_evaluations
 from tba.common.wire.messages import Status
 from tba.deploy.run_list import state_of
-from tba.ui.runs import Run
+from tba.ui.runs import Run, Start, value_over_steps
 from tba.ui.site import run_of, site_of
 
 _CLIENTS = 200

@@ -16,16 +16,12 @@ from tba.buffer.offline.offline_buffer import OfflineBuffer
 from tba.buffer.offline.recorded_run import read_recorded_run
 from tba.buffer.server.start import serve
 from tba.buffer.store.archives import NAME_KEY
-from tba.buffer.store.reader import open_reader
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
 from tba.buffer.store.starts import (
     IMPORT,
-    STARTS,
     as_recorded,
     changes_since_last_start,
-    read_starts,
     resolve_start,
-    value_over_steps,
 )
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
@@ -40,6 +36,7 @@ from tba.common.wire.archive_messages import Archive
 from tba.tests.helpers.buffer import ServiceHarness, change
 from tba.tests.helpers.buffer import ask as ask_file
 from tba.tests.helpers.puts import make_trajectory
+from tba.ui.runs import find_runs, value_over_steps
 
 PROMPTS, STEPS = 4, 3
 # Trajectories that arrive before each step.
@@ -528,9 +525,9 @@ def test_a_setting_that_a_start_changed_is_told_with_the_step_of_the_change(fill
         SELECT run, ?, json_set(config, '$.train.learning_rate', ?), software FROM starts LIMIT 1"""
     change(filled, "UPDATE batches SET trained_at = 5e9", ("UPDATE starts SET config = ?", [recorded]))
     change(filled, (again, [1e10, 3e-5]), (again, [2e10, 3e-5]))
-    with open_reader(filled) as connection:
-        connection.row_factory = sqlite3.Row
-        starts = read_starts(connection.execute(STARTS, (1,)).fetchall())
+    (run,) = find_runs([filled], pytest.fail)
+    with run.rows() as rows:
+        starts = run.starts(rows)
     assert [(start.step, start.changes) for start in starts] == [
         (0, []),
         (1, [("train.learning_rate", 1e-6, 3e-5)]),

@@ -52,9 +52,6 @@ def test_set_assigns_values_parsed_as_toml():
     assert resolved.config.search.gpus == "cpu"
 
 
-ALERTS = "Alertmanager calls for help (docs/operations.md, deploy/prometheus/alerts.yml)"
-
-
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
@@ -68,8 +65,6 @@ ALERTS = "Alertmanager calls for help (docs/operations.md, deploy/prometheus/ale
         ("bojective.name", "did you mean objective.name?"),
         ("erward_model.path", "did you mean reward_model.path?"),
         ("train.gpus", "did you mean train.gpu?"),
-        ("launch.stable_seconds", "it was removed: failures are forgotten after ten minutes without one"),
-        ("alarm.command", f"it was removed: {ALERTS}"),
     ],
 )
 def test_the_hint_names_a_similar_key_or_none(key, hint):

@@ -5,8 +5,7 @@ import io
 import pytest
 
 from tba.common.config.layers import resolve
-from tba.common.errors import UsageError
-from tba.deploy.new_configuration import _devices, _text, write_configuration
+from tba.deploy.new_configuration import _text, write_configuration
 
 
 @pytest.mark.slow
@@ -63,14 +62,8 @@ def test_every_file_is_valid_and_keeps_what_was_answered(tmp_path, devices):
     assert (config.search.gpu_memory_utilization < 0.5) == (devices == ("0", "0"))
 
 
-def test_devices_are_two_lists():
-    assert _devices("0,1:2-3") == ("0,1", "2-3")
-    with pytest.raises(UsageError):
-        _devices(":1")
-
-
 class Typed(io.StringIO):
-    """What somebody types on a terminal."""
+    """What a user types on a terminal."""
 
     def isatty(self) -> bool:
         return True

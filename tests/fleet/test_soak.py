@@ -158,7 +158,7 @@ def waiting(node: Node) -> dict[str, int]:
             with suppress(RecordLost):
                 frames = read_put(Path(folder, name))
                 put = decode_request([*map(memoryview, frames)])
-                found[put.header.sender] = put.message.first_sequence + len(put.message.rows)
+                found[put.header.sender] = put.message.first_sequence + len(put.message.rows.prompt_key)
     return found
 
 

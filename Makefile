@@ -73,12 +73,14 @@ test: $(VENV)/installed-vllm
 test-failed: $(VENV)/installed-vllm
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-# All tests in full size: the demo with three seeds, 50 kills, 100,000 mutated messages, and nodes, where they can be had.
+# All tests in full size: the demo with three seeds, 50 kills, 100,000 mutated messages, and nodes with ten minutes of
+# faults, where they can be had.
 test-all: $(VENV)/installed-vllm
 	-$(MAKE) fleet-packages
 	TEST_FULL_SIZE=1 $(PYTEST) --durations=10
 
-# Four nodes with systemd on one network, from nothing: half an hour on two cores, as root, with systemd-nspawn and sshd.
+# Four nodes with systemd on one network, from nothing, and three minutes of faults: 45 minutes on two cores, as root,
+# with systemd-nspawn and sshd. TEST_SOAK_SECONDS=7200 for two hours of faults.
 test-fleet: $(VENV)/installed-dev fleet-packages
 	TEST_FLEET=1 $(BIN)/python -m pytest --durations=10 tests/fleet
 

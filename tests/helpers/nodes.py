@@ -74,6 +74,8 @@ class Node:
     namespace: str
     hub: str
     port: str
+    # Size of a disk of its own for /var/lib/tba; 0 for none.
+    disk_mib: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     leader: int = 0
 
@@ -81,6 +83,11 @@ class Node:
     def root(self) -> Path:
         """The root file system, as long as the node is there."""
         return self.directory / "root"
+
+    @property
+    def disk(self) -> Path:
+        """What has a file system of its own, if there is one, which also ends with the node."""
+        return self.root / "var/lib/tba"
 
     @property
     def console(self) -> str:
@@ -109,6 +116,18 @@ class Node:
         (self.root / "root/.ssh").mkdir(mode=0o700, exist_ok=True)
         (self.root / "root/.ssh/authorized_keys").write_text(authorized_key)
         (self.root / "root/.ssh/authorized_keys").chmod(0o600)
+        if self.disk_mib:
+            self._make_disk()
+
+    def _make_disk(self) -> None:
+        image = str(self.directory / "disk")
+        execute("truncate", f"--size={self.disk_mib}M", image)
+        execute("mkfs.ext4", "-q", "-m", "0", image)
+        self.disk.mkdir(parents=True)
+        done = execute("mount", "-o", "loop", image, str(self.disk), check=False)
+        if done.returncode:
+            pytest.skip(f"no loop devices here: {done.stderr.strip()}")
+        (self.disk / "lost+found").rmdir()
 
     def start(self) -> None:
         """Boot, and return when systemd has started everything, or has tried to."""
@@ -148,6 +167,21 @@ class Node:
         clean = ["env", "-i", f"PATH={_SYSTEM_PATH}", "LANG=C.UTF-8", "HOME=/root"]
         return execute("nsenter", "-t", str(self.leader), "-a", *clean, *command, check=check, timeout=timeout)
 
+    def stall_disk(self, seconds: float) -> None:
+        """Keep its own disk from taking anything for a while, as one does that is slow. Returns when it works again."""
+        # By one command, since a test run that is killed meanwhile would leave the disk as it is.
+        script = 'fsfreeze --freeze "$0" && sleep "$1"; fsfreeze --unfreeze "$0"'
+        execute("sh", "-c", script, str(self.disk), str(seconds))
+
+    def fill_disk(self) -> None:
+        """Leave no space on its own disk."""
+        # It fails when nothing is left for its own index, and keeps what it has.
+        execute("fallocate", f"--length={shutil.disk_usage(self.disk).free}", str(self.disk / "ballast"), check=False)
+
+    def relieve_disk(self) -> None:
+        """Give the space back."""
+        (self.disk / "ballast").unlink()
+
     def cut(self) -> None:
         """Pull the network cable."""
         execute("ip", "-n", self.hub, "link", "set", self.port, "down")
@@ -182,6 +216,7 @@ class Node:
         execute("umount", "--lazy", str(self.root), check=False)
         execute("ip", "-n", self.hub, "link", "del", self.port, check=False)
         execute("ip", "netns", "del", self.namespace, check=False)
+        (self.directory / "disk").unlink(missing_ok=True)
         for name in ("upper", "work"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
@@ -226,12 +261,12 @@ class Fleet:
         ):
             execute("ip", "-n", self.hub, *command.split())
 
-    def add(self, name: str) -> Node:
-        """Make and boot a node."""
+    def add(self, name: str, disk_mib: int = 0) -> Node:
+        """Make and boot a node, with a disk of its own for /var/lib/tba."""
         self._number += 1
         number, port = self._number, f"port{self._number}"
         namespace, address = f"{self.hub}-{number}", f"10.78.0.{number}"
-        node = Node(name, address, self.directory / name, namespace, self.hub, port)
+        node = Node(name, address, self.directory / name, namespace, self.hub, port, disk_mib)
         self.nodes[name] = node
         execute("ip", "netns", "add", namespace)
         for inside, command in (

@@ -27,6 +27,7 @@ from tba.deploy.run_directory import last_launch, resume_command
 
 _DEFAULT_NAME = RunSection().name
 # Directories of a run that hold no other runs.
+_OPEN = "a program has the database open"
 _OWN = {
     run_files.SNAPSHOTS,
     run_files.CHECKPOINTS,
@@ -73,7 +74,8 @@ def local_state(config: Config, read_results: ReadResults, status: Status | None
     result = ", ".join([f"{row['steps']} steps", *figures])
     state, end = _ENDED[row["state"]]
     why = f" ({row['why']})" if row["state"] == "crashed" else ""
-    sentence = f"run {row['run']} in {row['directory']} {state}{why}, and nothing serves it any more: {result}"
+    use = _OPEN if is_locked(run_files.database_lock(config.database)) else "nothing serves it any more"
+    sentence = f"run {row['run']} in {row['directory']} {state}{why}, and {use}: {result}"
     return row | {"explanation": f"{sentence}; {_how_to_go_on(config.run.dir, row, end)}"}
 
 
@@ -171,11 +173,18 @@ def state_of(database: Path, result: Mapping[str, Any], status: Status | None) -
         return State("evaluating", f"finished after {quantity(result['steps'], 'step')}; {launch.evaluates}")
     if status is not None:
         return describe(Facts(status))
-    if is_locked(run_files.database_lock(database)):
-        return State("running", "the buffer does not answer")
+    is_open = is_locked(run_files.database_lock(database))
+    if is_open and not result["finished"]:
+        return State(
+            "running", "the buffer does not answer: it starts, is busy, or another program has the database open"
+        )
     if launch is not None:
         return State("finished", "`tba run` is ending") if launch.ending and result["finished"] else STARTING
-    return State("finished", "") if result["finished"] else State(*_interrupted(database, result["steps"]))
+    return (
+        State("finished", _OPEN if is_open else "")
+        if result["finished"]
+        else State(*_interrupted(database, result["steps"]))
+    )
 
 
 def _interrupted(database: Path, steps: int) -> tuple[str, str]:

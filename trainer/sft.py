@@ -330,7 +330,7 @@ def read_rows(paths: Sequence[Path], encoder: Encoder) -> list[Row]:
     rows: list[Row] = []
     for place, value in (row for path in paths for row in data_files.read(path)):
         try:
-            if isinstance(value, dict) and "response_ids" in value:
+            if isinstance(value, dict) and value.get("response_ids") is not None:
                 prompt, tokens = _exported(value, encoder)
             else:
                 prompt, response = _read_row(value)
@@ -349,13 +349,19 @@ def read_rows(paths: Sequence[Path], encoder: Encoder) -> list[Row]:
 
 def _exported(row: dict[str, Any], encoder: Encoder) -> tuple[_Prompt, tuple[list[int], list[int]]]:
     """Return prompt and tokens of a row of `tba buffer export`. Raises ValueError."""
-    prompt_ids, ids, text = row.get("prompt_ids") or [], row["response_ids"] or [], row.get("text") or ""
-    if not all(type(id_) is int and 0 <= id_ < encoder.vocabulary for id_ in (*prompt_ids, *ids)):
+    prompt_ids, ids, text = row.get("prompt_ids") or [], row["response_ids"], row.get("text")
+    lists = [prompt_ids, ids, mask := row.get("loss_mask") or []]
+    known = range(encoder.vocabulary)
+    if not all(isinstance(one, list) and all(type(id_) is int and id_ in known for id_ in one) for one in lists):
         raise ValueError(f"`prompt_ids` and `response_ids` are lists of token ids below {encoder.vocabulary}")
-    if (stop := row.get("stop_reason", STOP_EOS)) != STOP_EOS or 0 in (row.get("loss_mask") or []):
-        raise ValueError(
-            f"its response is not a finished one of a single turn ({stop}): export with --where \"stop_reason = 'eos'\""
-        )
+    if row.get("error"):
+        raise ValueError('it has an error: export with --where "error IS NULL"')
+    if 0 in mask:
+        raise ValueError("it is an episode, with tokens that were not sampled: leave it out")
+    if (stop := row.get("stop_reason", STOP_EOS)) != STOP_EOS:
+        raise ValueError(f"its response is not finished ({stop}): export with --where \"stop_reason = 'eos'\"")
+    if not isinstance(text, str):
+        raise ValueError("it has no `text`, which tells whether this tokenizer made its tokens")
     if not encoder.renderer.tokenizer.decode(ids, skip_special_tokens=True).startswith(text):
         raise ValueError(f"its tokens do not spell its text, {text!r:.80}: another tokenizer made them")
     return _Prompt(ids=prompt_ids), (prompt_ids, _ended(ids, ("assistant", text), encoder))

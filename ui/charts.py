@@ -98,7 +98,7 @@ class Metrics:
 
     def _read(self, rows: PageRows) -> None:
         """Read the new steps."""
-        sql = """SELECT step, MIN(trained_at, 1e300) AS trained_at, metrics FROM batches
+        sql = """SELECT step, MAX(MIN(trained_at, 1e300), 0) AS trained_at, metrics FROM batches
             WHERE run = ? AND step > ? AND trained_at IS NOT NULL ORDER BY step"""
         for row in rows.all(sql, self.run.id, self._steps[-1] if self._steps else -1):
             known = _numbers(row["metrics"])

@@ -51,7 +51,8 @@ def column(rows: Sequence[Any], key: Any) -> list[str]:
 
 def percent(value: float | None) -> str:
     """Format a fraction."""
-    return "–" if value is None else f"{100 * value:.0f} %"
+    # A database of foreign origin may have text there.
+    return f"{100 * value:.0f} %" if isinstance(value, int | float) else "–"
 
 
 def of_the_rest(errors: int, rows: int) -> str:

@@ -31,8 +31,8 @@ _TOTALS = """SELECT COALESCE(SUM(trajectories), 0) AS trajectories, COALESCE(SUM
     SUM(reward_sum) / NULLIF(SUM(trajectories) - SUM(errors), 0) AS mean_reward FROM senders WHERE run = ?"""
 _HELD_OUT = """SELECT version, accuracy, reward, not_measured FROM evaluations WHERE run = ?
     ORDER BY step DESC, evaluated_at DESC LIMIT 1"""
-_NEWEST_BATCH = """SELECT step, trained_at, json_extract(metrics, '$.reward_mean') AS reward FROM batches WHERE run = ?
-    AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"""
+_NEWEST_BATCH = """SELECT step, trained_at, CASE WHEN json_valid(metrics) THEN json_extract(metrics, '$.reward_mean')
+    END AS reward FROM batches WHERE run = ? AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"""
 
 
 def page(request: Request) -> Response:

@@ -85,7 +85,7 @@ def test_a_run_whose_database_is_a_link_has_the_state_of_the_file(make_run, tmp_
     (folder / "buffer.sqlite").rename(disk / "rows.sqlite")
     (folder / "buffer.sqlite").symlink_to(disk / "rows.sqlite")
     with exclusive_lock(disk / "rows.sqlite.lock", ""):
-        assert states(tmp_path / "runs") == {"linked": ("running", "the buffer does not answer")}
+        assert states(tmp_path / "runs")["linked"][0] == "running"
     (disk / "rows.sqlite-wal").write_bytes(b"x")
     assert states(tmp_path / "runs")["linked"][0] == "crashed"
 
@@ -154,7 +154,7 @@ def test_a_finished_run_that_nothing_serves_is_described_with_its_result(make_ru
     sentence = "is finished, and nothing serves it any more: 8/8 steps, reward 0.746, accuracy 0.887"
     assert sentence in not_none(local_state(config, finished))["explanation"]
     with exclusive_lock(folder / "buffer.sqlite.lock", ""):
-        assert not_none(local_state(config, finished))["state"] == "running"
+        assert "finished, and a program has the database open" in not_none(local_state(config, finished))["explanation"]
 
 
 def test_the_status_says_how_an_offline_run_and_one_whose_trainer_waits_go_on(make_run):

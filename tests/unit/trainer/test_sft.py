@@ -206,10 +206,14 @@ USER = {"role": "user", "content": "1"}
         ('{"messages": "hello"}', "list of objects"),
         (json.dumps({"messages": [USER]}), "assistant"),
         (json.dumps({"messages": [USER, {"role": "assistant", "content": ""}]}), "empty"),
-        ('{"prompt_ids": [3], "response_ids": [4], "stop_reason": "length"}', "not a finished one .* \\(length\\)"),
+        ('{"prompt_ids": [3], "response_ids": [4], "stop_reason": "length"}', "not finished \\(length\\)"),
+        ('{"prompt_ids": [3], "response_ids": 5}', "lists of token ids"),
+        ('{"prompt_ids": [3], "response_ids": [4, 1], "text": 5}', "has no `text`"),
+        ('{"prompt_ids": [3], "response_ids": [4, 3, 4], "loss_mask": [1, 0, 1]}', "is an episode"),
+        ('{"prompt_ids": [3], "response_ids": [4, 1], "error": "boom"}', "has an error"),
         ('{"prompt_ids": [3], "response_ids": [4, 1], "text": "no"}', "another tokenizer made them"),
         ('{"prompt_ids": [3], "response_ids": [16]}', "ids below 16"),
-        ('{"prompt_ids": null, "response_ids": [4]}', "the prompt has no tokens"),
+        ('{"prompt_ids": null, "response_ids": [4], "text": ""}', "the prompt has no tokens"),
     ],
 )
 def test_an_invalid_row_is_reported_with_file_and_line(encoder, tmp_path, line, words):

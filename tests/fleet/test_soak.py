@@ -23,6 +23,7 @@ import pytest
 
 from tba.common.errors import RecordLost
 from tba.common.wire.codec import decode_request
+from tba.common.wire.messages import PutTrajectories
 from tba.searcher.delivery.spool import read_put
 from tba.tests.helpers.nodes import Node, wait_until
 from tba.tests.helpers.site import FLEET, Site, is_active
@@ -157,7 +158,8 @@ def waiting(node: Node) -> dict[str, int]:
             # It is delivered meanwhile.
             with suppress(RecordLost):
                 frames = read_put(Path(folder, name))
-                put = decode_request([*map(memoryview, frames)])
+                put = decode_request([memoryview(frame) for frame in frames])
+                assert isinstance(put.message, PutTrajectories)
                 found[put.header.sender] = put.message.first_sequence + len(put.message.rows.prompt_key)
     return found
 

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shutil
 import socket
 import sqlite3
 from contextlib import closing
@@ -297,6 +298,24 @@ def test_the_list_of_runs_has_the_newest_first_and_what_one_asks_of_each(filled,
     ]
     assert browser.get("/r/test~c/trajectories/1").status_code == 200
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ("UPDATE starts SET config = ?", ['{"model": {"path": 5}}']),
+        EVALUATION.format(metrics='{"accuracy": "high"}', not_measured="NULL"),
+        "UPDATE batches SET metrics = '{'",
+    ],
+    ids=["model", "accuracy", "metrics"],
+)
+def test_a_database_with_odd_values_hides_no_other_run_of_the_list(filled, tmp_path, odd):
+    for folder in ("a", "b"):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+        shutil.copy(filled, tmp_path / "runs" / folder / "buffer.sqlite")
+    change(tmp_path / "runs/b/buffer.sqlite", odd)
+    listed = client(tmp_path / "runs").get("/")
+    assert (listed.status_code, listed.text.count('type="checkbox"')) == (200, 2)
 
 
 def test_a_server_is_asked_only_while_it_has_the_database_open(filled):

@@ -14,7 +14,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tba.buffer.tools.query import limit_memory
-from tba.common.errors import TbaError, UsageError
+from tba.common.errors import StorageError, TbaError, UsageError
 from tba.common.terminal import note
 from tba.ui.pages import compare, prompts, run, sql, steps, trajectories
 from tba.ui.runs import find_runs
@@ -77,8 +77,17 @@ def home(request: Request) -> Response:
         return RedirectResponse(f"/r/{next(iter(site.runs))}", 307)
     rows = []
     for one in site.runs.values():
-        with one.rows() as found:
-            rows.append({"run": one, **run.describe(one, found)})
+        try:
+            with one.rows() as found:
+                rows.append({"run": one, **run.describe(one, found)})
+        except StorageError as error:
+            # It hides no other run.
+            nothing = {
+                "totals": {},
+                "about": {"created_at": 0},
+                **dict.fromkeys(("trained_at", "reward", "steps_done")),
+            }
+            rows.append({"run": one, "state": "unreadable", "why": str(error), **nothing})
     rows.sort(key=lambda row: row["trained_at"] or row["about"]["created_at"], reverse=True)
     return site.page("runs.html", rows=rows)
 

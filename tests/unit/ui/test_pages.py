@@ -306,8 +306,10 @@ def test_the_list_of_runs_has_the_newest_first_and_what_one_asks_of_each(filled,
         ("UPDATE starts SET config = ?", ['{"model": {"path": 5}}']),
         EVALUATION.format(metrics='{"accuracy": "high"}', not_measured="NULL"),
         "UPDATE batches SET metrics = '{'",
+        "UPDATE starts SET config = '{nope'",
+        ("UPDATE starts SET config = ?", ['{"objective": 5}']),
     ],
-    ids=["model", "accuracy", "metrics"],
+    ids=["model", "accuracy", "metrics", "no settings", "a section"],
 )
 def test_a_database_with_odd_values_hides_no_other_run_of_the_list(filled, tmp_path, odd):
     for folder in ("a", "b"):

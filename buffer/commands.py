@@ -383,6 +383,7 @@ def resolve(
     buffer: Path | None,
     *,
     unless: Sequence[str] = (),
+    run: str | None = None,
     insecure: bool = False,
     exists: bool = False,
     starts: bool = False,
@@ -400,7 +401,8 @@ def resolve(
     # The directory of a run stands for its database.
     if buffer is not None and os.path.isdir(buffer):
         buffer = buffer / run_files.DATABASE
-    flags = {"buffer.database": None if buffer is None else str(buffer), "security.insecure": insecure or None}
+    database = None if buffer is None else str(buffer)
+    flags = {"buffer.database": database, "run.name": run, "security.insecure": insecure or None}
     if starts:
         from tba.buffer.store.starts import resolve_start
 
@@ -415,18 +417,13 @@ def existing(options: ConfigOptions, buffer: Path | None) -> "Config":
 
 def _as_served(options: ConfigOptions, buffer: Path | None, run: str | None) -> "Config":
     """Return the settings that a run was last served with, and above them those that are given."""
-    resolved = resolve(options, buffer, unless=("buffer.database", "run.dir"), exists=True)
+    resolved = resolve(options, buffer, unless=("buffer.database", "run.dir"), run=run, exists=True)
     path = resolved.config.database
-    given = run or (resolved.config.run.name if "run.name" in resolved.origins else None)
     from tba.buffer.store.starts import recorded_settings
 
+    given = resolved.config.run.name if "run.name" in resolved.origins else None
     recorded = {**recorded_settings(path, given), "buffer.database": path}
-    if given is not None:
-        recorded["run.name"] = given
-    settings = resolved.over(recorded, f"recorded in {path}", needs="buffer")
-    if run is not None:
-        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": run})})
-    return settings
+    return resolved.over(recorded, f"recorded in {path}", needs="buffer")
 
 
 def _prune_tokens(

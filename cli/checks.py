@@ -95,10 +95,7 @@ def as_rows(findings: Sequence[Finding]) -> list[dict[str, str]]:
 
 
 def examine(plan: Plan, only: Collection[str] = ()) -> list[Finding]:
-    """Run all checks that say something of a plan, or `only` those of these names.
-
-    Raises UsageError for another name.
-    """
+    """Run all checks of a plan, or `only` those of these names. Raises UsageError for another name."""
     checks = [check for check in CHECKS if (plan.here or check.anywhere) and (plan.starts or not check.of_start)]
     names = [check.name for check in checks]
     if unknown := [name for name in only if name not in names]:

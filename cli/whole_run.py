@@ -180,10 +180,7 @@ def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None
 def _processes(
     config: "Config", arguments: Sequence[str], *, resume: bool, assumed: "Sequence[Gpu] | None"
 ) -> list[dict[str, str]]:
-    """Return the processes with their devices and commands, also those of GPUs that do not exist.
-
-    Raises UsageError for a malformed list of GPUs.
-    """
+    """Return processes, devices and commands, also of GPUs that do not exist. Raises UsageError for a wrong list."""
     from tba.common.system.devices import Gpu, list_gpus, nominal_gpus
     from tba.deploy.launcher import children_of
 

@@ -121,10 +121,7 @@ class ConfigOptions:
         return resolved
 
     def arguments(self, *, option: bool = True) -> list[str]:
-        """Return the arguments with which another command resolves the same configuration.
-
-        The file is given as --config, or as the argument FILE without `option`.
-        """
+        """Return the arguments for another command: the file as --config, or as FILE without `option`, and --set."""
         file = [] if self.file is None else [*(["--config"] if option else []), str(self.file)]
         return [*file, *(part for assignment in self.sets for part in ("--set", assignment))]
 
@@ -136,10 +133,7 @@ def not_both(first: bool, second: bool, *names: str) -> None:
 
 
 def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: str = "") -> "StopSignal":
-    """Set up the process of a long-running command (parent, logs, signals), and return its stop signal.
-
-    A command with `drains=False` ends at the first signal, as most programs do.
-    """
+    """Set up the process of a long command and return its stop signal. Without `drains` it ends at the first signal."""
     from tba.common.log import configure
     from tba.common.system.process import StopSignal, die_with_parent
 
@@ -286,10 +280,7 @@ def byte_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def row_progress() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show a progress bar with its rate.
-
-    Gives a function of (description, rows done, rows in total or None) that updates it.
-    """
+    """Show progress with its rate. Gives a function of (description, rows done, rows in total or None)."""
     from rich.progress import MofNCompleteColumn
 
     with _progress("", MofNCompleteColumn(), "{task.fields[text]}") as progress:

@@ -113,10 +113,7 @@ def write_configuration(
 def _ask(
     question: str, option: str, default: str | None = None, check: Callable[[str], object] = lambda _: None
 ) -> str:
-    """Ask on the terminal, again if `check` raises TbaError for the answer.
-
-    Without a terminal, return the default. Raises UsageError if there is neither.
-    """
+    """Ask until `check` accepts. Without a terminal, return the default, or raise UsageError if there is none."""
     while sys.stdin.isatty():
         answer = str(typer.prompt(question, default=default, err=True))
         try:

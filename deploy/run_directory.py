@@ -73,10 +73,7 @@ def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume
 
 @contextlib.contextmanager
 def sole_launcher(config: Config) -> Iterator[None]:
-    """Hold the run's directory while the block runs, after a check that the buffer's address is free.
-
-    Raises RunTaken if another `tba run` holds it, and AddressInUse after it has removed the directories it created.
-    """
+    """Hold the run's directory in the block. Raises RunTaken, or AddressInUse after removing what it created."""
     directory = config.run.dir
     created = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     lock_file = directory / run_files.LAUNCH_LOCK
@@ -108,10 +105,7 @@ def mark_failed(config: Config, error: TbaError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The last `tba run` of a directory: which process it is or was, whether it ended in order, and why it gave up.
-
-    `evaluates` is what it does after the last step, in words; "" before and at its end.
-    """
+    """The last `tba run`: its process, whether it is ending, why it gave up, and what it does after the last step."""
 
     holder: str
     ending: bool

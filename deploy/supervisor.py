@@ -229,10 +229,9 @@ class Supervisor:
         return code
 
     def _reap_orphans(self, *, kill: bool = False) -> None:
-        """Collect the exit codes of adopted processes; `kill` ends those outside every running child's session.
+        """Collect exit codes of adopted processes; `kill` ends those outside every running child's session.
 
-        A killed process leaves its own children to the supervisor, so this repeats until none is left to kill. The
-        deadline is for a process that hangs in a driver and does not die before that call returns.
+        A killed process leaves its children here, so this repeats; the deadline is for one that hangs in a driver.
         """
         living = {child.pid for child in self.children if child.pid}
         known = living | self._foreign | ({self._guard.pid} if self._guard.pid else set())

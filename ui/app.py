@@ -35,10 +35,7 @@ register_url_convertor("row", _RowConvertor())
 
 
 def make_app(paths: Sequence[Path], *, token: str | None = None, report: Callable[[str], None] = note) -> Starlette:
-    """Return the application over the runs of directories and database files. `report` receives what is left out.
-
-    Raises UsageError or StorageError if a path leads to no run.
-    """
+    """Return the application over runs; `report` receives what is left out. Raises UsageError or StorageError."""
     site = Site(runs={run.key: run for run in find_runs(paths, report)}, environment=make_environment())
     limit_memory(next(iter(site.runs.values())).database)
     routes = [

@@ -71,10 +71,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Charts:
-    """The charts of a run over the same optimiser steps, and what else the horizontal axis may be.
-
-    `hours` are those since the first step, `tokens` those trained on; `restarts` are steps.
-    """
+    """The charts of a run over steps; `hours` since the first one, `tokens` trained on, and `restarts` (steps)."""
 
     steps: list[int]
     hours: list[float]

@@ -30,10 +30,7 @@ _SAMPLE = f"""SELECT t.id, %s(t.reward) AS reward, t.policy_version, t.stop_reas
 
 
 def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
-    """Write the report of the run in a directory or database file, and return its path.
-
-    Raises UsageError if there is no such run, or several and no `name`, or if the file cannot be written.
-    """
+    """Write the report of a run. Raises UsageError if there is no such run, or it cannot be written."""
     runs = find_runs([path], note)
     chosen = choose_run(path, (run.name for run in runs), name, "--run, or name one directory")
     run = next(run for run in runs if run.name == chosen)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
-from tba.buffer.service.stall import StallWatch
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
 from tba.buffer.store.starts import refuse_other_runs
 from tba.buffer.store.store import Store
@@ -57,7 +56,6 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
         keep_freed_memory()
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.set_threshold(_COLLECT_EVERY, 20, 100)
-        stalls = StallWatch(service.state.clock)
         endpoint = None
         if config.metrics.prometheus:
             from tba.buffer.server.prometheus import open_endpoint
@@ -66,7 +64,7 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
                 resources.callback(endpoint.close)
         queue_bytes = config.buffer.queue_mib << 20
         with objects_frozen():
-            BufferServer(channel, service, queue_bytes=queue_bytes, stalls=stalls, endpoint=endpoint).run(stop)
+            BufferServer(channel, service, queue_bytes=queue_bytes, endpoint=endpoint).run(stop)
     log.info("stopped")
 
 

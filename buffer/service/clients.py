@@ -134,8 +134,7 @@ class Clients:
     def _forget_one(self) -> bool:
         """Forget a client that nothing depends on. Returns False if there is none.
 
-        The next choice is the one heard least recently that has not worked yet: if it is a searcher that loads its
-        model, its next heartbeat brings it back. The last is one of an owner with very many names.
+        Else the one without work that is heard least, whose next message brings it back, or one of too many names.
         """
         for sender, client in self._by_sender.items():
             if client.role in ("monitor", "importer") or client.activity == GONE or self.is_silent(sender):
@@ -175,11 +174,7 @@ class Clients:
         return client if client.activity != GONE and now - client.seen_at < SILENT_SECONDS else None
 
     def admit_trainers(self, trainers: Sequence[tuple[str, str]]) -> None:
-        """Take over all trainers that the run has had, (sender, host), oldest first. Only the last is admitted.
-
-        An earlier one that was cut off and comes back would continue with steps of its own and announce weights that
-        belong to no recorded batch.
-        """
+        """Take over all trainers, (sender, host), oldest first; only the last is admitted, and others may not go on."""
         if trainers:
             self._trainer = trainers[-1]
             self._replaced = {sender for sender, _ in trainers[:-1]}

@@ -42,10 +42,9 @@ def model_weights(config: Config) -> str | None:
 
 
 def refuse_other_work(config: Config, *, evaluates: bool = False) -> None:
-    """Raise ConfigError if searchers have worked on the run, with another task or another model.
+    """Raise ConfigError if searchers worked on the run with another task or model. An evaluation may use other prompts.
 
-    An evaluation may use other prompts of the task. Nothing is refused where the database is not on this machine, or
-    cannot be read: its server says why.
+    Nothing is refused where the database is not here, or cannot be read: its server says why.
     """
     try:
         recorded = _recorded(config)

@@ -45,10 +45,7 @@ class OfflineSource:
 
 
 def recorded_source(database: Path) -> OfflineSource | None:
-    """Return what the runs of a database train from; None if they are not offline, or there is no file or no run.
-
-    Writes nothing. Raises StorageError if the file is not a buffer database.
-    """
+    """Return what the runs of a database train from, None if not offline. Raises StorageError if it is no buffer."""
     if not database.exists():
         return None
     with open_reader(database) as connection:
@@ -93,10 +90,7 @@ def by_key(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choose_run(path: Path, names: Iterable[str], name: str | None, flag: str) -> str:
-    """Return the named one of the runs in a path, or the only one if `name` is None.
-
-    Raises UsageError, which tells the user to name a run with `flag`, if there is not exactly one such run.
-    """
+    """Return the run of this name, or the only one. Raises UsageError, which advises `flag`, if there is none."""
     names = list(names)
     fitting = [one for one in names if name in (None, one)]
     if len(fitting) != 1:

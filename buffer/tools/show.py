@@ -145,10 +145,7 @@ def newest(path: Path, lines: int) -> list[dict[str, Any]]:
 
 
 def follow(path: Path, after: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
-    """Yield trajectories with a larger id as they are committed, indefinitely.
-
-    None is missed, because the database's only writer assigns ids in order of commit.
-    """
+    """Yield trajectories with a larger id as they are committed, which is the order of their ids, indefinitely."""
     with open_reader(path) as connection:
         while True:
             for row in read_maps(connection, f"{_TAIL} WHERE id > ? ORDER BY id", after):

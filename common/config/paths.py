@@ -125,10 +125,7 @@ def hub_data(task: TaskSection) -> list[str]:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path itself, or its nearest parent that exists and is visible to this user.
-
-    Unlike `Path.exists`, it raises nothing for a path in a directory that this user may not enter.
-    """
+    """Return a path, or its nearest parent that exists and is visible to this user. Raises nothing."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if os.path.exists(one))
 
 

@@ -85,6 +85,9 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     about = rows.first("SELECT created_at, prompts, task FROM runs WHERE id = ?", run.id)
     newest = rows.first("SELECT version, step, announced_at FROM snapshots WHERE run = ? ORDER BY version DESC", run.id)
     state, why = _state(run, rows, status)
+    # What the server knows of those that are connected.
+    connected = {client.sender: client for client in status.clients} if status else {}
+    clients = rows.all(_NEWEST_CLIENTS, run.name, _CLIENTS)
     return {
         "about": about,
         "state": state,
@@ -99,7 +102,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "newest": newest,
         "totals": rows.first(_TOTALS, run.id),
         "held_out": {**dict.fromkeys(("accuracy", "reward", "not_measured")), **last[0]} if last else None,
-        "clients": _with_status(rows.all(_NEWEST_CLIENTS, run.name, _CLIENTS), status),
+        "clients": [{**client, "now": connected.get(client["sender"])} for client in clients],
         "seen": _version(run, rows, status, (state, why)),
     }
 
@@ -119,12 +122,6 @@ def _version(run: Run, rows: PageRows, status: Status | None, state: tuple[str, 
     evaluated = rows.value("SELECT MAX(evaluated_at) FROM evaluation_rows")
     reason = xxhash.xxh32_hexdigest(" ".join([*state, str(evaluated)]).encode())
     return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}-{reason}"
-
-
-def _with_status(clients: list[dict[str, Any]], status: Status | None) -> list[dict[str, Any]]:
-    """Return clients with what the server knows of those that are connected."""
-    connected = {client.sender: client for client in status.clients} if status else {}
-    return [{**client, "now": connected.get(client["sender"])} for client in clients]
 
 
 def settings(

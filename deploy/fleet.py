@@ -89,10 +89,9 @@ def searcher_groups(
 def searcher_children(
     config: Config, arguments: Sequence[str], *, with_trainer: bool = False, present: Sequence[Gpu] | None = None
 ) -> list[Child]:
-    """Return a child for each engine: one per group of GPUs, or `cpu_searchers` on the CPU, each on its own cores.
+    """Return a child for each engine, each on its own cores: one per group of GPUs, or `cpu_searchers` on the CPU.
 
-    `with_trainer`: they belong to a `tba run`, which restarts them always and whose trainer needs cores too. `present`
-    as in `searcher_groups`.
+    `with_trainer`: they belong to a `tba run`, which restarts them always and whose trainer needs cores too.
     """
     restart = RestartPolicy.ALWAYS if with_trainer else RestartPolicy.ON_FAILURE
 

@@ -43,11 +43,7 @@ def holds_run(config: Config) -> bool:
 
 
 def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume: bool) -> None:
-    """Raise UsageError if a run must not start in run.dir, ConfigError if the directory belongs to another run.
-
-    It holds a finished run with all its steps, or one that is not resumed, or none to resume. `results` are those of
-    the runs in its database.
-    """
+    """Raise UsageError if a run must not start in run.dir, ConfigError if the directory belongs to another run."""
     directory, name = config.run.dir, config.run.name
     found = [RunIdentity(result["run"], result.get("source") or "") for result in results]
     # An offline run is alone in its database wherever that is, as `tba.buffer.store.starts` has it.

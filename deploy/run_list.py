@@ -59,10 +59,9 @@ def list_runs(directory: Path, read_results: ReadResults) -> list[dict[str, Any]
 
 
 def local_state(config: Config, read_results: ReadResults, status: Status | None = None) -> dict[str, Any] | None:
-    """Return the row of the configured run, None if there is nothing of it on this machine.
+    """Return the row of the configured run, with a sentence on how to go on; None if there is nothing of it here.
 
-    `status` is what its server says, None if none answers. `explanation` is a sentence on its state; of a run that has
-    ended, with its result, and how to go on.
+    `status` is what its server says, None if none answers.
     """
     rows = _rows(config.run.dir, read_results, status)
     name = config.run.name if status is None else status.run_name

@@ -213,8 +213,8 @@ class Supervisor:
     def _collect(self, child: Child) -> int:
         """Kill a child and its descendants, wait for them, and return the child's exit code.
 
-        The order matters. The session is killed before `wait` frees the child's pid, which is also the session's id
-        and could be given to another process. The guard forgets the session only when no process of it is left.
+        The session is killed before `wait` frees its id, which another process could then get. The guard forgets it
+        last.
         """
         assert child.process is not None
         pid = child.process.pid

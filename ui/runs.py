@@ -31,11 +31,7 @@ _ABSENT_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A start of a run's server at a Unix time, after `step` steps, with its settings by dotted key.
-
-    `software.torch` and the like are the versions of its software. `changes` are (key, value before, value) of what
-    differs from the start before.
-    """
+    """A start of a run's server at a Unix time, after `step` steps, with its settings, and those that changed."""
 
     at: float
     step: int

@@ -28,8 +28,8 @@ _HEADERS = {
 class Guard:
     """Middleware. Without a token, only requests whose Host header names the loopback interface are answered.
 
-    A page of another site cannot forge that header, even if the name of that site resolves to 127.0.0.1 (DNS
-    rebinding). With a token, the first request carries it as `?token=`, and later ones as a cookie.
+    A page of another site cannot forge that header (DNS rebinding). With a token, the first request carries it as
+    `?token=`, and later ones as a cookie.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:

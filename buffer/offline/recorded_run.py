@@ -18,11 +18,11 @@ from tba.common.errors import ConfigError, StorageError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A recorded run at a step of its history.
+    """A recorded run at a step of its history, by default its end (`at_end`).
 
-    `at_end`: no step was requested. `policy_steps` maps each policy version to its optimiser step. `losses` are those
-    of the steps before. `compacted_steps` are steps before whose batches lost tokens to `tba buffer prune --tokens`.
-    `compacted` is the number of trajectories that lost theirs.
+    `policy_steps` maps each policy version to its optimiser step. `losses` are those of the steps before;
+    `compacted_steps` those before whose batches lost tokens to `tba buffer prune --tokens`, and `compacted` counts
+    these trajectories.
     """
 
     path: Path

@@ -229,8 +229,7 @@ class SamplingIndex:
 def surplus(columns: EntryColumns, head: int, keep: Keep) -> tuple[int, int]:
     """Return the entry that leaves a prompt with one entry too many: (the row before it or NONE, its row).
 
-    newest: the oldest leaves. best: the lowest reward leaves, the oldest of equal ones. reservoir: the largest keyed
-    hash of the id leaves; the entries with the smallest hashes are a uniform sample of all that arrived.
+    newest: the oldest leaves; best: the lowest reward, the oldest of equal ones; reservoir: the largest keyed hash.
     """
     if keep == "newest":
         return NONE, head

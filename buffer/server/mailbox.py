@@ -31,11 +31,7 @@ _OTHERS_PER_PEER = 128
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that passed all checks.
-
-    `bytes` is its approximate cost in memory: a small put is mostly Python objects. Times are monotonic; a request
-    that cannot be answered yet is parked until `deadline`.
-    """
+    """A request that passed all checks. `bytes` is its approximate cost in memory; times are monotonic."""
 
     peer: Peer
     header: RequestHeader

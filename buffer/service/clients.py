@@ -26,7 +26,7 @@ class Client:
     `seen_at` and `activity_at`, when its activity last changed, are monotonic. `owner`: what a connection must have to
     use its name (`admission`). `replaced`: a later start of the same name has said hello. `held_back`: why its last
     lease request is parked. `serves`: the address at which its node serves snapshots. `has_worked`: it has leased, put
-    or the like, and not only said who it is. `warning`: what is wrong with the training, as the trainer says.
+    or the like.
     """
 
     role: fields.Role
@@ -186,8 +186,9 @@ class Clients:
     def sources_of(self, address: str) -> list[str]:
         """Return the addresses of the nodes that a serving node asks for snapshots before the trainer, nearest first.
 
-        The nodes are numbered as they came, and node i has node (i - 1) // 2 before it: none serves more than two, and
-        no two wait for each other. The searchers of a node have one address.
+        Node i, numbered as they came, has node (i - 1)
+
+        2 before it: none serves more than two, and no two wait for each other.
         """
         if address not in self._count_living().nodes:
             self.recount()

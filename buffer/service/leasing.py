@@ -20,8 +20,8 @@ _REGISTRATION_SECONDS = 10.0
 class _Room:
     """How many prompts all searchers together may lease now, and why not more.
 
-    `oldest_useful`: the step from which on weights are recent enough; None if any are. `target`: the prompts that are
-    divided among the searchers, None without a limit on staleness.
+    `oldest_useful`: the first step whose weights are recent enough, None if any are. `target`: None without a limit on
+    staleness.
     """
 
     prompts: int

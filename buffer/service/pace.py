@@ -43,10 +43,10 @@ class StepMetrics:
 
 
 class Pace:
-    """Times since the last step and the last row, and of the trainer's wait, in seconds.
+    """Seconds since the last step and the last row, and of the trainer's wait, from the start of the server.
 
-    `waits_for` is why the trainer waits for a batch, or an empty string. `rows_since_step` have arrived since the last
-    step, `errors_since_step` of them with an error. Everything counts from the start of the server.
+    `waits_for` is why the trainer waits for a batch, or "". `rows_since_step` arrived since the last step,
+    `errors_since_step` of them with an error.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -127,9 +127,8 @@ class Pace:
 
 
 class Counters:
-    """Counts of committed puts and of rejections, and the duration of commits.
+    """Counts of committed puts and of rejections by code, and the duration of commits.
 
-    `rejected` counts messages that got an error reply, by code; `duplicates` counts rows that came again.
     The writer sets `queued_bytes`, `stalled_seconds`, and `storage_error`: why the last transaction failed, until one
     succeeds.
     """

@@ -213,10 +213,10 @@ class Training:
             raise Refused("out_of_range", f"a batch of step {step} is refused: the next step is {state.next_step}")
 
     def _refuse_skipped_versions(self, weights: messages.WeightsRef) -> None:
-        """Raise Refused for a version that is far beyond the newest: no later one could be announced.
+        """Raise Refused for a version far beyond the newest: no later one could be announced.
 
-        A publication takes up to two versions, at most once per step, and those that are replaced by newer ones are
-        never announced. The first of a trainer may skip more: directories of versions may be left of an earlier one.
+        A publication takes up to two versions at most once per step. The first of a trainer may skip more: directories
+        of versions may be left of an earlier one.
         """
         state, newest = self._state, self._state.newest
         refuse_beyond("snapshot", weights.version, weights.step)

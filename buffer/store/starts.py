@@ -134,9 +134,8 @@ def _run_names(connection: sqlite3.Connection) -> list[str]:
 def refuse_other_runs(config: Config, source: str = "", *, alone: bool | None = None) -> None:
     """Raise ConfigError if a database is not that of the configured run, or of an offline run from a `source`.
 
-    `alone`: the database holds no other run. By default that is so in run.dir, which has the checkpoints and metrics of
-    one run, and not elsewhere. An offline run is alone in any case: its batches refer to ids of another file, which
-    added trajectories would reuse.
+    `alone`: the database holds no other run; by default so in run.dir. An offline run is alone in any case: its batches
+    refer to ids of another file, which added trajectories would reuse.
     """
     path, asked = config.database, RunIdentity(config.run.name, source)
     if not path.exists():

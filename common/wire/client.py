@@ -53,11 +53,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(slots=True)
 class _Pending:
-    """A request without a reply; times are monotonic.
-
-    `timeout` is the seconds until it is sent again, counted from `sent_at` or from `progress_at`, the last time that
-    a request posted before it was answered.
-    """
+    """A request without a reply; `timeout` counts from when it, or one before it, was sent or answered."""
 
     frames: Frames
     timeout: float

@@ -147,11 +147,7 @@ def built_in_queries(run: Run) -> dict[str, str]:
 
 
 def own_queries(run: Run) -> dict[str, str]:
-    """Return the statements of the user by the names of their files, without the ending.
-
-    Files that are not regular, too large or not UTF-8 are left out: a run directory may come from elsewhere, and a
-    link in it must not show another file. Nor is `queries` itself a link.
-    """
+    """Return the statements of the user by the names of their files: regular ones, since links could leak others."""
     folder = run.directory / DIRECTORY
     found = [] if folder.is_symlink() else sorted(folder.glob("*.sql"))[:_MOST_FILES]
     texts = {path.stem: _text(path) for path in found if _FILE_NAME.fullmatch(path.name)}

@@ -183,8 +183,8 @@ def strip(
 ) -> list[Token]:
     """Return the tokens of a response from the position `first` on, STRIP_TOKENS at most; [] if they were dropped.
 
-    `known` is a trajectory of `tba.buffer.tools.show.describe`. Without `decode`, a token is shown by its id.
-    `log_ratios` has one value per token, in nats, or none; the colour "mismatch" is theirs.
+    `known` is from `describe`. Without `decode` a token is shown by its id. `log_ratios`, in nats per token, may be
+    none.
     """
     ids = known["response_ids"] or []
     versions = [version for version, count in known["version_runs"] or [] for _ in range(count)]

@@ -81,7 +81,12 @@ class Searcher:
             client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
         )
         generation = GenerationStage(
-            engine, loaded.task, loaded.renderer, exploration, config.search.samples_per_prompt
+            engine,
+            loaded.task,
+            loaded.task.prompts(),
+            loaded.renderer,
+            exploration.settings,
+            config.search.samples_per_prompt,
         )
         episodes = Episodes(
             generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config), lambda: engine.weights_version

@@ -13,7 +13,7 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -33,7 +33,7 @@ from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import CUT_OFF, Episode, Episodes
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Group, Scored, failed, storable
-from tba.searcher.tasks.task import Reward, Task, has_environment
+from tba.searcher.tasks.task import Prompt, Reward, Task, has_environment
 
 log = get_logger(__name__)
 
@@ -108,18 +108,24 @@ class Response:
 
 
 class GenerationStage:
-    """Visits in, responses of the engine out."""
+    """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each."""
 
     def __init__(
-        self, engine: Engine, task: Task, renderer: PromptRenderer, exploration: Exploration, samples: int
+        self,
+        engine: Engine,
+        task: Task,
+        prompts: Iterable[Prompt],
+        renderer: PromptRenderer,
+        settings: Callable[[Visit, int], SamplingSettings],
+        samples: int,
     ) -> None:
         self._engine = engine
         self._task = task
-        self._exploration = exploration
+        self._settings = settings
         self._samples = samples
-        self._prompts = prompts = {prompt.key: prompt for prompt in task.prompts()}
+        self._prompts = by_key = {prompt.key: prompt for prompt in prompts}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
-        self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(prompts[key]), np.int32))
+        self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(by_key[key]), np.int32))
         self._requests = Requests(engine)
         self.ask = self._requests.ask
         self._done: list[Response] = []
@@ -135,7 +141,7 @@ class GenerationStage:
         These are (ticket, group, settings).
         """
         prompt = self._prompts[visit.prompt_key]
-        settings = [self._exploration.settings(visit, sample) for sample in range(self._samples)]
+        settings = [self._settings(visit, sample) for sample in range(self._samples)]
         if has_environment(self._task, prompt):
             group = Group(visit, prompt, _NO_TOKENS, self._samples)
             return [(self._requests.new_id(), group, sampling) for sampling in settings]

@@ -3,20 +3,24 @@
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import psutil
 import pytest
 
-from tba.common.config import TaskSection
+from tba.common.config import Config, TaskSection
 from tba.common.errors import EngineError, TaskError
+from tba.common.rendering import PromptRenderer
+from tba.searcher.build import LoadedTask
 from tba.searcher.engines.engine import Generation, SamplingSettings
-from tba.searcher.evaluation.answers import Question, answer
+from tba.searcher.engines.stopping import Stopping
+from tba.searcher.evaluation.answers import Answering, Question
 from tba.searcher.evaluation.measure import Measured, measure_greedy
 from tba.searcher.scoring import task_scorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
+from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.task import Prompt
 
 MISDEEDS = {
@@ -154,7 +158,7 @@ class EchoEngine:
             raise EngineError("the prompt has no tokens")
         self._requests.append(request)
 
-    max_in_flight = 4
+    max_in_flight, weights_version = 4, 0
 
     @property
     def in_flight(self) -> int:
@@ -172,9 +176,10 @@ class EchoEngine:
 class Letters:
     """A tokenizer of code points."""
 
-    bos_token_id = None
+    bos_token_id = chat_template = None
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(letter) for letter in text]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -182,12 +187,12 @@ class Letters:
 
 
 def evaluate(scorer, texts, go_on=lambda _: True, least=0.0) -> dict[str, float] | None:
-    greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
+    config, tokenizer, engine, task = Config(), cast("Any", Letters()), cast("Any", EchoEngine()), ArithmeticTask()
+    task.least_reward = least  # type: ignore[attr-defined]
+    loaded = LoadedTask(task, PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ()))
     prompts = [Prompt(f"p{n}", text, "") for n, text in enumerate(texts)]
-    questions = [Question(n, np.asarray(Letters().encode(text), np.int32), greedy) for n, text in enumerate(texts)]
-    engine: Any = EchoEngine()
-    decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
-    answers = answer(engine, scorer, decode, prompts, questions, go_on, lambda _: least)
+    questions = [Question(prompt.key, SamplingSettings(0.0, 1.0, 8)) for prompt in prompts]
+    answers = Answering(config, loaded, prompts, engine, scorer, questions).answer(go_on)
     if answers is None:
         return None
     measured = Measured(seed=0)

@@ -166,7 +166,7 @@ def make():
         opened.append(rewards)
         exploration = Exploration(config.search, run_seed=0, searcher="s")
         renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ())
-        generation = GenerationStage(engine, task, renderer, exploration, SAMPLES)
+        generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, SAMPLES)
         episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
         scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes)
         return Pipeline(generation, scoring, delivery), scoring, delivery

@@ -3,24 +3,16 @@
 import os
 import time
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
-from tba.common.config import Config, TaskSection
-from tba.common.errors import EngineError, TaskError
-from tba.common.rendering import PromptRenderer
-from tba.searcher.build import LoadedTask
-from tba.searcher.engines.engine import Generation, SamplingSettings
-from tba.searcher.engines.stopping import Stopping
-from tba.searcher.evaluation.answers import Answering, Question
-from tba.searcher.evaluation.measure import Measured, measure_greedy
+from tba.common.config import TaskSection
+from tba.common.errors import TaskError
 from tba.searcher.scoring import task_scorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.task import Prompt
 
 MISDEEDS = {
@@ -145,72 +137,6 @@ def test_a_coroutine_that_blocks_its_worker_is_an_error_and_the_others_are_score
     assert [scored.error for scored in found] == [None, "reward of hostile: timed out after 8 s", None]
     assert [scored.interrupted for scored in found] == [False, True, False]
     scorer.close()
-
-
-class EchoEngine:
-    """Answers a prompt with its own tokens, two prompts per step; those in capital letters are cut off."""
-
-    def __init__(self) -> None:
-        self._requests: list[Any] = []
-
-    def submit(self, request) -> None:
-        if not len(request.prompt_ids):
-            raise EngineError("the prompt has no tokens")
-        self._requests.append(request)
-
-    max_in_flight, weights_version = 4, 0
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._requests)
-
-    def step(self) -> list[Generation]:
-        some, self._requests = self._requests[:2], self._requests[2:]
-        none, runs = np.zeros(0, np.float32), np.zeros((0, 2), np.int32)
-        return [
-            Generation(one.id, one.prompt_ids, none, runs, "length" if one.prompt_ids[0] < 97 else "eos", 0.0)
-            for one in some
-        ]
-
-
-class Letters:
-    """A tokenizer of code points."""
-
-    bos_token_id = chat_template = None
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))
-
-
-def evaluate(scorer, texts, go_on=lambda _: True, least=0.0) -> dict[str, float] | None:
-    config, tokenizer, engine, task = Config(), cast("Any", Letters()), cast("Any", EchoEngine()), ArithmeticTask()
-    task.least_reward = least  # type: ignore[attr-defined]
-    loaded = LoadedTask(task, PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ()))
-    prompts = [Prompt(f"p{n}", text, "") for n, text in enumerate(texts)]
-    questions = [Question(prompt.key, SamplingSettings(0.0, 1.0, 8)) for prompt in prompts]
-    answers = Answering(config, loaded, prompts, engine, scorer, questions).answer(go_on)
-    if answers is None:
-        return None
-    measured = Measured(seed=0)
-    measure_greedy(measured, answers)
-    return measured.metrics
-
-
-def test_an_evaluation_counts_everything_that_cannot_be_answered_or_scored(scorer):
-    texts = ["good", "", "GOOD", *(misdeed for misdeed in MISDEEDS if misdeed != "prints")]
-    found = evaluate(scorer, texts, least=-1.0)
-    assert found is not None
-    assert not {"accuracy", "reward"} & found.keys()
-    assert found["unfinished"] == pytest.approx(1 / 15)
-    assert found["failed"] == pytest.approx(13 / 15)
-
-
-def test_an_evaluation_can_be_given_up(scorer):
-    assert evaluate(scorer, ["good"] * 9, go_on=lambda finished: finished < 2) is None
 
 
 SECONDS = 5.0

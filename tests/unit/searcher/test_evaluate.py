@@ -21,7 +21,9 @@ from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import WeightsRef
 from tba.common.wire.trajectory import Trajectory
-from tba.searcher.evaluation.answers import for_storage
+from tba.searcher.build import load
+from tba.searcher.engines.engine import SamplingSettings
+from tba.searcher.evaluation.answers import Answering, Question, for_storage
 from tba.searcher.evaluation.evaluator import _prepared, open_evaluator, read_subject
 from tba.searcher.evaluation.follower import Follower
 from tba.searcher.evaluation.measure import (
@@ -37,10 +39,12 @@ from tba.searcher.evaluation.measure import (
     without_near_duplicates,
 )
 from tba.searcher.generate import Generator
+from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
 from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_trajectory
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
 
@@ -169,6 +173,23 @@ def test_what_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp
             evaluator.evaluate(read(refused.path), refused)
         assert (served._descriptor is None, refused._descriptor is None) == (False, True)
     assert served._descriptor is None
+
+
+def test_an_answer_that_cannot_be_generated_has_the_least_reward_and_an_evaluation_can_be_given_up(example_model):
+    config = Config.model_validate({"model": {"path": str(example_model)}, "task": {"reward_workers": 0}})
+    loaded, greedy = load(config), SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
+    vars(loaded.task)["least_reward"] = -1.0
+    prompts = [*loaded.task.held_out()[:3], Prompt("long", ids=[6] * 999)]
+    questions = [Question(prompt.key, greedy) for prompt in prompts]
+    engine = cpu_engine(example_model, stopping=loaded.stopping)
+    with closing(Rewards(loaded.task, config.task)) as rewards:
+        answering = Answering(config, loaded, prompts, engine, rewards, questions)
+        *good, long = not_none(answering.answer())
+        for row, prompt in zip(good, prompts, strict=False):
+            assert (row.prompt_key, row.error) == (prompt.key, None)
+            assert row.reward_parts["correct"] == (row.text == prompt.answer)
+        assert (long.reward, long.reward_parts, str(long.error)[:13]) == (-1.0, {}, "not generated")
+        assert answering.answer(lambda finished: finished < 2) is None
 
 
 @pytest.mark.slow

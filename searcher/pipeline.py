@@ -39,8 +39,6 @@ log = get_logger(__name__)
 
 # A prompt that does not fit the context is a row with an error. When nothing else comes, the settings are wrong.
 _MAX_FAILURES_IN_A_ROW = 1_000
-# The number of responses that show whether responses end by themselves.
-_FIRST_RESPONSES = 200
 _ERROR_CHARACTERS = 2_000
 # The share of a group of episodes that must be good for the group to be trained on.
 _LEAST_GOOD = 0.75
@@ -178,7 +176,6 @@ class ScoringStage:
         self._unscored: dict[int, Response] = {}
         self._complete: list[Group] = []
         self._failures_in_a_row = 0
-        self._cut_off = 0
         self.trajectories = 0
         self.tokens = 0
         self.errors = 0
@@ -230,14 +227,9 @@ class ScoringStage:
     def _finish(self, response: Response, scored: Scored) -> None:
         """Add the row of a response to its group."""
         group, generation = response.group, response.generation
-        is_cut = generation.stop_reason == STOP_LENGTH
-        if is_cut and scored.error is None:
+        if generation.stop_reason == STOP_LENGTH and scored.error is None:
             scored = self._cut(scored, len(generation.response_ids))
         self.trajectories += not response.error
-        self._cut_off += is_cut
-        if self.trajectories == _FIRST_RESPONSES and not response.error and 2 * self._cut_off > _FIRST_RESPONSES:
-            reason = f"{self._cut_off} of the first {_FIRST_RESPONSES} reached the length limit without an end token"
-            log.warning("responses do not end", reason=reason, remedy="raise search.max_tokens, or set search.stop")
         self.tokens += len(generation.response_ids)
         tokens = one_turn(group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs)
         self._add(group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds)

@@ -150,10 +150,10 @@ class NodeCache:
         try:
             # A renamed directory stays locked as long as it is in use: waiting for that could take hours.
             while is_named(descriptor, part) and not try_lock(descriptor):
-                self._progress.report(f"waiting for another searcher of this node to get {key.name.split('-')[0]}")
+                self._progress.waits_for = f"waiting for another searcher of this node to get {key.name.split('-')[0]}"
                 self._progress.check(part.name)
                 time.sleep(_POLL_SECONDS)
-            self._progress.report("")
+            self._progress.waits_for = ""
             # The name is checked again under the lock: the holder before us may have given the directory its final
             # name, and then this descriptor is the finished snapshot.
             if not is_named(descriptor, part) or final.exists():

@@ -209,16 +209,6 @@ def test_a_thousand_failures_in_a_row_end_the_searcher(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stop_reason", "warnings"), [("length", 1), ("eos", 0)])
-def test_responses_of_which_most_reach_the_length_limit_are_told_once(make, caplog, stop_reason, warnings):
-    pipeline, _, _ = make(FakeEngine(stop_reason=stop_reason), FakeTokenizer())
-    for _ in range(3):
-        pipeline.submit(visits(100))
-        pipeline.step(generate=True, wait_seconds=0.0)
-    assert [record.getMessage() for record in caplog.records].count("responses do not end") == warnings
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("truncated", "reward", "error"),
     [("score", 0.0, None), (-1.0, -1.0, None), ("mask", 0.0, "not trained on: cut off after 2 tokens, and task.trunc")],

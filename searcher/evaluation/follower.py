@@ -25,7 +25,7 @@ from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.keys import buffer_client_keys
 from tba.searcher.evaluation.evaluator import Evaluator, open_evaluator, read_subject, ref_of
-from tba.searcher.run_end import RunEnd
+from tba.searcher.loop import RunEnd
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
 
@@ -41,7 +41,7 @@ _MAX_ATTEMPTS = 3
 def follow(config: Config, *, device: str, label: str, stop: StopSignal) -> None:
     """Evaluate until the run is finished and its kept snapshots are done, or `stop()`.
 
-    `device` and `label` are as those of a searcher. Raises as `tba.searcher.run.search`.
+    `device` and `label` are as those of a searcher. Raises as `tba.searcher.loop.search`.
     """
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
     subject = read_subject(config)

@@ -151,7 +151,7 @@ class Preparation:
             log.exception("weights not prepared", version=ref.version)
             self._result = Failed(ref, SnapshotError(f"v{ref.version}: {type(error).__name__}: {error}"))
         finally:
-            self.progress.waits_for = ""
+            self.progress.report("")
 
 
 @dataclass(frozen=True, slots=True)

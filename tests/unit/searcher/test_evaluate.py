@@ -23,8 +23,7 @@ from tba.common.wire.messages import WeightsRef
 from tba.common.wire.trajectory import Trajectory
 from tba.searcher.build import load
 from tba.searcher.engines.engine import SamplingSettings
-from tba.searcher.evaluation.answers import Answering, Question, for_storage
-from tba.searcher.evaluation.evaluator import _prepared, open_evaluator, read_subject
+from tba.searcher.evaluation.evaluator import Answering, Question, _prepared, for_storage, open_evaluator, read_subject
 from tba.searcher.evaluation.follower import Follower
 from tba.searcher.evaluation.measure import (
     Measured,

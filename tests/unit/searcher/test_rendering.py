@@ -20,7 +20,7 @@ from tba.common.errors import ConfigError, TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.messages import Visit
-from tba.searcher.checks import check_task_and_prompts
+from tba.searcher.build import check_task_and_prompts
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.pipeline import Exploration, GenerationStage
 from tba.searcher.tasks.task import Prompt, Reward, check_rendering, fingerprint

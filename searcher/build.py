@@ -126,20 +126,25 @@ def check_task_and_prompts(config: Config) -> str:
     check_scored(config, task)
     check_prompts(task)
     check_number_of_prompts(config, task)
-    luck = explained_luck(config, task)
     directory = model_here(config.model.path)
     if directory is None:
-        return luck
+        return _explained_luck(config, task)
     try:
         renderer = PromptRenderer(load_tokenizer(directory), config.task)
     except MissingExtra:
-        return luck
-    every = [*task.prompts(), *task.held_out()]
-    check_rendering(task, every, renderer, context_of(config))
-    return "; ".join(filter(None, (luck, unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, every))))
+        return _explained_luck(config, task)
+    loaded = LoadedTask(task, renderer, read_stopping(config, renderer.tokenizer))
+    return check_loaded(config, loaded, [*task.prompts(), *task.held_out()])
 
 
-def explained_luck(config: Config, task: Task) -> str:
+def check_loaded(config: Config, loaded: LoadedTask, prompts: Sequence[Prompt]) -> str:
+    """Raise TaskError for a prompt that cannot be rendered or that the context has no room for; return warnings."""
+    task, renderer, stopping = loaded
+    check_rendering(task, prompts, renderer, context_of(config))
+    return "; ".join(filter(None, (_explained_luck(config, task), unstopped_turn(stopping, renderer, prompts))))
+
+
+def _explained_luck(config: Config, task: Task) -> str:
     """Return a warning if the objective would train on stale data of a random environment to explain its luck."""
     plays_luck = has_environment(task) and is_random(task)
     if not plays_luck or not config.objective.explains_luck or config.max_staleness == 0:

@@ -31,15 +31,14 @@ from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.codec import Reply
 from tba.common.wire.keys import buffer_client_keys
-from tba.searcher.build import LoadedTask, context_of, explained_luck, load, make_engine, make_rewards, mean_tokens
+from tba.searcher.build import LoadedTask, check_loaded, context_of, load, make_engine, make_rewards, mean_tokens
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Engine
-from tba.searcher.engines.stopping import unstopped_turn
 from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
-from tba.searcher.tasks.task import Prompt, Task, check_prompts, check_rendering, fingerprint
+from tba.searcher.tasks.task import Prompt, Task, check_prompts, fingerprint
 from tba.searcher.weights.fetch import Serving
 from tba.searcher.weights.follower import Preparation, WeightsFollower
 
@@ -75,8 +74,10 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
     if device == CPU == config.train.gpu:
         give_way()
-    loaded = _load_task(config)
-    task = loaded.task
+    loaded = task, renderer, _ = load(config)
+    check_prompts(task)
+    if warning := check_loaded(config, loaded, task.prompts()):
+        log.warning("the settings do not fit the task", reason=warning)
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
     make_directory(weights_directory(config))
     clock = SystemClock()
@@ -99,7 +100,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         extend_start()
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
-            prompt_tokens = mean_tokens(task.prompts(), loaded.renderer)
+            prompt_tokens = mean_tokens(task.prompts(), renderer)
             engine = make_engine(config, loaded.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
             ending.callback(engine.close)
         searcher = Searcher(
@@ -113,18 +114,6 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         )
         ending.callback(searcher.close)
         searcher.run(stop, endpoint)
-
-
-def _load_task(config: Config) -> LoadedTask:
-    """Load the task, what renders its prompts and what ends responses, and check that every prompt can be used."""
-    loaded = task, renderer, stopping = load(config)
-    check_prompts(task)
-    check_rendering(task, task.prompts(), renderer, context_of(config))
-    if warning := unstopped_turn(stopping, renderer, task.prompts()):
-        log.warning("responses may not end", reason=warning)
-    if luck := explained_luck(config, task):
-        log.warning("the objective is wrong for this task", reason=luck)
-    return loaded
 
 
 def open_endpoint(config: Config, loaded: LoadedTask, run: Callable[[], str]) -> Endpoint | None:

@@ -48,6 +48,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
 
 
+@dataclass(frozen=True, slots=True)
 class Exploration:
     """Draws the sampling settings of a run's responses: temperature, top-p and seed.
 
@@ -56,29 +57,28 @@ class Exploration:
     explored in the same way. `searcher` is this one's name, for `explore = "searcher"`.
     """
 
-    def __init__(self, config: SearchSection, *, run_seed: int, searcher: str) -> None:
-        self._config = config
-        self._run_seed = run_seed
-        self._searcher = searcher
-        # Per-response seeds cost vLLM one generator per row of its batch (docs/design.md), and would not make a run
-        # repeatable: in vLLM the rounding of a row depends on the other rows.
-        self._seeded = config.engine == "transformers"
+    config: SearchSection
+    run_seed: int
+    searcher: str
 
     def settings(self, visit: Visit, sample: int) -> SamplingSettings:
         """Return the settings of one sample of a visit."""
+        # Per-response seeds cost vLLM one generator per row of its batch (docs/design.md), and would not make a run
+        # repeatable: in vLLM the rounding of a row depends on the other rows.
+        seeded = self.config.engine == "transformers"
         unit = {"sample": (visit.prompt_key, visit.epoch, sample), "group": (visit.prompt_key, visit.epoch)}
-        drawn_for = unit.get(self._config.explore, (self._searcher,))
+        drawn_for = unit.get(self.config.explore, (self.searcher,))
         generator = random.Random(self._hash("settings", *drawn_for))  # noqa: S311
         return SamplingSettings(
-            temperature=draw(self._config.temperature, generator),
-            top_p=draw(self._config.top_p, generator),
-            max_tokens=self._config.max_tokens,
-            seed=self._hash("response", visit.prompt_key, visit.epoch, sample) if self._seeded else None,
+            temperature=draw(self.config.temperature, generator),
+            top_p=draw(self.config.top_p, generator),
+            max_tokens=self.config.max_tokens,
+            seed=self._hash("response", visit.prompt_key, visit.epoch, sample) if seeded else None,
         )
 
     def _hash(self, *parts: str | int) -> int:
         # repr distinguishes ("a", 11) from ("a1", 1).
-        digest = hashlib.blake2b(repr((self._run_seed, *parts)).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(repr((self.run_seed, *parts)).encode(), digest_size=8).digest()
         return int.from_bytes(digest) >> (64 - _SEED_BITS)
 
 

@@ -432,7 +432,7 @@ def _open_source(
             f'v{ref.version} cannot be fetched: search.weights_from = "trainer", and the trainer serves no snapshots; '
             "set train.serve_snapshots"
         )
-    with contextlib.closing(Nodes(nodes, ref.address, clock, progress, own)) as fetched:
+    with contextlib.closing(Nodes([*nodes], ref.address, clock, progress, own)) as fetched:
         yield fetched
 
 

@@ -186,20 +186,15 @@ def host_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
     checkpoint = 4 + _ADAM_BYTES + (4 if setup.reference in ("reset", "ema") else 0)
     # Rank 0 loads each in float32, before it is cast or sharded: the reference after the policy, whose masters wait.
     models = 2 if setup.reference and setup.ranks > 1 and setup.offload else 1
+    # Masters, gradients and both moments, and pinned copies in the dtype of the device, which take what their tensors
+    # take (tba.trainer.model.host_buffers).
+    offloaded = (4 + 4 + _ADAM_BYTES + (2 if setup.half else 4)) * shape.parameters * setup.replicas // setup.nodes
     return {
         "loading": 4 * models * shape.parameters,
-        "offloaded optimizer": _offloaded(shape, setup) * setup.replicas // setup.nodes if setup.offload else 0,
+        "offloaded optimizer": offloaded if setup.offload else 0,
         "checkpoint": checkpoint * trained,
         "snapshots": (_SNAPSHOTS + (_CONVERTED if shape.experts else 0)) * setup.published * shape.parameters,
     }
-
-
-def _offloaded(shape: ModelShape, setup: Setup) -> int:
-    """Return the bytes of masters, gradients and both moments, and of pinned copies in the dtype of the device.
-
-    Pinned memory takes what its tensors take (tba.trainer.model.host_buffers).
-    """
-    return (4 + 4 + _ADAM_BYTES + (2 if setup.half else 4)) * shape.parameters
 
 
 @dataclass(frozen=True, slots=True)

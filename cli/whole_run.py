@@ -93,7 +93,7 @@ def _check_start(config: "Config", options: ConfigOptions, stop: "StopSignal", *
     from tba.common.config.paths import hub_data
     from tba.deploy.launcher import check_task_in_child, download_models
     from tba.deploy.run_directory import await_previous
-    from tba.searcher.checks import check_number_of_prompts
+    from tba.searcher.build import check_number_of_prompts
     from tba.trainer.preflight.before_start import check_memory
 
     await_previous(config, stop, note)

@@ -8,8 +8,7 @@ import pytest
 
 from tba.common.config import Config, TaskSection
 from tba.common.errors import ConfigError, TaskError
-from tba.searcher.build import check_scored
-from tba.searcher.checks import check_task_and_prompts
+from tba.searcher.build import check_scored, check_task_and_prompts
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.environments import action_in

@@ -122,6 +122,12 @@ def secret_keys() -> set[str]:
     return {key for key, field in fields() if field.annotation is SecretStr}
 
 
+def secrets_of(config: Config) -> dict[str, str]:
+    """Return the secrets that are set, by dotted key."""
+    values = {key: value_of(config, key).get_secret_value() for key in secret_keys()}
+    return {key: value for key, value in values.items() if value}
+
+
 def value_of(config: Config, key: str) -> Any:
     """Return the value of a dotted key."""
     section, name = key.split(".")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tba.common.evaluations import record_evaluations
 from tba.tests.helpers.browser import client, select
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import log_ratios, numbers_of
@@ -185,6 +186,12 @@ def test_charts_have_other_axes_restarts_and_the_metrics_that_the_address_asks_f
     page = browser.get("/r/test?metric=seconds_wait").text
     assert 'value="seconds_wait" checked' in page
     assert "A dashed line is a restart: at step 2." in re.sub(r"\s+", " ", page)
+    # After the last step there is no page of a step: a click there opens the evaluations.
+    last = {"run": "test", "version": 3, "step": 3, "prompts": 2, "accuracy": 0.5}
+    record_evaluations(buffer.store.path.parent, [last])
+    found = browser.get("/r/test/charts.json").json()
+    assert (found["steps"], found["last"], browser.get("/r/test/steps/3").status_code) == ([0, 1, 2, 3], 2, 404)
+    assert 'data-evaluations="/r/test/held-out"' in page
 
 
 @pytest.mark.parametrize("address", ["/r/test/compare?b=no", "/?b=no&b=test"])

@@ -16,7 +16,7 @@ from typing import Any, get_origin
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
-from tba.common.config import Config
+from tba.common.config import Config, removed
 from tba.common.errors import ConfigError, UsageError, problems
 from tba.common.system.process import PARENT_VARIABLE, RENDEZVOUS_VARIABLE
 
@@ -254,6 +254,8 @@ def _parse(key: str, text: str) -> Any:
 
 def _unknown(key: str, origin: str, known: Sequence[str]) -> str:
     """Return a sentence on a key that does not exist."""
+    if instead := removed.KEYS.get(key) or removed.KEYS.get(key.partition(".")[0]):
+        return f"{key} ({origin}) is no longer a key: {instead}"
     # Without a section it may be meant in each that has it.
     near = " or ".join(other for other in known if other.endswith(f".{key}")) or _nearest(key, known)
     hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"

@@ -13,6 +13,7 @@ import typer
 
 from tba.cli import app
 from tba.common.config.layers import resolve
+from tba.common.config.removed import COMMANDS
 from tba.common.system.devices import list_gpus
 
 NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
@@ -28,6 +29,12 @@ def refused(outcome, exit_code: int, *words: str) -> None:
 def settings(**values: object) -> list[str]:
     """Options of a command that set keys of the configuration; a dot is written as two underscores."""
     return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_removed_command_is_refused_with_what_is_in_its_place(tba_here, command):
+    done = tba_here(*command.split(), "x")
+    assert (done.exit_code, done.message) == (2, f"there is no `tba {command}` any more: {COMMANDS[command]}")
 
 
 def test_version_is_printed(tba_here):

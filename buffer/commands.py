@@ -418,9 +418,9 @@ def _as_served(options: ConfigOptions, buffer: Path | None, run: str | None) -> 
     resolved = resolve(options, buffer, unless=("buffer.database", "run.dir"), exists=True)
     path = resolved.config.database
     given = run or (resolved.config.run.name if "run.name" in resolved.origins else None)
-    from tba.buffer.store.starts import recorded_settings
+    from tba.buffer.store.starts import recorded_start
 
-    recorded = {**recorded_settings(path, given), "buffer.database": path}
+    recorded = {**recorded_start(path, given).settings_here(), "buffer.database": path}
     if given is not None:
         recorded["run.name"] = given
     settings = resolved.over(recorded, f"recorded in {path}", needs="buffer")

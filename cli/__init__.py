@@ -27,9 +27,9 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As click does. Raises UsageError for a command that was removed."""
-        from tba.common.config.removed import COMMANDS
+        from tba.common.config.layers import removed
 
-        for name, instead in COMMANDS.items():
+        for name, instead in removed()["commands"].items():
             words, _, option = name.partition(" --")
             if args[: words.count(" ") + 1] == words.split() and (not option or f"--{option}" in args):
                 raise UsageError(f"there is no `tba {name}` any more: {instead}")

@@ -4,8 +4,8 @@ import contextlib
 import hashlib
 import os
 import sqlite3
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,21 @@ from tba.common.terminal import ConfigOptions
 
 # Added to the recorded configuration of a start: its `OfflineSource`, or that it was an import without a server.
 OFFLINE, IMPORT = "offline", "import"
-# The same: the directory that relative paths refer to, and what tells whether a secret was replaced.
-DIRECTORY, _SECRETS = "directory", "secrets"
-# The newest start `s` of a server comes first, starts of imports come last.
-# The starts of a run, at most so many (-1: all), each with the number of steps before it: `starts_of` reads them.
+# Added to each: the directory that its relative paths refer to.
+DIRECTORY = "directory"
+# The starts of a run, at most so many (-1: all), each with the number of steps before it: `starts_of` reads them. The
+# newest start of a server comes first, imports come last.
 STARTS = f"""SELECT s.started_at, s.config, s.software, s.origins, COALESCE((SELECT b.step + 1 FROM batches b
     WHERE b.run = s.run AND b.trained_at < s.started_at ORDER BY b.step DESC LIMIT 1), 0) AS step FROM starts s
-    WHERE s.run = ?
-    ORDER BY json_extract(s.config, '$.{IMPORT}') IS NOT NULL, s.id DESC LIMIT ?"""  # noqa: S608
-
+    WHERE s.run = ? ORDER BY json_extract(s.config, '$.{IMPORT}') IS NOT NULL, s.id DESC LIMIT ?"""  # noqa: S608
 _RUNS = f"""SELECT r.name, (SELECT json_extract(s.config, '$.{OFFLINE}.file') FROM starts s WHERE s.run = r.id
     ORDER BY s.id LIMIT 1) FROM runs r ORDER BY r.id"""  # noqa: S608
 
 # What says where a run is, which may be moved.
 _PLACES = ("run.dir", "buffer.database")
 
-# In the place of a secret that was replaced, which is recorded as asterisks.
-_REPLACED = "another one"
-# Two bytes tell a replaced secret from the same one, and far too little to find it by.
-_SECRET_BYTES, _SECRET_ROUNDS = 2, 100_000
+# Two bytes tell a secret that was replaced from the same one, and are far too little to find it by.
+_SECRET_ROUNDS, _SECRET_BYTES = 100_000, 2
 # How many names of runs an error message lists.
 _SHOWN = 20
 
@@ -48,18 +44,16 @@ class Start:
     """A start of a run at a Unix time, after `step` steps, with its settings by dotted key.
 
     `software.torch` and the like are the versions of its software. `origins` says what set each key; None if that was
-    not recorded. Relative paths refer to `directory`, "" if that was not recorded. `changes` are (key, value before,
-    value) of what differs from the start before.
+    not recorded. `changes` are (key, value before, value) of what differs from the start before.
     """
 
-    at: float
-    step: int
-    settings: dict[str, Any]
-    directory: str
-    secrets: dict[str, str]
-    origins: dict[str, str] | None
-    imported: bool
-    changes: list[tuple[str, Any, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    directory: str = ""
+    at: float = 0.0
+    step: int = 0
+    origins: dict[str, str] | None = None
+    imported: bool = False
+    changes: Sequence[tuple[str, Any, Any]] = ()
 
     def settings_here(self) -> dict[str, Any]:
         """Return the settings as this process must read them: absolute paths if its directory is another one."""
@@ -67,9 +61,14 @@ class Start:
 
 
 def record_of(config: Config) -> dict[str, Any]:
-    """Return what a start records: the settings, the directory of this process, a short digest of each secret."""
-    secrets = {key: _digest(value, f"{config.run.name} {key}") for key, value in secrets_of(config).items()}
-    return {**config.model_dump(mode="json"), DIRECTORY: _here(), _SECRETS: secrets}
+    """Return what a start records: the settings, a short digest of each secret, and the directory of this process."""
+    recorded = config.model_dump(mode="json")
+    for key, value in secrets_of(config).items():
+        section, name = key.split(".")
+        salt = f"{config.run.name} {key}".encode()
+        digest = hashlib.pbkdf2_hmac("sha256", value.encode(), salt, _SECRET_ROUNDS, _SECRET_BYTES)
+        recorded[section][name] += f" {digest.hex()}"
+    return {**recorded, DIRECTORY: _here()}
 
 
 def _here() -> str:
@@ -79,32 +78,22 @@ def _here() -> str:
     return ""
 
 
-def _digest(secret: str, salt: str) -> str:
-    return hashlib.pbkdf2_hmac("sha256", secret.encode(), salt.encode(), _SECRET_ROUNDS, _SECRET_BYTES).hex()
-
-
-def starts_of(rows: Iterable[Mapping[str, Any]]) -> list[Start]:
+def starts_of(rows: Sequence[Mapping[str, Any]]) -> list[Start]:
     """Return the starts of the rows of `STARTS`: imports without a server, then those of servers, oldest first."""
     starts: list[Start] = []
-    for row in reversed([*rows]):
-        start = _start(stored_config(row["config"]), row)
-        before = starts[-1:] if not start.imported else []
-        starts.append(replace(start, changes=[change for one in before for change in changed(one, start)]))
+    for row in reversed(rows):
+        recorded, origins = stored_config(row["config"]), row["origins"]
+        start = Start(
+            settings=by_key({**recorded, "software": stored_object(row["software"])}),
+            directory=str(recorded.get(DIRECTORY, "")),
+            at=row["started_at"],
+            step=row["step"],
+            origins=None if origins is None else stored_object(origins),
+            imported=IMPORT in recorded,
+        )
+        before = starts[-1] if starts and not start.imported else start
+        starts.append(replace(start, changes=changed(before, start)))
     return starts
-
-
-def _start(recorded: dict[str, Any], row: Mapping[str, Any]) -> Start:
-    directory, secrets, software = recorded.pop(DIRECTORY, ""), recorded.pop(_SECRETS, {}), row.get("software")
-    return Start(
-        at=row.get("started_at", 0.0),
-        step=row.get("step", 0),
-        settings=by_key({**recorded, "software": stored_object(software)}),
-        directory=directory if isinstance(directory, str) else "",
-        secrets=secrets if isinstance(secrets, dict) else {},
-        origins=None if row.get("origins") is None else stored_object(row["origins"]),
-        imported=IMPORT in recorded,
-        changes=[],
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,32 +127,19 @@ def recorded_source(database: Path) -> OfflineSource | None:
         raise StorageError(f"{database}: its source of an offline run is malformed: {error}") from error
 
 
-def last_start(database: Path, run: str | None) -> Start | None:
-    """Return the start that a run was last served with, None if there is no such run. `run` None is the only run.
+def last_start(connection: sqlite3.Connection, run: int | None) -> Start:
+    """Return the start that a run was last served with, or its last import; an empty one if there is neither."""
+    return next(iter(starts_of(read_maps(connection, STARTS, run, 1))), Start())
 
-    An import counts only if no server ever served the run. Raises UsageError if there is no file, or if `run` is None
-    and there is not exactly one run.
+
+def recorded_start(database: Path, run: str | None) -> Start:
+    """Return the `last_start` of a run by its name; None is the only run of the file.
+
+    Raises UsageError if there is no file, or if `run` is None and there is not exactly one run.
     """
     with open_reader(database) as connection:
         run = run or choose_run(database, _run_names(connection), None, "--set run.name=NAME")
-        id_ = connection.execute("SELECT id FROM runs WHERE name = ?", (run,)).fetchone()
-        return _last(connection, id_[0]) if id_ else None
-
-
-def _last(connection: sqlite3.Connection, run: int) -> Start | None:
-    return next(iter(starts_of(read_maps(connection, STARTS, run, 1))), None)
-
-
-def settings_of(connection: sqlite3.Connection, run: int | None) -> dict[str, Any]:
-    """Return the settings of the start that a run was last served with, as this process must read them; {} without."""
-    start = None if run is None else _last(connection, run)
-    return {} if start is None else start.settings_here()
-
-
-def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
-    """Return the settings of `last_start`, as `settings_of`."""
-    start = last_start(database, run)
-    return {} if start is None else start.settings_here()
+        return last_start(connection, *connection.execute("SELECT MAX(id) FROM runs WHERE name = ?", (run,)).fetchone())
 
 
 def changed(before: Start, after: Start) -> list[tuple[str, Any, Any]]:
@@ -172,14 +148,11 @@ def changed(before: Start, after: Start) -> list[tuple[str, Any, Any]]:
     A path that is written in another way, and leads to the same place, does not differ.
     """
     was, now = (absolute_paths(start.settings, start.directory) for start in (before, after))
-    differing = [
+    return [
         (key, before.settings[key], value)
         for key, value in after.settings.items()
         if key not in _PLACES and before.settings.get(key, value) != value and was[key] != now[key]
     ]
-    both = before.secrets.keys() & after.secrets.keys()
-    replaced = [key for key in sorted(both) if before.secrets[key] != after.secrets[key]]
-    return differing + [(key, before.settings[key], _REPLACED) for key in replaced]
 
 
 def by_key(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +185,7 @@ def as_recorded(resolved: Resolved) -> Config:
     config, database = resolved.config, resolved.config.database
     if resolved.file is not None or not database.is_file():
         return config
-    recorded = recorded_settings(database, config.run.name if "run.name" in resolved.origins else None)
+    recorded = recorded_start(database, config.run.name if "run.name" in resolved.origins else None).settings_here()
     # A secret was recorded as asterisks.
     recorded = {key: value for key, value in recorded.items() if key not in secret_keys()}
     # The directory may have moved.
@@ -230,8 +203,8 @@ def resolve_start(options: ConfigOptions, overrides: dict[str, Any] | None = Non
 
 def changes_since_last_start(config: Config) -> list[tuple[str, Any, Any]]:
     """Return (key, value then, value now) of the settings that differ from those a run was last served with."""
-    before = last_start(config.database, config.run.name)
-    return [] if before is None else changed(before, _start(record_of(config), {}))
+    now = record_of(config)
+    return changed(recorded_start(config.database, config.run.name), Start(by_key(now), now[DIRECTORY]))
 
 
 def _run_names(connection: sqlite3.Connection) -> list[str]:

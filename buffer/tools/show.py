@@ -11,7 +11,7 @@ import numpy as np
 
 from tba.buffer.store.archives import Archives
 from tba.buffer.store.reader import open_reader, read_maps
-from tba.buffer.store.starts import settings_of
+from tba.buffer.store.starts import last_start
 from tba.buffer.store.storage_errors import stored_list, stored_object
 from tba.common.errors import MissingExtra, StorageError, UsageError
 from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE, QUANTITIES
@@ -90,7 +90,7 @@ def recorded_model(path: Path, trajectory: int) -> str:
     """Return `model.path` of a trajectory's run, as its server recorded it; empty if it is not known."""
     with open_reader(path) as connection:
         run = connection.execute("SELECT run FROM trajectory_rows WHERE id = ?", (trajectory,)).fetchone()
-        return str(settings_of(connection, *(run or (None,))).get("model.path") or "")
+        return str(last_start(connection, *(run or (None,))).settings_here().get("model.path") or "")
 
 
 def arrays_of_blobs(blobs: tuple[bytes, ...]) -> dict[str, Any]:

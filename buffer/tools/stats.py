@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tba.buffer.store.reader import open_reader
-from tba.buffer.store.starts import settings_of
+from tba.buffer.store.reader import open_reader, read_maps
+from tba.buffer.store.starts import last_start
 from tba.common import run_files
 from tba.common.config.layers import secret_keys
 
@@ -44,12 +44,12 @@ def read_stats(path: Path) -> list[dict[str, Any]]:
     return [{"run": name, **numbers, **sizes} for (_, name), numbers in zip(runs, counts, strict=True)]
 
 
-_RUNS = "SELECT id, name, created_at, finished_step FROM runs ORDER BY id"
-_LAST_STEP = (
-    "SELECT step, trained_at, json_extract(metrics, '$.reward_mean') FROM batches WHERE run = ? "
-    "AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"
-)
-_SOURCE = "SELECT json_extract(config, '$.offline.file') FROM starts WHERE run = ? ORDER BY id LIMIT 1"
+_RESULTS = """SELECT r.id, r.name AS run, COALESCE(b.step + 1, 0) AS steps,
+    json_extract(b.metrics, '$.reward_mean') AS reward, COALESCE(b.trained_at, r.created_at) AS changed_at,
+    r.finished_step IS NOT NULL AS finished,
+    (SELECT json_extract(config, '$.offline.file') FROM starts WHERE run = r.id ORDER BY id LIMIT 1) AS source
+    FROM runs r LEFT JOIN batches b ON b.run = r.id AND b.step = (SELECT step FROM batches WHERE run = r.id
+    AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1) ORDER BY r.id"""
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -60,24 +60,10 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     StorageError if the file cannot be read.
     """
     with open_reader(path) as connection:
-        results = []
-        for id_, name, created_at, finished_step in connection.execute(_RUNS).fetchall():
-            last = connection.execute(_LAST_STEP, (id_,)).fetchone()
-            served = settings_of(connection, id_)
-            source = connection.execute(_SOURCE, (id_,)).fetchone()
-            step, changed_at, reward = last or (-1, created_at, None)
-            results.append(
-                {
-                    "run": name,
-                    "steps": step + 1,
-                    "planned": served.get("train.steps"),
-                    "address": served.get("buffer.address"),
-                    "keys": served.get("security.keys"),
-                    "secrets": [key for key in sorted(secret_keys()) if served.get(key)],
-                    "reward": reward,
-                    "changed_at": changed_at,
-                    "finished": finished_step is not None,
-                    "source": source[0] if source else None,
-                }
-            )
+        results = read_maps(connection, _RESULTS)
+        for result in results:
+            served = last_start(connection, result.pop("id")).settings_here()
+            keys = {"planned": "train.steps", "address": "buffer.address", "keys": "security.keys"}
+            result |= {name: served.get(key) for name, key in keys.items()}
+            result["secrets"] = [key for key in sorted(secret_keys()) if served.get(key)]
     return results

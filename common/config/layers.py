@@ -5,6 +5,7 @@ Each layer is a flat map from dotted keys (`train.learning_rate`) to values with
 
 import contextlib
 import difflib
+import functools
 import os
 import sys
 import tomllib
@@ -16,7 +17,7 @@ from typing import Any, get_origin
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
-from tba.common.config import Config, removed
+from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError, problems
 from tba.common.system.process import PARENT_VARIABLE, RENDEZVOUS_VARIABLE
 
@@ -115,6 +116,12 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
         kind: Any = section.annotation
         for name, field in kind.model_fields.items():
             yield f"{section_name}.{name}", field
+
+
+@functools.cache
+def removed() -> dict[str, dict[str, str]]:
+    """Return what earlier builds had, `keys` and `commands`, each with what is in its place."""
+    return tomllib.loads(Path(__file__).with_name("removed.toml").read_text(encoding="utf-8"))
 
 
 def secret_keys() -> set[str]:
@@ -254,7 +261,8 @@ def _parse(key: str, text: str) -> Any:
 
 def _unknown(key: str, origin: str, known: Sequence[str]) -> str:
     """Return a sentence on a key that does not exist."""
-    if instead := removed.KEYS.get(key) or removed.KEYS.get(key.partition(".")[0]):
+    gone = removed()["keys"]
+    if instead := gone.get(key) or gone.get(key.partition(".")[0]):
         return f"{key} ({origin}) is no longer a key: {instead}"
     # Without a section it may be meant in each that has it.
     near = " or ".join(other for other in known if other.endswith(f".{key}")) or _nearest(key, known)

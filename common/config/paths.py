@@ -13,11 +13,9 @@ from tba.common.system.devices import CPU, Gpu, searcher_gpus, shared_gpus
 from tba.common.weights.model_files import check_model, is_hub_name
 from tba.common.wire.socket_files import is_local
 
-# The last parts of keys whose texts may name a file or a directory, and of maps that may hold such texts.
-_MAY_NAME_FILES = ("path", "name", "train", "test", "embedder")
-_MAY_HOLD_NAMES = ("options", "vllm")
-# Those of directories that a run may not have created yet.
-_DIRECTORIES = ("spool_dir", "weights_dir", "keys")
+# The last parts of keys whose texts may be paths, of tables whose texts may be, and of those that are in any case.
+_MAY_BE_PATHS, _MAY_HOLD_PATHS = ("path", "name", "train", "test", "embedder"), ("options", "vllm")
+_ARE_PATHS = ("spool_dir", "weights_dir", "keys")
 # The largest share of a GPU that an engine may have if a trainer uses it too.
 SHARED_UTILIZATION = 0.5
 
@@ -140,16 +138,16 @@ def absolute_paths(settings: Mapping[str, Any], directory: str) -> dict[str, Any
 
 def _absolute(value: Any, key: str, directory: str) -> Any:
     if isinstance(value, Mapping):
-        names = {name: key if key in _MAY_HOLD_NAMES else name for name in value}
-        return {name: _absolute(inner, names[name], directory) for name, inner in value.items()}
+        holds = key in _MAY_HOLD_PATHS
+        return {name: _absolute(inner, key if holds else name, directory) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_absolute(inner, key, directory) for inner in value]
     if not (isinstance(value, str) and value and os.path.isdir(directory)):
         return value
     # A task of one's own is a file with the name of its class.
     file = value.partition(":")[0] if key == "name" else value
-    may_be = key in (*_MAY_NAME_FILES, *_MAY_HOLD_NAMES) and (key != "name" or file.endswith(".py"))
-    is_path = key in _DIRECTORIES or (may_be and os.path.exists(os.path.join(directory, file)))
+    may_be = key in (*_MAY_BE_PATHS, *_MAY_HOLD_PATHS) and (key != "name" or file.endswith(".py"))
+    is_path = key in _ARE_PATHS or (may_be and os.path.exists(os.path.join(directory, file)))
     return os.path.normpath(os.path.join(directory, value)) if is_path else value
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import Config
-from tba.common.config.layers import fields, resolve, value_of
+from tba.common.config.layers import fields, removed, resolve, value_of
 from tba.common.config.paths import check_data, check_directories, check_gpus_apart, nearest_existing
-from tba.common.config.removed import KEYS
 from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
 from tba.common.system.devices import Gpu
@@ -37,7 +36,7 @@ def refusal(file: Path | None = None, **arguments) -> str:
 
 def test_a_removed_key_is_refused_with_what_is_in_its_place(tmp_path):
     known = {key for key, _ in fields()}
-    for key, instead in KEYS.items():
+    for key, instead in removed()["keys"].items():
         name = key if "." in key else f"{key}.any"
         assert name not in known
         assert refusal(assignments=[f"{name}=1"]) == f"{name} (--set) is no longer a key: {instead}"

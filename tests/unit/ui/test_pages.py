@@ -443,6 +443,13 @@ def test_totals_count_every_client_and_the_trainer_is_listed(harness, trajectory
         facts = describe(run, rows)
     assert facts["totals"] == {"trajectories": 4, "errors": 0, "response_tokens": 4, "mean_reward": 1.5}
     assert [client["role"] for client in facts["clients"]] == ["trainer", "searcher"]
+    # Charts come first, and clients that are not connected are folded.
+    text = client(buffer.store.path).get("/r/test").text
+    assert (
+        text.index('id="charts"')
+        < text.index("Clients</h2>")
+        < text.index('<details id="gone"><summary>2 not connected')
+    )
 
 
 def test_a_report_is_one_file_without_scripts(filled, tmp_path):

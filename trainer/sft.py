@@ -179,7 +179,7 @@ class Job:
         self._files = files = model_directory(config.model.path)
         self._plan, self._clock, self._ranks = plan, clock, ranks
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(files)
-        encoder = _encoder(files, PromptRenderer(tokenizer, config.task), meta_model(files), config.search.stop)
+        encoder = _encoder(files, PromptRenderer(tokenizer, config.task), meta_model(files), config)
         self._rows = read_rows(plan.data, encoder)
         self._held_out = read_rows([plan.held_out], encoder) if plan.held_out else []
         self._name = _data_digest(self._rows, config.run.seed, plan.batch_size)
@@ -304,13 +304,13 @@ class Job:
         self._saved_step = self.learner.steps_done
 
 
-def _encoder(files: Path, renderer: PromptRenderer, model: PreTrainedModel, stop: Sequence[int | str] = ()) -> Encoder:
+def _encoder(files: Path, renderer: PromptRenderer, model: PreTrainedModel, config: Config) -> Encoder:
     ends = eos_ids(files, renderer.tokenizer.eos_token_id)
     if not ends:
         raise ConfigError(f"{files} names no end token: set eos_token_id in its config.json")
     vocabulary = model.get_input_embeddings().num_embeddings
     longest = getattr(model.config, "max_position_embeddings", None) or 1 << 30
-    return Encoder(renderer, ends, vocabulary, longest, stop)
+    return Encoder(renderer, ends, vocabulary, longest, config.search.stop)
 
 
 def _batch(rows: list[Row], step: int) -> TrainBatch:
@@ -363,28 +363,26 @@ def _exported(row: dict[str, Any], encoder: Encoder) -> tuple[_Prompt, tuple[lis
         raise ValueError("it is an episode, with tokens that were not sampled: leave it out")
     if (stop := row.get("stop_reason", STOP_EOS)) != STOP_EOS:
         raise ValueError(f"its response is not finished ({stop}): export with --where \"stop_reason = 'eos'\"")
-    said = row.get("prompt")
-    if not isinstance(text, str) or not isinstance(said, str):
+    if not isinstance(text, str) or not isinstance(said := row.get("prompt"), str):
         raise ValueError("it has no `prompt` or no `text`, which tell whether this tokenizer made its tokens")
-    if not _spells_prompt(prompt_ids, said, encoder.renderer):
-        raise ValueError(f"its `prompt_ids` do not spell its prompt, {said!r:.80}: another tokenizer made them")
-    if not _spells_response(ids, text, encoder):
-        raise ValueError(
-            f"its `response_ids` do not spell its text, {text!r:.80}: another tokenizer made them, or a string "
-            "ended the response that search.stop here does not have"
-        )
+    for name, spelt in (("prompt", _spells_prompt(prompt_ids, said, encoder)), ("text", _spells(ids, text, encoder))):
+        if not spelt:
+            raise ValueError(
+                f"its tokens do not spell its {name}, {row[name]!r:.80}: another tokenizer made them"
+                + (", or search.stop lacks the string that ended it" if name == "text" else "")
+            )
     return _Prompt(ids=prompt_ids), (prompt_ids, _ended(ids, ("assistant", text), encoder))
 
 
-def _spells_prompt(ids: list[int], text: str, renderer: PromptRenderer) -> bool:
-    if ids in (renderer.encode(text), renderer.raw_ids(text)):
+def _spells_prompt(ids: list[int], text: str, encoder: Encoder) -> bool:
+    if ids in (encoder.renderer.encode(text), encoder.renderer.raw_ids(text)):
         return True
     # Ids that a task gave, or a text that a run records up to its limit.
-    spelt = renderer.tokenizer.decode(ids, skip_special_tokens=False)
+    spelt = encoder.renderer.tokenizer.decode(ids, skip_special_tokens=False)
     return bool(spelt == text or (len(text) == MAX_PROMPT_TEXT and spelt.startswith(text)))
 
 
-def _spells_response(ids: list[int], text: str, encoder: Encoder) -> bool:
+def _spells(ids: list[int], text: str, encoder: Encoder) -> bool:
     """Whether ids are a text to its last character; what ended them, a token or a string, is not part of the text."""
     kept = ids[:-1] if ids and ids[-1] in (*encoder.end_ids, *encoder.stop) else ids
     spelt = encoder.renderer.tokenizer.decode(kept, skip_special_tokens=True)

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tba.tests.helpers.checks import steps_trained
+from tba.tests.helpers.buffer import steps_trained
 from tba.tests.helpers.installed import ENVIRONMENT, UNITS, install, run_tba, write
 from tba.tests.helpers.nodes import Node, wait_until
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba.tests.helpers.checks import rows_in, steps_trained
+from tba.tests.helpers.buffer import ask, steps_trained
 from tba.tests.helpers.nodes import Fleet, Node, wait_until
 from tba.tests.helpers.source_files import ROOT
 
@@ -95,7 +95,7 @@ class Site:
         return sum(changed for changed, *_ in results), done.stdout
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
-        return rows_in(self.database, sql, *values)
+        return ask(self.database, sql, *values)
 
     def steps(self) -> int:
         return steps_trained(self.database)

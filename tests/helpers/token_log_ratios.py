@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tba.common.wire.trajectory import LOG_RATIO_DTYPE
-from tba.tests.helpers.checks import rows_in
+from tba.tests.helpers.buffer import ask
 
 _ROWS = """
 SELECT c.log_ratio, c.mismatch, t.response_tokens, c.token_log_ratios, p.loss_mask
@@ -18,7 +18,7 @@ WHERE b.trained_at IS NOT NULL
 
 def check_token_log_ratios(database: Path) -> None:
     """Check that every trained row has one log-ratio per token, which agree with the numbers of the row."""
-    rows = rows_in(database, _ROWS)
+    rows = ask(database, _ROWS)
     assert rows
     for log_ratio, mismatch, tokens, blob, mask in rows:
         ratio_R = np.frombuffer(blob, LOG_RATIO_DTYPE).astype(float)

@@ -17,7 +17,7 @@ import zmq
 from tba.common.system.process import PARENT_VARIABLE
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.announcer import Announcer
-from tba.tests.helpers.checks import rows_in, steps_trained
+from tba.tests.helpers.buffer import ask, steps_trained
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ class RunConfig:
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """Return the rows of a query of the database, which a buffer may be writing to."""
-        return rows_in(self.database, sql, *values)
+        return ask(self.database, sql, *values)
 
     def steps_trained(self) -> int:
         """Return the number of trained steps, 0 as long as there is no database."""

@@ -14,7 +14,8 @@ import pytest
 
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.messages import PutAck, Welcome
-from tba.tests.helpers.checks import PATIENCE_SECONDS, rows_in
+from tba.tests.helpers.buffer import ask
+from tba.tests.helpers.checks import PATIENCE_SECONDS
 from tba.tests.helpers.puts import make_trajectory, put_message
 
 pytest.importorskip("orjson", reason="NeMo Gym's conformance suite needs orjson")
@@ -25,7 +26,7 @@ conformance = pytest.importorskip("nemo_gym.token_id_capture.conformance")
 def rows_of(database, rollout, after=0):
     """Return (id, text, error) of the rows of a rollout, in the order of their commits."""
     query = "SELECT id, text, error FROM trajectories WHERE prompt = ? AND id > ? ORDER BY id"
-    return rows_in(database, query, rollout, after)
+    return ask(database, query, rollout, after)
 
 
 class BufferCapture:

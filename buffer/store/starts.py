@@ -147,12 +147,12 @@ def changed(before: Start, after: Start) -> list[tuple[str, Any, Any]]:
 
     A path that is written in another way, and leads to the same place, does not differ.
     """
-    was, now = (absolute_paths(start.settings, start.directory) for start in (before, after))
-    return [
-        (key, before.settings[key], value)
-        for key, value in after.settings.items()
-        if key not in _PLACES and before.settings.get(key, value) != value and was[key] != now[key]
+    keys = [
+        key for key, value in after.settings.items() if key not in _PLACES and before.settings.get(key, value) != value
     ]
+    was, now = ({key: start.settings[key] for key in keys} for start in (before, after))
+    places = absolute_paths(was, before.directory), absolute_paths(now, after.directory)
+    return [(key, was[key], now[key]) for key in keys if places[0][key] != places[1][key]]
 
 
 def by_key(sections: Mapping[str, Any]) -> dict[str, Any]:

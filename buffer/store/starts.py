@@ -182,23 +182,29 @@ def as_recorded(resolved: Resolved) -> Config:
 
     Raises UsageError if the database holds several runs and none is named.
     """
+    return _on_recorded(resolved).config
+
+
+def _on_recorded(resolved: Resolved) -> Resolved:
     config, database = resolved.config, resolved.config.database
     if resolved.file is not None or not database.is_file():
-        return config
-    recorded = recorded_start(database, config.run.name if "run.name" in resolved.origins else None).settings_here()
+        return resolved
+    start = recorded_start(database, config.run.name if "run.name" in resolved.origins else None)
     # A secret was recorded as asterisks.
-    recorded = {key: value for key, value in recorded.items() if key not in secret_keys()}
+    recorded = {key: value for key, value in start.settings_here().items() if key not in secret_keys()}
+    if not recorded:
+        return resolved
     # The directory may have moved.
     here = {"run.dir": config.run.dir, "buffer.database": config.buffer.database}
-    return resolved.over({**recorded, **here}, f"recorded in {database}", needs="search") if recorded else config
+    config = resolved.over({**recorded, **here}, f"recorded in {database}", needs="search")
+    return replace(resolved, config=config, origins={**(start.origins or {}), **resolved.origins})
 
 
 def resolve_start(options: ConfigOptions, overrides: dict[str, Any] | None = None) -> Resolved:
     """As the method of `options`; the directory of a run stands for the settings with which it was last served."""
     if options.file is None or not options.file.is_dir():
         return options.resolve_start(overrides)
-    resolved = options.resolve_run(overrides)
-    return replace(resolved, config=as_recorded(resolved))
+    return _on_recorded(options.resolve_run(overrides))
 
 
 def changes_since_last_start(config: Config) -> list[tuple[str, Any, Any]]:

@@ -384,7 +384,7 @@ def start(config: Config, *, lease: bool, **added) -> None:
     """Record a start, and lease a prompt to a searcher."""
     settings = {**record_of(config), MODEL_WEIGHTS: model_weights(config), **added}
     with closing(Store(config.database, durability="process")) as store:
-        run = store.open_run(config.run.name, seed=0, config=settings, software={})
+        run = store.open_run(config.run.name, seed=0, config=settings, software={}, origins={"model.path": "tba.toml"})
         with store.transaction():
             if lease:
                 store.prompts.add(run, 0, ["p0"], [None])
@@ -435,7 +435,9 @@ def test_the_settings_of_a_run_mean_in_every_directory_what_they_meant_in_that_o
     monkeypatch.chdir(tmp_path)
     start(config_of("run", "base", task=task, search={"spool_dir": "spool"}), lease=True)
     monkeypatch.chdir(tmp_path.parent)
-    found = resolve_start(ConfigOptions(tmp_path / "run", [])).config
+    resolved = resolve_start(ConfigOptions(tmp_path / "run", []))
+    found = resolved.config
+    assert [resolved.origin(key) for key in ("model.path", "task.limit")] == ["tba.toml", "default"]
     assert (found.task.name, found.task.train) == (f"{tmp_path}/own.py:Own", f"{tmp_path}/rows.jsonl")
     assert found.task.options == {"words": f"{tmp_path}/easy.txt", "level": "easy"}
     assert (found.model.path, found.spool) == (f"{tmp_path}/base", tmp_path / "spool")

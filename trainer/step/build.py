@@ -215,7 +215,8 @@ def lineage_of(config: Config) -> str:
     if config.objective.name == "dr_grpo":
         # Its loss is divided by this.
         included["search"] = {"max_tokens"}
-    determining = config.model_dump_json(include=included, exclude={"train": _NOT_DETERMINING})
+    # The same model may be named by another path; another model is refused.
+    determining = config.model_dump_json(include=included, exclude={"train": _NOT_DETERMINING, "model": {"path"}})
     return xxhash.xxh32_hexdigest(determining.encode())
 
 

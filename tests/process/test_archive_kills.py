@@ -19,7 +19,7 @@ from tba.tests.process.conftest import clean_environment
 from tba.tests.runner import size
 
 # Of each of the two tests.
-KILLS, ROWS, SAMPLEABLE = size(4, 10), 4000, 16
+KILLS, ROWS, SAMPLEABLE = size(4, 10), size(1600, 4000), 16
 # Files of a few trajectories, so that there are many moments at which a command has just done something.
 _PROGRAM = """
 from tba.buffer.tools import archive

@@ -4,12 +4,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import typer
 
-from tba.common.errors import UsageError, quantity
+from tba.common.errors import UsageError, format_time, quantity
 from tba.common.terminal import cell, print_csv, print_table, printable
 
 
@@ -109,13 +108,9 @@ def _print_turns(
 
 def _readable(name: str, value: Any) -> Any:
     """Return a time in UTC for Unix seconds. Other values, and times outside the calendar, are returned unchanged."""
-    if not name.endswith("_at") or value is None:
+    if not name.endswith("_at") or value is None or (time := format_time(value, "milliseconds")) is None:
         return value
-    try:
-        time = datetime.fromtimestamp(value, UTC)
-    except (OverflowError, OSError, ValueError):
-        return value
-    return time.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
+    return f"{time} UTC"
 
 
 def _print_text(heading: str, text: str | None, ids: list[int] | str) -> None:

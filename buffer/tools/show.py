@@ -11,7 +11,7 @@ import numpy as np
 
 from tba.buffer.store.archives import Archives
 from tba.buffer.store.reader import open_reader, read_maps
-from tba.buffer.store.starts import SERVED_FIRST
+from tba.buffer.store.starts import last_start
 from tba.buffer.store.storage_errors import stored_list, stored_object
 from tba.common.errors import MissingExtra, StorageError, UsageError
 from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE, QUANTITIES
@@ -90,11 +90,9 @@ def read_log_ratios(connection: sqlite3.Connection, trajectory: int) -> dict[tup
 
 def recorded_model(path: Path, trajectory: int) -> str:
     """Return `model.path` of a trajectory's run, as its server recorded it; empty if it is not known."""
-    starts = "starts s JOIN trajectory_rows t ON t.run = s.run WHERE t.id = ?"
-    sql = f"SELECT json_extract(s.config, '$.model.path') FROM {starts} {SERVED_FIRST} LIMIT 1"  # noqa: S608
     with open_reader(path) as connection:
-        row = connection.execute(sql, (trajectory,)).fetchone()
-    return str(row[0] or "") if row else ""
+        run = connection.execute("SELECT run FROM trajectory_rows WHERE id = ?", (trajectory,)).fetchone()
+        return str(last_start(connection, *(run or (None,))).settings_here().get("model.path") or "")
 
 
 def arrays_of_blobs(blobs: tuple[bytes, ...]) -> dict[str, Any]:
@@ -147,10 +145,7 @@ def newest(path: Path, lines: int) -> list[dict[str, Any]]:
 
 
 def follow(path: Path, after: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
-    """Yield trajectories with a larger id as they are committed, indefinitely.
-
-    None is missed, because the database's only writer assigns ids in order of commit.
-    """
+    """Yield trajectories with a larger id as they are committed, which is the order of their ids, indefinitely."""
     with open_reader(path) as connection:
         while True:
             for row in read_maps(connection, f"{_TAIL} WHERE id > ? ORDER BY id", after):

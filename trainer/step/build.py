@@ -34,7 +34,8 @@ from tba.trainer.model.scorer import (
     to_bfloat16,
 )
 from tba.trainer.objectives.from_config import Objective, make_objective
-from tba.trainer.preflight.check import Report, require
+from tba.trainer.preflight.check import Report, examine
+from tba.trainer.preflight.shape import meta_model, shape_of
 from tba.trainer.step.host_optimizer import take_masters
 from tba.trainer.step.learner import Learner, Measured, Models
 
@@ -100,7 +101,11 @@ def require_memory(config: Config, device: torch.device, ranks: Ranks, *, superv
     if total is not None:
         # Otherwise ranks with other GPUs could choose another way to shard.
         total = ranks.least(total)
-    report = require(config, files, ranks=ranks.size, nodes=ranks.nodes, gpu_total=total, supervised=supervised)
+    # Of the files only config.json is read.
+    shape = shape_of(meta_model(files), config.lora.targets)
+    report = examine(config, shape, ranks=ranks.size, nodes=ranks.nodes, gpu_total=total, supervised=supervised)
+    if config.train.check_memory:
+        report.check()
     log.info("memory", estimate=report.sentence())
     if report.setup.replicas > 1:
         ranks.replicate()
@@ -236,7 +241,8 @@ def lineage_of(config: Config) -> str:
     if config.objective.name == "dr_grpo":
         # Its loss is divided by this.
         included["search"] = {"max_tokens"}
-    determining = config.model_dump_json(include=included, exclude={"train": _NOT_DETERMINING})
+    # The same model may be named by another path; another model is refused.
+    determining = config.model_dump_json(include=included, exclude={"train": _NOT_DETERMINING, "model": {"path"}})
     return xxhash.xxh32_hexdigest(determining.encode())
 
 

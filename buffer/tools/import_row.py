@@ -69,6 +69,7 @@ class Line(BaseModel):
     turns: list[dict[str, Any]] = []
     error_kind: fields.ErrorKind | None = None
     segments: list[Token] = []
+    kept: list[Token] = []
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -128,6 +129,7 @@ class Parser:
             version_runs=np.asarray(runs, np.int32),
             loss_mask=np.asarray(line.loss_mask, np.uint8),
             segments=np.asarray(line.segments, np.int32),
+            kept=np.asarray(line.kept, np.int32),
             **self._row_fields(line),
         )
 

@@ -14,7 +14,7 @@ snapshot server, whose replies carry no run state: a server does not decide whic
 
 from typing import Annotated, ClassVar, Literal, get_args
 
-from msgspec import Meta, Raw, Struct, field
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from tba.common.errors import quantity
 from tba.common.wire.fields import (
@@ -105,11 +105,13 @@ class Visit(Message, frozen=True):
     prompt_key: Name
 
 
-class Sampling(Message, frozen=True):
-    """The settings that a response was sampled with."""
+class Sampling(Message, frozen=True, omit_defaults=True):
+    """The settings that a response was sampled with. `top_k` 0 keeps all tokens."""
 
     temperature: Temperature
     top_p: Annotated[float, Meta(gt=0, le=1)]
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class ArrayCounts(Message, frozen=True):
@@ -143,12 +145,13 @@ class Rows(ArrayCounts, omit_defaults=True, frozen=True):
     metadata: PutColumn[Raw]
     turns: PutColumn[Annotated[list[TurnRecord], Meta(max_length=MAX_TURNS)]] | None = None
     error_kind: PutColumn[ErrorKind | None] | None = None
+    kept_count: Column[Count] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         rows = len(self.prompt_key)
         for name in self.__struct_fields__:
             column = getattr(self, name)
-            if column is not None and len(column) != rows:
+            if column is not None and column is not UNSET and len(column) != rows:
                 raise ValueError(f"column {name} has {quantity(len(column), 'row')}, prompt_key has {rows}")
 
 
@@ -347,7 +350,8 @@ class Batch(ArrayCounts, Reply, frozen=True):
 
     Array frames follow. A trajectory that was drawn twice occurs twice. `staleness` is in optimiser steps.
     `policy_version` is -1 for a trajectory that no policy of this run sampled. `temperature` is 0 where the trainer
-    cannot compute the distribution that was sampled from: greedy decoding, top_p below 1, a demonstration.
+    cannot compute the distribution that was sampled from: greedy decoding, a demonstration, or top-p, top-k or min-p
+    without the kept tokens.
     `recency_groups` of the prompts were drawn by recency; `recency_missed` of them have no data within
     `recency_window` steps. `reuse_mean` is how often earlier batches had each trajectory, on average. `turn_rewards`
     are those of the turns of each row, None if no row is an episode.
@@ -369,6 +373,7 @@ class Batch(ArrayCounts, Reply, frozen=True):
     recency_missed: Id
     reuse_mean: Finite
     turn_rewards: Column[list[Finite]] | None = None
+    kept_count: Column[Count] | UnsetType = UNSET
 
 
 class NotReady(Reply, frozen=True):

@@ -93,13 +93,12 @@ def make_engine(
 
         return VllmEngine(
             config.model,
-            config.search,
+            config.search if kept else config.search.model_copy(update={"top_k": 0}),
             seed=seed,
             canary_tolerance=config.canary_tolerance,
             lora_rank=config.lora.rank if config.lora.publish == "adapter" else 0,
             prompt_tokens=prompt_tokens,
             stopping=stopping,
-            kept=kept,
         )
     try:
         from tba.searcher.engines.transformers_engine import TransformersEngine

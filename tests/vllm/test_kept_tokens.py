@@ -77,15 +77,16 @@ def test_a_vllm_that_does_not_return_them_is_refused_before_it_starts():
     search = SearchSection(top_p=0.9, top_k=100)
     options: dict[str, Any] = {"seed": 0, "lora_rank": 0, "pack_weights": False, "reads_text": False}
     with pytest.raises(ConfigError, match=r"only its GPU model runner does.*engine = \"transformers\""):
-        start_vllm(ModelSection(), search, max_num_seqs=1, kept=True, **options)
+        start_vllm(ModelSection(), search, max_num_seqs=1, **options)
 
 
 def test_requests_have_what_vllm_needs_to_return_masks():
     """vLLM refuses a temperature of 0 and requests without a limit of tokens then; the canary has both."""
     from tba.searcher.engines.vllm.running import RunningVllm, _params
 
+    no_tokenizer: Any = None
     engine = object.__new__(RunningVllm)
-    engine._kept, engine._stopping = True, Stopping(None, (), frozenset({2}))
+    engine._kept, engine._stopping = True, Stopping(no_tokenizer, (), frozenset({2}))
     greedy = engine._params(SamplingSettings(0.0, 0.9, 8))
     assert (greedy.temperature, greedy.top_k, greedy.top_p) == (1.0, 1, 1.0)
     assert (engine._params(SETTINGS).top_k, engine._params(SETTINGS).top_p) == (6, 0.9)

@@ -264,11 +264,10 @@ class VllmEngine(RunningVllm):
         lora_rank: int = 0,
         pack_weights: bool = True,
         prompt_tokens: int = 0,
-        kept: bool = False,
     ) -> None:
         """`lora_rank` 0 is an engine without adapters; `prompt_tokens` is the length of a typical prompt.
 
-        With `kept` vLLM returns the tokens that were left to sample from.
+        With `search.top_k` vLLM returns the tokens that were left to sample from.
 
         `pack_weights` False makes vLLM on a CPU compute with its parameters, as it does on a GPU.
         """
@@ -284,10 +283,9 @@ class VllmEngine(RunningVllm):
             pack_weights=pack_weights,
             # Requests to the endpoint may have strings of their own.
             reads_text=bool(stopping.strings or search.serve),
-            kept=kept,
         )
         adapter = adapter_request("") if lora_rank else None
-        super().__init__(llm, search, stopping, prompt_tokens=prompt_tokens, adapter=adapter, kept=kept)
+        super().__init__(llm, search, stopping, prompt_tokens=prompt_tokens, adapter=adapter)
         try:
             self._limit_context()
             self.hot_reload = HotReload(self, files, self._acceptance(directory, canary_tolerance))

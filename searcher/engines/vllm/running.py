@@ -168,19 +168,17 @@ class RunningVllm:
     """
 
     def __init__(
-        self, llm: Any, search: SearchSection, stopping: Stopping, *, prompt_tokens: int, adapter: Any, kept: bool
+        self, llm: Any, search: SearchSection, stopping: Stopping, *, prompt_tokens: int, adapter: Any
     ) -> None:
-        """`adapter` is vLLM's request of the adapter that all requests use; None without LoRA.
-
-        `kept` means that vLLM returns the tokens that were left to sample from, and refuses greedy requests.
-        """
+        """`adapter` is vLLM's request of the adapter that all requests use; None without LoRA."""
         self._llm = llm
         self.scheduler = VllmScheduler(llm)
         # Responses that it generates concurrently; more are queued.
         self.max_in_flight = self.scheduler.choose_in_flight(search, prompt_tokens)
         self._stopping = stopping
         self._adapter = adapter
-        self._kept = kept
+        # vLLM returns the tokens that were left to sample from, and refuses greedy requests.
+        self._kept = search.top_k > 0
         # Version that the next token will be produced by.
         self.weights_version = 0
         llm.set_weight_version("0")

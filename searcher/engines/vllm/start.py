@@ -62,14 +62,13 @@ def start_vllm(
     lora_rank: int,
     pack_weights: bool,
     reads_text: bool,
-    kept: bool,
 ) -> Any:
-    """Return an `LLMEngine` in this process, with a tokenizer if it `reads_text`; `kept` as in `VllmEngine`.
+    """Return an `LLMEngine` in this process, with a tokenizer if it `reads_text`.
 
     Raises EngineError if the model cannot be served, ConfigError for an argument of `search.vllm` that vLLM lacks, and
-    if it cannot tell what it `kept`.
+    with `search.top_k` if it cannot tell which tokens it kept.
     """
-    if kept:
+    if search.top_k:
         _check_kept()
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
@@ -93,7 +92,7 @@ def start_vllm(
         model_loader_extra_config={"packed": pack_weights},
         **_memory(search),
         **_lora(lora_rank),
-        **({_MASKS: True} if kept else {}),
+        **({_MASKS: True} if search.top_k else {}),
     )
     check_arguments(search.vllm, [field.name for field in dataclasses.fields(EngineArgs)])
     if model.head_dtype != "model":

@@ -135,8 +135,9 @@ class Parser:
 
     def _check_tokens(self, trajectory: Trajectory) -> None:
         """Raise ValueError for a token id that the model does not have: the trainer could not make a step with it."""
-        for name in ("prompt_ids", "response_ids"):
-            largest = int(getattr(trajectory, name).max(initial=0))
+        # Kept tokens are ids plus 1.
+        for name, more in (("prompt_ids", 0), ("response_ids", 0), ("kept", 1)):
+            largest = int(getattr(trajectory, name).max(initial=0)) - more
             if self._vocabulary is not None and largest >= self._vocabulary:
                 raise ValueError(f"{name} has {largest}, and the run's model has token ids below {self._vocabulary}")
 

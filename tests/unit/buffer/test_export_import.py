@@ -264,6 +264,7 @@ TURN = make_episode().turns[1] | {"start": 0}
         (FULL | {"loss_mask": [1, 1]}, "a loss mask has 2 entries for 1 response token"),
         (GOOD | {"metadata": {"n": 2**70}}, "can't serialize ints"),
         (GOOD | {"prompt_ids": [15, 16]}, "prompt_ids has 16, and the run's model has token ids below 16"),
+        (FULL | {"kept": [17, 0]}, "kept has 16, and the run's model has token ids below 16"),
         (GOOD | {"metadata": {"x": json.loads("[" * 100 + "]" * 100)}}, "nested more than 100 deep"),
         (GOOD | {"metadata": {"x": "y" * (200 << 10)}}, "metadata of row 0 has"),
         (GOOD | {"text": "x" * (17 << 20)}, "header of"),

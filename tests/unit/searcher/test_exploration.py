@@ -160,8 +160,9 @@ def make():
     """Create a pipeline, its scoring stage and its delivery."""
     opened = []
 
-    def make(engine, tokenizer, **keys):
-        config, task = Config.model_validate({"task": {"reward_workers": 0} | keys}), ArithmeticTask()
+    def make(engine, tokenizer, search=None, **keys):
+        sections = {"task": {"reward_workers": 0} | keys, "search": search or {}}
+        config, task = Config.model_validate(sections), ArithmeticTask()
         rewards = Rewards(task, config.task)
         delivery: Any = FakeDelivery()
         opened.append(rewards)
@@ -210,7 +211,7 @@ def test_kept_tokens_are_stored_with_the_row_if_they_fit_a_message(make, monkeyp
     ((_, rows),) = delivery.groups
     assert [row.kept.tolist() for row in rows] == [stored] * SAMPLES
     assert rows[0].sampling == {"temperature": 1.0, "top_p": 1.0, "top_k": 2, "min_p": 0.1}
-    assert caplog.text.count("set search.top_k, or lower it") == (not stored)
+    assert caplog.text.count("the ratios of a response are not known") == (not stored)
 
 
 @pytest.mark.slow

@@ -201,14 +201,6 @@ def test_a_response_that_cannot_be_generated_or_decoded_is_a_row_with_its_error(
 
 
 @pytest.mark.slow
-def test_a_thousand_failures_in_a_row_end_the_searcher(make):
-    pipeline, _, _ = make(FakeEngine(refuse_every=1), FakeTokenizer())
-    pipeline.submit(visits(500))
-    with pytest.raises(EngineError, match="1000 rollouts in a row failed, the last one: not generated: too long"):
-        pipeline.step(generate=True, wait_seconds=0.0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("stop_reason", "warnings"), [("length", 1), ("eos", 0)])
 def test_responses_of_which_most_reach_the_length_limit_are_told_once(make, caplog, stop_reason, warnings):
     pipeline, _, _ = make(FakeEngine(stop_reason=stop_reason), FakeTokenizer())

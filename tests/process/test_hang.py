@@ -17,7 +17,7 @@ if "search" in sys.orig_argv and "--index" in sys.orig_argv:
 
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
-            if name != "tba.searcher.run":
+            if name != "tba.searcher.loop":
                 return None
             sys.meta_path.remove(self)
             from tba.searcher.engines.transformers_engine import TransformersEngine

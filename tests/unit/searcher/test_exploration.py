@@ -166,7 +166,7 @@ def make():
         opened.append(rewards)
         exploration = Exploration(config.search, run_seed=0, searcher="s")
         renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ())
-        generation = GenerationStage(engine, task, renderer, exploration, SAMPLES)
+        generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, SAMPLES)
         episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
         scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes)
         return Pipeline(generation, scoring, delivery), scoring, delivery
@@ -198,16 +198,6 @@ def test_a_response_that_cannot_be_generated_or_decoded_is_a_row_with_its_error(
     assert sorted(row.error or "" for row in rows) == errors
     assert [row.error_kind for row in rows] == [kind if row.error else None for row in rows]
     assert scoring.errors == sum(error != "" for error in errors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stop_reason", "warnings"), [("length", 1), ("eos", 0)])
-def test_responses_of_which_most_reach_the_length_limit_are_told_once(make, caplog, stop_reason, warnings):
-    pipeline, _, _ = make(FakeEngine(stop_reason=stop_reason), FakeTokenizer())
-    for _ in range(3):
-        pipeline.submit(visits(100))
-        pipeline.step(generate=True, wait_seconds=0.0)
-    assert [record.getMessage() for record in caplog.records].count("responses do not end") == warnings
 
 
 @pytest.mark.slow

@@ -215,14 +215,6 @@ def test_kept_tokens_are_stored_with_the_row_if_they_fit_a_message(make, monkeyp
 
 
 @pytest.mark.slow
-def test_a_thousand_failures_in_a_row_end_the_searcher(make):
-    pipeline, _, _ = make(FakeEngine(refuse_every=1), FakeTokenizer())
-    pipeline.submit(visits(500))
-    with pytest.raises(EngineError, match="1000 rollouts in a row failed, the last one: not generated: too long"):
-        pipeline.step(generate=True, wait_seconds=0.0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("truncated", "reward", "error"),
     [("score", 0.0, None), (-1.0, -1.0, None), ("mask", 0.0, "not trained on: cut off after 2 tokens, and task.trunc")],

@@ -113,9 +113,8 @@ def _check_start(config: "Config", options: ConfigOptions, stop: "StopSignal", *
 def _print_changes(config: "Config") -> None:
     from tba.buffer.store.starts import changes_since_last_start
 
-    columns = ("setting", "last start", "now")
     if changes := changes_since_last_start(config):
-        return print_columns(columns, changes)
+        return print_columns(("setting", "last start", "now"), changes)
     return typer.echo("the settings are those of the last start")
 
 
@@ -149,10 +148,7 @@ def _launch(config: "Config", options: ConfigOptions, stop: "StopSignal", *, res
 
 
 def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None = None) -> None:
-    """Print the processes of a run and what all checks find. Raises ConfigError if the run would not start.
-
-    `assume` are the GPUs of a node that is not this one, such as `8x80`.
-    """
+    """Print processes and checks of a run, `assume` for another node. Raises ConfigError if it would not start."""
     from tba.buffer.store.starts import resolve_start
 
     config = resolve_start(options).config

@@ -46,6 +46,9 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exi
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, and change nothing.")]
 KeepSteps = Annotated[int, typer.Option(min=0, help="Newest trained steps that stay, for resume.")]
 Format = Annotated[str | None, typer.Option("--format", help="jsonl, parquet or openenv; default: by the suffix.")]
+Where = Annotated[
+    str, typer.Option(help="SQL expression over the view trajectories, such as 'reward > 0.5 AND error IS NULL'.")
+]
 _TABLE_ROWS = 100
 # The largest integer of SQLite.
 _LARGEST_ID = (1 << 63) - 1
@@ -185,9 +188,7 @@ def export(
     sets: Sets = None,
     buffer: Database = None,
     format_: Format = None,
-    where: Annotated[
-        str, typer.Option(help="SQL expression over the view trajectories, such as 'reward > 0.5 AND error IS NULL'.")
-    ] = "1",
+    where: Where = "1",
     force: Force = False,
     as_json: Json = False,
 ) -> None:

@@ -93,6 +93,7 @@ def test_two_columns_of_the_same_name_are_no_json_object(tba_buffer, filled):
         "CREATE TEMP TABLE t (a)",
         "PRAGMA journal_mode = DELETE",
         "PRAGMA query_only = OFF",
+        "PRAGMA hard_heap_limit = 0",
         "VACUUM INTO 'copy.sqlite'",
         "SELECT load_extension('x')",
         "BEGIN",
@@ -116,6 +117,7 @@ def test_query_only_reads(sql, tba_buffer, filled, tmp_path):
         ("SELECT 1; SELECT 2", "one statement at a time"),
         ("", "returns no rows"),
         ("SELECT json('{')", "malformed JSON"),
+        ("SELECT zeroblob(2000000000)", "too big"),
     ],
 )
 def test_wrong_sql_gives_one_sentence(sql, words, tba_buffer, filled):

@@ -236,8 +236,7 @@ def doctor(
     assume: Assume = None,
     strict: Annotated[bool, typer.Option("--strict", hidden=True)] = False,
 ) -> None:
-    """Check the configuration and this machine: settings, packages, GPUs and driver, compiler, caches, disk, addresses,
-    model, task, reward model.
+    """Check the configuration and this machine: packages, GPUs, driver, compiler, caches, disk, addresses, model, task.
 
     The exit code is 1 if a check fails; with --only it is that of the error, such as 78 for a wrong configuration.
     """

@@ -66,17 +66,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
             planned, address, keys = connection.execute(_SERVED, (id_,)).fetchone() or (None, None, None)
             source = connection.execute(_SOURCE, (id_,)).fetchone()
             step, changed_at, reward = last or (-1, created_at, None)
-            results.append(
-                {
-                    "run": name,
-                    "steps": step + 1,
-                    "planned": planned,
-                    "address": address,
-                    "keys": keys,
-                    "reward": reward,
-                    "changed_at": changed_at,
-                    "finished": finished_step is not None,
-                    "source": source[0] if source else None,
-                }
-            )
+            result = {"run": name, "steps": step + 1, "planned": planned, "address": address, "keys": keys}
+            result |= {"reward": reward, "changed_at": changed_at, "finished": finished_step is not None}
+            results.append(result | {"source": source[0] if source else None})
     return results

@@ -15,6 +15,8 @@ import numpy as np
 
 from tba.common.wire.trajectory import Float32, Int32, UInt8
 
+_NO_MASK, _NO_SEGMENTS = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
@@ -51,10 +53,7 @@ class EpisodeTokens(NamedTuple):
 
 def one_turn(prompt_ids: Int32, response_ids: Int32, logprobs: Float32, version_runs: Int32) -> EpisodeTokens:
     """Return the row of a single response, all of whose tokens were sampled."""
-    nothing = np.zeros(0, np.int32)
-    return EpisodeTokens(
-        prompt_ids, response_ids, np.zeros(0, np.uint8), logprobs, version_runs, segments=nothing, turns=[]
-    )
+    return EpisodeTokens(prompt_ids, response_ids, _NO_MASK, logprobs, version_runs, segments=_NO_SEGMENTS, turns=[])
 
 
 def join_turns(turns: Sequence[SampledTurn]) -> EpisodeTokens:

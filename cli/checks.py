@@ -30,7 +30,7 @@ from tba.deploy import doctor
 from tba.deploy.doctor import Result
 from tba.deploy.fleet import searcher_groups
 from tba.deploy.run_directory import refuse_start
-from tba.searcher.checks import check_reward_model, check_task_and_prompts
+from tba.searcher.build import check_reward_model, check_task_and_prompts
 from tba.trainer.preflight.before_start import model_parameters, trainer_memory
 
 
@@ -95,10 +95,7 @@ def as_rows(findings: Sequence[Finding]) -> list[dict[str, str]]:
 
 
 def examine(plan: Plan, only: Collection[str] = ()) -> list[Finding]:
-    """Run all checks that say something of a plan, or `only` those of these names.
-
-    Raises UsageError for another name.
-    """
+    """Run all checks of a plan, or `only` those of these names. Raises UsageError for another name."""
     checks = [check for check in CHECKS if (plan.here or check.anywhere) and (plan.starts or not check.of_start)]
     names = [check.name for check in checks]
     if unknown := [name for name in only if name not in names]:

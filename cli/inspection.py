@@ -91,10 +91,7 @@ def report(
 
 
 def _run_of(argument: Path | None, options: ConfigOptions) -> tuple[Path, Path, str | None]:
-    """Return the directory of a run, what leads to its database and, of one that a configuration describes, its name.
-
-    None is the configured run.
-    """
+    """Return directory, database and, if configured, name of a run; None is the configured one."""
     if argument is not None and argument.suffix != ".toml":
         return argument.parent if argument.is_file() else argument, argument, None
     config = (options if argument is None else ConfigOptions(argument, options.sets)).resolve_run().config
@@ -165,10 +162,7 @@ def _watch(client: "BufferClient", here: Callable[[], dict[str, Any] | None], *,
 
 
 def for_machines(facts: "Facts", state: dict[str, Any] | None = None) -> dict[str, object]:
-    """Return the status with the state, its explanation and the stall, None if the run moves.
-
-    `state` is what this machine knows of it.
-    """
+    """Return the status with state, explanation and stall; `state` is what this machine knows of the run."""
     import msgspec
 
     from tba.common.run_status import describe, find_stall

@@ -86,10 +86,7 @@ def pyarrow() -> tuple[Any, Any]:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL or a local path, and the path in it.
-
-    Raises MissingExtra without fsspec, UsageError for a URL that no installed package understands.
-    """
+    """Return the fsspec file system of a URL or path, and the path in it. Raises MissingExtra, UsageError."""
     try:
         import fsspec.core
     except ModuleNotFoundError:

@@ -45,6 +45,7 @@ of shells, so that chained commands do not run; the roles drain and exit with 0.
 """
 
 import traceback
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -153,10 +154,7 @@ class UsageError(TbaError):
 
 
 class HubUnavailable(TbaError):
-    """A model is not on this machine and cannot be downloaded: the hub does not answer, or a local fault.
-
-    Temporary, so systemd restarts the process.
-    """
+    """A model is not here and cannot be downloaded. Temporary, so systemd restarts the process."""
 
 
 class DeviceBusy(TbaError):
@@ -316,3 +314,11 @@ def format_duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def format_time(seconds: float, precision: str = "seconds") -> str | None:
+    """Return Unix seconds as `2026-11-23 12:30:01`, in UTC; None outside the calendar, as in an import."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None).isoformat(" ", precision)
+    except (OverflowError, OSError, ValueError):
+        return None

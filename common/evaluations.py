@@ -39,10 +39,7 @@ def represents(failed: float, total: float) -> bool:
 
 
 def why_not_measured(errors: Sequence[str | None], what: str = "responses") -> str:
-    """Return "300 of 300 responses could not be scored: ConnectError", or "" if the rest represents them.
-
-    `errors` has None for each response with a score; the most frequent error is quoted.
-    """
+    """Return "300 of 300 responses could not be scored: ConnectError", "" if those without an error represent all."""
     failed = Counter(error for error in errors if error is not None)
     if represents(failed.total(), len(errors)):
         return ""

@@ -9,10 +9,9 @@ from typing import Any
 def read(
     path: Path, *, skip_malformed: bool = False, malformed: type[Exception] = ValueError
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (line number from 1, value) for each line that is not blank.
+    """Yield (line number from 1, value) of each line that is not blank. Raises OSError.
 
-    `skip_malformed` drops lines that are not JSON, such as a last line that is still being written. Otherwise they
-    raise `malformed`, with file and line number. Raises OSError if the file cannot be read.
+    `skip_malformed` drops what is not JSON, such as a last line in writing; else `malformed` is raised, with its place.
     """
     # Iterating bytes splits at \n only. Text would also be split at other line ends that JSON strings may contain.
     with path.open("rb") as file:

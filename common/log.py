@@ -73,10 +73,8 @@ def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
 class DuplicateFilter:
     """Counts equal warnings of any logger instead of repeating them: within a minute only the first one is written.
 
-    Warnings are equal if their event and all their fields are, except numbers, `prompt` and `error`. Of those with a
-    field `by` only the event and that field are compared: a peer may cause any number of them, each with another
-    reason. The first one after the minute has the field `repeated`, the number of those that were left out. Several
-    threads may log.
+    Warnings are equal if their event and all their fields are, except numbers, `prompt` and `error`; of those with a
+    field `by`, which a peer causes, if that is. The first one after the minute has their number as `repeated`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

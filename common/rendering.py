@@ -43,10 +43,9 @@ _CLOCK = "strftime_now"
 
 
 def message_of(value: Any) -> Message:
-    """Return a message from a pair (role, content), or a map of these two and other fields.
+    """Return a message from (role, content), or a map of these and others, where null is absent. Raises ValueError.
 
-    Fields that are null count as absent. Raises ValueError for other values. Only with `tool_calls` may the content be
-    null or absent.
+    Only with `tool_calls` may the content be null or absent.
     """
     if isinstance(value, tuple | list) and len(value) in (2, 3) and all(isinstance(part, str) for part in value):
         message = tuple(value) if len(value) == 2 else _of_json(value[2])
@@ -83,10 +82,7 @@ def as_map(message: Message) -> dict[str, Any]:
 
 
 def variables_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template in a row of data: `chat_template_kwargs`, and `tools`.
-
-    Raises ValueError if they have other types.
-    """
+    """Return the variables of the chat template in a row of data, `tools` too. Raises ValueError for other types."""
     variables, tools = row.get("chat_template_kwargs") or {}, row.get("tools") or []
     if not isinstance(variables, dict):
         raise ValueError(f"`chat_template_kwargs` is {variables!r:.60}: write an object")
@@ -147,10 +143,7 @@ class Continuation:
 
 
 class PromptRenderer:
-    """Renders prompts for one tokenizer by `task.template`, `task.system` and `task.template_kwargs`.
-
-    All methods raise ValueError, with a sentence, for a prompt that these settings cannot render.
-    """
+    """Renders prompts for one tokenizer by [task]. All methods raise ValueError for one that it cannot render."""
 
     def __init__(self, tokenizer: Tokenizer, config: TaskSection) -> None:
         self.tokenizer = tokenizer
@@ -243,10 +236,7 @@ class PromptRenderer:
         return whole.rpartition(_PROBE)[2] if whole and _PROBE in whole else ""
 
     def settings(self, prompts: Iterable[Content]) -> str:
-        """Return all that the ids depend on besides the prompts and the vocabulary; "" if none is rendered as a chat.
-
-        Searchers with other settings answer other prompts, so this is part of the fingerprint of a task.
-        """
+        """Return what ids depend on besides prompts and vocabulary, for a task's fingerprint; "" without a chat."""
         if not any(not prompt.ids and self.conversation(prompt) is not None for prompt in prompts):
             return ""
         variables = self._config.template_kwargs

@@ -19,10 +19,7 @@ TRAINER_LOCK = "trainer.lock"
 
 
 def database_lock(database: Path) -> Path:
-    """Return the file that a buffer server holds locked while it has the database open.
-
-    It is next to the file itself, also if the database is named by a link: SQLite resolves links for its own files.
-    """
+    """Return the file that a server holds locked while it has the database open, next to the file behind links."""
     return _next_to(database, ".lock")
 
 

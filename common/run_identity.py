@@ -17,10 +17,9 @@ class RunIdentity:
 def refuse_other_run(
     place: object, found: Sequence[RunIdentity], asked: RunIdentity, otherwise: str = "set another run.dir"
 ) -> None:
-    """Raise ConfigError if a place belongs to runs, and the one that was asked for is none of them.
+    """Raise ConfigError if a place belongs to runs other than the one asked for; `otherwise` says what to do.
 
-    An offline run is another one than a run of the same name with a server. Its source is not compared: the file may
-    have moved. `otherwise` is what to do apart from another `run.name`.
+    An offline run is another one than a run of its name with a server. Its source is not compared: it may have moved.
     """
     if not found:
         return

@@ -29,8 +29,7 @@ T = TypeVar("T")
 def weights_directory(config: Config) -> Path:
     """The directory of a run's snapshots on this node: in memory if there is room for a few copies of the model.
 
-    The answer is the same for every process of this user and configuration, however full the memory is. Raises
-    ConfigError if other users could write to it.
+    The same for all processes of this user. Raises ConfigError if other users could write to it.
     """
     if config.search.weights_dir is not None:
         return config.search.weights_dir / config.run.name
@@ -50,10 +49,7 @@ def weights_directory(config: Config) -> Path:
 
 
 def _fits_in_memory(config: Config) -> bool:
-    """Whether the memory file system is large enough. The answer depends on no setting that a role may have for itself.
-
-    A model that is not on this machine yet is taken for small.
-    """
+    """Whether the memory file system is large enough, by settings of all roles. An absent model is taken for small."""
     if not os.access(MEMORY, os.W_OK | os.X_OK):
         return False
     size, model = shutil.disk_usage(MEMORY).total, model_here(config.model.path)
@@ -81,10 +77,7 @@ def pin_newest(config: Config, pin: Callable[[Path], T | None]) -> T:
 
 
 def find_source(config: Config, named: Path | None, version: int | None) -> Path:
-    """Return what to export or to load: the named directory, or a version that the run keeps.
-
-    A run directory stands for its newest snapshot. Raises UsageError if there is no such directory.
-    """
+    """Return a named directory, or a version that the run keeps, by default the newest. Raises UsageError."""
     directory = config.snapshots if named is None else named
     if version is None and (directory / MANIFEST).is_file():
         return directory
@@ -108,10 +101,9 @@ def find_source(config: Config, named: Path | None, version: int | None) -> Path
 
 @contextmanager
 def held_source(config: Config, named: Path | None, version: int | None) -> Iterator[Path]:
-    """Yield what `find_source` returns, or the newest snapshot of the run if nothing is named.
+    """Yield what `find_source` returns, or the run's newest snapshot if nothing is named, kept while it is in memory.
 
-    The newest one is not deleted while the block runs if it is in memory. What is on disk is not held: the trainer
-    deletes a snapshot there after `train.keep_snapshots` more. Raises as `find_source` and `pin_newest`.
+    Raises as `find_source` and `pin_newest`.
     """
     if named is not None or version is not None:
         yield find_source(config, named, version)

@@ -46,6 +46,8 @@ _PIPE_WIDTH = 1000
 _LOGGED_STEPS = 20
 # From here on a number has an exponent.
 _LONG_NUMBER = 1e15
+# Of a cell of a table.
+_MOST_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,7 @@ class ConfigOptions:
         return resolved
 
     def arguments(self, *, option: bool = True) -> list[str]:
-        """Return the arguments with which another command resolves the same configuration.
-
-        The file is given as --config, or as the argument FILE without `option`.
-        """
+        """Return the arguments for another command: the file as --config, or as FILE without `option`, and --set."""
         file = [] if self.file is None else [*(["--config"] if option else []), str(self.file)]
         return [*file, *(part for assignment in self.sets for part in ("--set", assignment))]
 
@@ -136,10 +135,7 @@ def not_both(first: bool, second: bool, *names: str) -> None:
 
 
 def start_process(role: str, *, level: str = "INFO", drains: bool = True, gpu: str = "") -> "StopSignal":
-    """Set up the process of a long-running command (parent, logs, signals), and return its stop signal.
-
-    A command with `drains=False` ends at the first signal, as most programs do.
-    """
+    """Set up the process of a long command and return its stop signal. Without `drains` it ends at the first signal."""
     from tba.common.log import configure
     from tba.common.system.process import StopSignal, die_with_parent
 
@@ -213,13 +209,16 @@ def print_table(headings: Sequence[str], rows: Iterable[dict[str, Any]]) -> None
 
 
 def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table for people whose headings may repeat."""
+    """Print a table for people whose headings may repeat. Columns of numbers are aligned to the right."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(printable(heading), overflow="fold")
+    rows = list(rows)
+    for place, heading in enumerate(headings):
+        kinds = {type(row[place]) for row in rows} - {type(None)}
+        numeric = bool(kinds) and kinds <= {int, float}
+        table.add_column(printable(heading), overflow="fold", justify="right" if numeric else "left")
     for row in rows:
         table.add_row(*(Text(cell(value)) for value in row))
     terminal = console()
@@ -232,7 +231,7 @@ def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Non
 
 
 def cell(value: Any) -> str:
-    """Format a value for a table: short numbers, the size of a blob, an empty text for None."""
+    """Format a value for a table: short numbers, the size of a blob, the start of a long text, "" for None."""
     if isinstance(value, float):
         if not 1000 <= abs(value) < _LONG_NUMBER:
             return f"{value:.4g}"
@@ -240,7 +239,10 @@ def cell(value: Any) -> str:
         return f"{value:.3f}".rstrip("0").rstrip(".")
     if isinstance(value, bytes):
         return f"<{len(value)} bytes>"
-    return "" if value is None else printable(str(value), keep="\n\t")
+    text = "" if value is None else str(value)
+    # The layout of a table takes seconds for a megabyte.
+    more = f"… ({len(text)} characters)" if len(text) > _MOST_CHARACTERS else ""
+    return printable(text[:_MOST_CHARACTERS], keep="\n\t") + more
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -286,10 +288,7 @@ def byte_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def row_progress() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show a progress bar with its rate.
-
-    Gives a function of (description, rows done, rows in total or None) that updates it.
-    """
+    """Show progress with its rate. Gives a function of (description, rows done, rows in total or None)."""
     from rich.progress import MofNCompleteColumn
 
     with _progress("", MofNCompleteColumn(), "{task.fields[text]}") as progress:

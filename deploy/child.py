@@ -57,11 +57,7 @@ class RestartPolicy(enum.Enum):
 
 
 class Relay:
-    """Reads one child's output on a thread until every process that can write to it has ended.
-
-    It has a thread of its own because a terminal that is paused (Ctrl-S) blocks the process that writes to it: the
-    supervisor's loop must keep running.
-    """
+    """Reads one child's output on a thread, so that a terminal that is paused (Ctrl-S) stops no supervisor."""
 
     def __init__(self, pipe: IO[bytes], name: str, number: int) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -168,10 +164,7 @@ class Child:
         return self.exit_code is not None
 
     def take_arguments(self) -> list[str]:
-        """Return the arguments of its next start, which takes the reported size of the KV cache.
-
-        Each start reports it again. One that fails reports none, so that the start after it measures.
-        """
+        """Return the arguments of its next start, with the KV cache's size if the last start has reported it."""
         size = [f"--set=search.kv_cache_gib={self.kv_cache_gib}"] if self.kv_cache_gib else []
         self.kv_cache_gib = ""
         return [*self.arguments, *(self.restart_arguments if self.starts else ()), *size]

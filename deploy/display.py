@@ -168,10 +168,7 @@ def status_view(status: Status, address: str, here: Mapping[str, Any] | None = N
 
 
 def clients_table(status: Status) -> Table:
-    """Return a table with one row per evaluator, searcher and trainer.
-
-    Processes of the same name, such as two searchers on the CPU of one machine, are shown with the number of the start.
-    """
+    """Return a table with one row per evaluator, searcher and trainer; equal names get the number of the start."""
     names = Counter(map(name_of, status.clients))
     trainer = last_trainer(status)
     trains = trainer is not None and trainer.activity == "training" and not status.trainer_waits_for

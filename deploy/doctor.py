@@ -28,12 +28,11 @@ from tba.common.config.paths import asked_packages, check_directories, nearest_e
 from tba.common.errors import ConfigError, TbaError, UsageError, quantity
 from tba.common.run_snapshots import MEMORY, weights_directory
 from tba.common.run_status import ask_status, monitor
-from tba.common.system.devices import CPU, Gpu, ask_nvidia_smi, choose_gpus, find_driver, list_gpus, why_no_cuda
+from tba.common.system.devices import CPU, ask_nvidia_smi, choose_gpus, find_driver, list_gpus, why_no_cuda
 from tba.common.terminal import need_engine
 from tba.common.weights.model_files import model_here, weight_files
 from tba.common.weights.node_store import COPIES, SNAPSHOT
 from tba.common.weights.tensor_file import ITEM_BYTES, read_layout
-from tba.common.wire.curve import check_curve
 from tba.common.wire.keys import AUTHORIZED, buffer_key, own_pair, read_authorized, server_keys
 from tba.common.wire.socket_files import is_local, is_private
 
@@ -221,10 +220,7 @@ def _caches_of_units(environment: dict[str, str]) -> Result:
 
 
 def parse_links(text: str) -> dict[tuple[str, str], str]:
-    """Return the link of each ordered pair of GPUs, such as NV18 or SYS, from what `nvidia-smi topo -m` prints.
-
-    It is a table for people, but nvidia-smi has no fields for links.
-    """
+    """Return the link of each ordered pair of GPUs, such as NV18 or SYS, from `nvidia-smi topo -m`."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
     header = next((row for row in rows if len(row) > 1 and row[1].strip() == "GPU0"), [])
     names = [cell.strip() for cell in header]
@@ -265,11 +261,8 @@ def check_topology(config: Config) -> Result:
         return "unchecked", str(error)
     if not links and not nodes:
         return "unchecked", "neither nvidia-smi topo -m nor the kernel tells how GPUs are connected"
-    return "ok", "; ".join([*_links(links, _indices(trainers, present)), *_nodes(nodes)])
-
-
-def _indices(names: list[str], present: list[Gpu]) -> list[str]:
-    return [gpu.index for name in names for gpu in present if gpu.is_called(name)]
+    trainers = [gpu.index for name in trainers for gpu in present if gpu.is_called(name)]
+    return "ok", "; ".join([*_links(links, trainers), *_nodes(nodes)])
 
 
 def _links(links: Mapping[tuple[str, str], str], trainers: list[str]) -> list[str]:
@@ -321,7 +314,6 @@ def check_keys(config: Config) -> Result:
     try:
         if config.security.keys is None:
             return _without_keys(config, named)
-        check_curve()
         own, buffer = own_pair(config.security.keys), buffer_key(config.security.keys)
     except ConfigError as error:
         return "fail", str(error)
@@ -394,10 +386,9 @@ def count_parameters(config: Config) -> int | None:
 
 
 def check_disk(config: Config, count: Callable[[Config], int | None], *, here: bool = True) -> Result:
-    """Compare free space with what the run will store at the size of its model.
+    """Compare free space with what the run will store, if it is to run `here`.
 
-    `count` returns the number of parameters that config.json of the model tells, for one whose weights are not here.
-    Without `here` the run is meant for another node, whose space is not known.
+    `count` returns the number of parameters that config.json tells, for a model whose weights are not here.
     """
     try:
         if here:
@@ -412,8 +403,10 @@ def check_disk(config: Config, count: Callable[[Config], int | None], *, here: b
         result = "unchecked" if free >= _LOW_DISK_GIB else "warn"
         return result, f"{free:.0f} GiB free for {config.run.dir}; the model is not here, so its needs are unknown"
     by_device: dict[int, list[tuple[str, Path, int]]] = {}
-    for what, path, size in _still_needs(config, weights):
-        by_device.setdefault(os.stat(nearest_existing(path)).st_dev, []).append((what, path, size))
+    for what, path, size in _needs(config, weights):
+        # Without what the run has written.
+        entry = what, path, max(0, size - _size_of(path))
+        by_device.setdefault(os.stat(nearest_existing(path)).st_dev, []).append(entry)
     results = [_compare(entries) for entries in by_device.values()]
     worst = "warn" if any(result == "warn" for result, _ in results) else "ok"
     return worst, "; ".join(detail for _, detail in results)
@@ -431,11 +424,6 @@ def _needs(config: Config, weights: int) -> list[tuple[str, Path, int]]:
         ("snapshots", config.snapshots, (train.keep_snapshots + kept + 2) * snapshot),
         ("weights", weights_directory(config), COPIES * snapshot),
     ]
-
-
-def _still_needs(config: Config, weights: int) -> list[tuple[str, Path, int]]:
-    """Return the needs without what the run has written."""
-    return [(what, path, max(0, size - _size_of(path))) for what, path, size in _needs(config, weights)]
 
 
 def _size_of(directory: Path) -> int:
@@ -477,7 +465,9 @@ def check_weights_directory(config: Config) -> Result:
         detail += f", a disk (/dev/shm has {size:.1f} GiB); each publication is faster in memory"
     if mount.point != snapshots.point:
         detail += f"; snapshots on {snapshots.type} at {snapshots.point}: kept ones are copied, not linked"
-    if others := _size_of_other_runs(place):
+    # A run that is killed or stopped leaves its newest ones, also in memory.
+    others = sum(_size_of(path) for path in place.parent.glob(f"*/{SNAPSHOT}") if path.parent != place)
+    if others:
         detail += f"; other runs have {others / MIB:,.0f} MiB in {place.parent}: delete what belongs to stopped ones"
     if mount.point == MEMORY and deleted_at_logout(os.getuid()):
         return "warn", (
@@ -487,17 +477,8 @@ def check_weights_directory(config: Config) -> Result:
     return "ok", detail
 
 
-def _size_of_other_runs(place: Path) -> int:
-    """Bytes of the weights of other runs: one that is killed or stopped leaves its newest ones, also in memory."""
-    found = (path for path in place.parent.glob(f"*/{SNAPSHOT}") if path.parent != place)
-    return sum(_size_of(path) for path in found)
-
-
 def deleted_at_logout(uid: int, root: Path = Path("/")) -> bool:
-    """Whether systemd-logind may delete a user's files in /dev/shm after the last session: RemoveIPC in logind.conf(5).
-
-    System users and users that linger are excepted.
-    """
+    """Whether systemd-logind deletes a user's files in /dev/shm at the last logout (RemoveIPC in logind.conf(5))."""
     if uid < _FIRST_USER or not (root / "run/systemd/system").is_dir():
         return False
     try:

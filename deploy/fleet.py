@@ -36,10 +36,7 @@ class Fleet:
         self._watchdog = Watchdog()
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Run until all searchers are done or `stop()`. No child outlives this call.
-
-        Raises TbaError if the configuration is wrong for one of them, or all of them are broken.
-        """
+        """Run until all searchers are done or `stop()`; none outlives this. Raises TbaError if all are broken."""
         client = monitor(self._config, "fleet")
         with closing(client), self._supervisor as supervisor:
             while not (stop() or all(child.ended for child in self._children)):
@@ -47,15 +44,12 @@ class Fleet:
                 self._watchdog.beat()
                 if (failed := supervisor.failed()) is not None:
                     raise failed.failure()
-                self._notify_ready()
+                if not self._ready and any(child.ready for child in self._children):
+                    self._ready = True
+                    notify_systemd("READY=1")
                 self._summarise(client)
                 time.sleep(POLL_SECONDS)
             supervisor.stop(self._children, drain_seconds=drain_seconds(self._config))
-
-    def _notify_ready(self) -> None:
-        if not self._ready and any(child.ready for child in self._children):
-            self._ready = True
-            notify_systemd("READY=1")
 
     def _summarise(self, client: BufferClient) -> None:
         if time.monotonic() < self._summary_at:
@@ -95,10 +89,9 @@ def searcher_groups(
 def searcher_children(
     config: Config, arguments: Sequence[str], *, with_trainer: bool = False, present: Sequence[Gpu] | None = None
 ) -> list[Child]:
-    """Return a child for each engine: one per group of GPUs, or `cpu_searchers` on the CPU, each on its own cores.
+    """Return a child for each engine, each on its own cores: one per group of GPUs, or `cpu_searchers` on the CPU.
 
-    `with_trainer`: they belong to a `tba run`, which restarts them always and whose trainer needs cores too. `present`
-    as in `searcher_groups`.
+    `with_trainer`: they belong to a `tba run`, which restarts them always and whose trainer needs cores too.
     """
     restart = RestartPolicy.ALWAYS if with_trainer else RestartPolicy.ON_FAILURE
 

@@ -63,25 +63,18 @@ def children_of(
     trainer.gpus = config.train.gpu
     evaluators = [evaluator_child(config, arguments, logs / "evaluator.log")] if config.eval.gpu else []
     if config.search.engine == "vllm" and asked_gpus(config):
-        _measure_alone([*searchers, *evaluators], trainer, list_gpus() if present is None else present)
+        # Those on one GPU start one after the other, the trainer last: vLLM takes what others allocate during its start
+        # for its own, and fails if they free memory (docs/decisions/0046-engines-measure-alone.md).
+        engines, gpus = [*searchers, *evaluators], list_gpus() if present is None else present
+        for number, one in enumerate([*engines, trainer]):
+            one.behind = [engine for engine in engines[:number] if shared_gpus(engine.gpus, one.gpus, gpus)]
     return Roles(child("buffer", ["buffer", "serve", *arguments]), searchers, evaluators, trainer)
 
 
-def _measure_alone(engines: Sequence[Child], trainer: Child, present: Sequence[Gpu]) -> None:
-    """Have the children on one GPU start one after the other: the engines, then the trainer.
-
-    vLLM takes what others allocate during its start for its own, and fails if they free memory
-    (docs/decisions/0046-engines-measure-alone.md).
-    """
-    for number, child in enumerate([*engines, trainer]):
-        child.behind = [engine for engine in engines[:number] if shared_gpus(engine.gpus, child.gpus, present)]
-
-
 class Launcher:
-    """Buffer, searchers, trainer and an evaluator of one configuration. `arguments` are passed on to every child.
+    """Buffer, searchers, trainer and an evaluator, all with these `arguments`.
 
-    The other children start when this launcher's buffer is ready. Until then another buffer may answer at its address,
-    and they would join that one.
+    The others start when the buffer is ready: another one may answer at its address until then.
     """
 
     def __init__(self, config: Config, arguments: Sequence[str], *, resume: bool) -> None:
@@ -94,10 +87,7 @@ class Launcher:
         self._supervisor = Supervisor(roles.all, config.launch)
 
     def run(self, stop: Callable[[], bool], display: Display) -> bool:
-        """Run until the trainer has made its last step (True) or `stop()` (False). No child outlives this call.
-
-        Raises TbaError with the end of its log if a child fails for good.
-        """
+        """Run until the last step (True) or `stop()` (False); no child outlives this. Raises TbaError if one fails."""
         client = monitor(self._config, "launcher")
         with closing(client), self._supervisor:
             evaluates = False
@@ -151,8 +141,7 @@ class Launcher:
     def _end(self) -> None:
         """Stop the trainer first (it saves a checkpoint), the buffer last (it stores what the others deliver).
 
-        A process that is still loading its model has nothing to save or deliver, and may not react to SIGTERM before
-        the model is loaded: it is killed.
+        What is still loading has nothing to save, and may not react to SIGTERM: it is killed.
         """
         drain = drain_seconds(self._config)
         loading = [child for child in (self._trainer, *self._searchers, *self._evaluators) if not child.ready]
@@ -201,10 +190,9 @@ def before_and_after(rows: Sequence[Row]) -> str:
 def evaluate_in_child(
     config: Config, arguments: Sequence[str], stop: Callable[[], bool], tell: Callable[[str], None]
 ) -> bool:
-    """Run `tba eval --all` as a child, with its output in a log. It is the last thing that `tba run` does.
+    """Run `tba eval --all` as a child. `tell` receives which snapshot is evaluated, of how many.
 
-    `tell` receives which snapshot is evaluated, of how many. Returns False if stopped. Raises TbaError if the child
-    fails.
+    Returns False if stopped. Raises TbaError if the child fails.
     """
     log_file = config.run.dir / run_files.LOGS / "eval.log"
     environment = one_thread_each(config)
@@ -242,10 +230,7 @@ def _run_once(
 
 
 def download_models(config: Config, report: Callable[[str], None]) -> None:
-    """Bring the models of the hub that this run uses to this machine, before any of its processes needs one.
-
-    `report` receives a sentence for each. Raises ConfigError if one cannot be had, before anything is downloaded.
-    """
+    """Download the hub's models of a run, telling `report`. Raises ConfigError before any download."""
     models = hub_models(config)
     for key, path in models.items():
         report(check_hub(path, setting=key))
@@ -254,10 +239,9 @@ def download_models(config: Config, report: Callable[[str], None]) -> None:
 
 
 def check_task_in_child(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:
-    """Load the task in a child, as the searchers will, or until `stop()`: its code may end or fill the process.
+    """Load the task in a child, or until `stop()`: its code may end or fill the process.
 
-    Raises TaskError if the task does not load, TbaError for another failure, such as a lack of memory. Raises
-    AddressInUse before it loads the task, which may take minutes.
+    Raises AddressInUse first, TaskError if the task does not load, TbaError for another failure.
     """
     check_address(config)
     with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:

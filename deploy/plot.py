@@ -48,10 +48,7 @@ class Curve:
 
 
 def read_curve(directory: Path, run: str | None = None) -> Curve:
-    """Read the records of a run; `run` is its name, by default that of its newest evaluation.
-
-    Raises UsageError if nothing was trained in the directory.
-    """
+    """Read a run, by default that of the newest evaluation. Raises UsageError if nothing was trained there."""
     metrics = read_json_lines(directory / run_files.METRICS)
     if not metrics:
         raise UsageError(
@@ -66,10 +63,7 @@ def read_curve(directory: Path, run: str | None = None) -> Curve:
 
 
 def draw(directory: Path, *, run: str) -> Path:
-    """Draw `run.png` in the directory of the run of this name, and return its path.
-
-    Raises UsageError if nothing was trained there.
-    """
+    """Draw `run.png` of a run in its directory. Raises UsageError if nothing was trained there."""
     return draw_curves([read_curve(directory, run)], directory / PICTURE_FILE, x="steps")
 
 
@@ -83,7 +77,9 @@ def draw_curves(curves: Sequence[Curve], picture: Path, *, x: str) -> Path:
     import matplotlib.pyplot as plt
 
     kl = _front(curves, "kl", "KL to the reference (nats per response)")
-    fronts = [front for front in (kl, _diversity_front(curves)) if front]
+    has = {name for curve in curves for row in curve.evaluations for name in row}
+    diversity = next((name for name in _DIVERSITY if name in has), "")
+    fronts = [front for front in (kl, _front(curves, diversity, diversity.replace("_", " "))) if front]
     figure = plt.figure(figsize=(8 + 4 * bool(fronts), 6))
     grid = figure.add_gridspec(6, 3 if fronts else 2)
     upper = figure.add_subplot(grid[:4, :2])
@@ -148,12 +144,6 @@ def _draw_staleness(axis: Any, curves: Sequence[Curve], x: str) -> None:
         axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     axis.set(xlabel=AXES[x], ylabel="staleness (steps)")
     axis.locator_params(axis="x", integer=True)
-
-
-def _diversity_front(curves: Sequence[Curve]) -> Callable[[Any], None] | None:
-    has = {name for curve in curves for row in curve.evaluations for name in row}
-    name = next((name for name in _DIVERSITY if name in has), None)
-    return None if name is None else _front(curves, name, name.replace("_", " "))
 
 
 def _front(curves: Sequence[Curve], name: str, label: str) -> Callable[[Any], None] | None:

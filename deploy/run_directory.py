@@ -9,13 +9,14 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tba.common import run_files
 from tba.common.config import Config
+from tba.common.config.layers import ENVIRONMENT_PREFIX
 from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, TbaError, UsageError
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
@@ -43,11 +44,7 @@ def holds_run(config: Config) -> bool:
 
 
 def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume: bool) -> None:
-    """Raise UsageError if a run must not start in run.dir, ConfigError if the directory belongs to another run.
-
-    It holds a finished run with all its steps, or one that is not resumed, or none to resume. `results` are those of
-    the runs in its database.
-    """
+    """Raise UsageError if a run must not start in run.dir, ConfigError if the directory belongs to another run."""
     directory, name = config.run.dir, config.run.name
     found = [RunIdentity(result["run"], result.get("source") or "") for result in results]
     # An offline run is alone in its database wherever that is, as `tba.buffer.store.starts` has it.
@@ -73,10 +70,7 @@ def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume
 
 @contextlib.contextmanager
 def sole_launcher(config: Config) -> Iterator[None]:
-    """Hold the run's directory while the block runs, after a check that the buffer's address is free.
-
-    Raises RunTaken if another `tba run` holds it, and AddressInUse after it has removed the directories it created.
-    """
+    """Hold the run's directory in the block. Raises RunTaken, or AddressInUse after removing what it created."""
     directory = config.run.dir
     created = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     lock_file = directory / run_files.LAUNCH_LOCK
@@ -108,10 +102,7 @@ def mark_failed(config: Config, error: TbaError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The last `tba run` of a directory: which process it is or was, whether it ended in order, and why it gave up.
-
-    `evaluates` is what it does after the last step, in words; "" before and at its end.
-    """
+    """The last `tba run`: its process, whether it is ending, why it gave up, and what it does after the last step."""
 
     holder: str
     ending: bool
@@ -134,9 +125,14 @@ def last_launch(directory: Path) -> Launch | None:
     return Launch(lines[0] if lines else "", ending, after(_FAILED), "" if ending else after(_EVALUATES))
 
 
-def resume_command(directory: Path, more: Sequence[str] = ()) -> str:
-    """Return the command that continues the run of a directory with its recorded settings, and `more` on top."""
-    return shlex.join([*own_command(), "run", str(directory), "--resume", *more])
+def resume_command(directory: Path, more: Sequence[str] = (), *, secrets: Iterable[str] = ()) -> str:
+    """Return, in backquotes, the command that continues the run of a directory with its recorded settings.
+
+    `more` are settings on top. `secrets` are the keys that it needs again, which no run records.
+    """
+    variables = " and ".join(f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}" for key in sorted(secrets))
+    again = f" (set {variables} again: a secret is not recorded)" if variables else ""
+    return f"`{shlex.join([*own_command(), 'run', str(directory), '--resume', *more])}`{again}"
 
 
 def await_previous(config: Config, stop: Callable[[], bool], report: Callable[[str], None]) -> None:

@@ -10,14 +10,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.run import RunSection
-from tba.common.errors import TbaError, quantity
+from tba.common.errors import TbaError, format_time, quantity
 from tba.common.evaluations import read_evaluations
 from tba.common.run_status import STARTING, Facts, State, describe, status_of
 from tba.common.system.durable import is_locked
@@ -60,10 +59,9 @@ def list_runs(directory: Path, read_results: ReadResults) -> list[dict[str, Any]
 
 
 def local_state(config: Config, read_results: ReadResults, status: Status | None = None) -> dict[str, Any] | None:
-    """Return the row of the configured run, None if there is nothing of it on this machine.
+    """Return the row of the configured run, with a sentence on how to go on; None if there is nothing of it here.
 
-    `status` is what its server says, None if none answers. `explanation` is a sentence on its state; of a run that has
-    ended, with its result, and how to go on.
+    `status` is what its server says, None if none answers.
     """
     rows = _rows(config.run.dir, read_results, status)
     name = config.run.name if status is None else status.run_name
@@ -86,7 +84,7 @@ def _how_to_go_on(directory: Path, row: dict[str, Any], end: str) -> str:
     if is_locked(directory / run_files.TRAINER_LOCK):
         return "its trainer waits for the buffer: `tba buffer serve` with the same configuration continues it"
     more = ["--set", f"train.steps={2 * row['planned']}"] if row["state"] == "finished" and row["planned"] else []
-    return f"`{resume_command(directory, more)}` {'extends it' if more else end}"
+    return f"{resume_command(directory, more, secrets=row['secrets'])} {'extends it' if more else end}"
 
 
 def _folders(directory: Path, depth: int) -> Iterator[Path]:
@@ -121,10 +119,9 @@ def _rows(folder: Path, read_results: ReadResults, status: Status | None = None)
 
 
 def served_status(database: Path, result: Mapping[str, Any]) -> Status | None:
-    """Return what the server of a run says, None if none answers. `address` and `keys` of the result lead to it.
+    """Return what the server at a result's `address` says, None if none answers.
 
-    A server is asked only while it holds the lock of the database: a file of other origin must not choose an address
-    that this machine connects to.
+    Asked only while it holds the lock: a file of other origin must not choose where this machine connects to.
     """
     address = result.get("address")
     # The recorded run.dir may be relative to another directory.
@@ -146,27 +143,17 @@ def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str
         "steps": f"{steps}/{planned}" if planned else steps,
         "reward": result.get("reward"),
         "accuracy": last.get("accuracy"),
-        "changed": _utc(result["changed_at"]),
+        "changed": f"{changed} UTC" if (changed := format_time(result["changed_at"])) else "",
         "planned": planned,
         "source": result.get("source"),
+        "secrets": result.get("secrets", []),
         "directory": str(folder),
         "why": "; ".join(filter(None, [why, unknown])),
     }
 
 
-def _utc(seconds: float) -> str:
-    """Format Unix seconds. A time outside the calendar, as an import may have, is empty."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, OSError, ValueError):
-        return ""
-
-
 def state_of(database: Path, result: Mapping[str, Any], status: Status | None) -> State:
-    """Return the state of a run in a database from its `finished` and `steps`, and from what its server says, if any.
-
-    The sentence is "" if the state needs no words.
-    """
+    """Return the state of a run from `finished`, `steps` and what its server says. The sentence may be ""."""
     is_launched = is_locked(database.parent / run_files.LAUNCH_LOCK)
     launch = last_launch(database.parent) if is_launched else None
     if launch is not None and launch.evaluates:

@@ -213,8 +213,8 @@ class Supervisor:
     def _collect(self, child: Child) -> int:
         """Kill a child and its descendants, wait for them, and return the child's exit code.
 
-        The order matters. The session is killed before `wait` frees the child's pid, which is also the session's id
-        and could be given to another process. The guard forgets the session only when no process of it is left.
+        The session is killed before `wait` frees its id, which another process could then get. The guard forgets it
+        last.
         """
         assert child.process is not None
         pid = child.process.pid
@@ -229,10 +229,9 @@ class Supervisor:
         return code
 
     def _reap_orphans(self, *, kill: bool = False) -> None:
-        """Collect the exit codes of adopted processes; `kill` ends those outside every running child's session.
+        """Collect exit codes of adopted processes; `kill` ends those outside every running child's session.
 
-        A killed process leaves its own children to the supervisor, so this repeats until none is left to kill. The
-        deadline is for a process that hangs in a driver and does not die before that call returns.
+        A killed process leaves its children here, so this repeats; the deadline is for one that hangs in a driver.
         """
         living = {child.pid for child in self.children if child.pid}
         known = living | self._foreign | ({self._guard.pid} if self._guard.pid else set())

@@ -21,6 +21,9 @@ from tba.ui.runs import find_runs
 from tba.ui.security import Guard
 from tba.ui.site import FOLDER, LARGEST_NUMBER, Site, make_environment, site_of
 
+# The status of a database that is no buffer, or whose values are malformed.
+_UNREADABLE = 503
+
 
 class _RowConvertor(IntegerConvertor):
     """A number in an address. Python refuses to read one of thousands of digits, and SQLite has 64 bits."""
@@ -35,10 +38,7 @@ register_url_convertor("row", _RowConvertor())
 
 
 def make_app(paths: Sequence[Path], *, token: str | None = None, report: Callable[[str], None] = note) -> Starlette:
-    """Return the application over the runs of directories and database files. `report` receives what is left out.
-
-    Raises UsageError or StorageError if a path leads to no run.
-    """
+    """Return the application over runs; `report` receives what is left out. Raises UsageError or StorageError."""
     site = Site(runs={run.key: run for run in find_runs(paths, report)}, environment=make_environment())
     limit_memory(next(iter(site.runs.values())).database)
     routes = [
@@ -101,7 +101,7 @@ def not_found(request: Request, error: Exception) -> Response:
 
 def refused(request: Request, error: Exception) -> Response:
     """Show an error of a filter or of the database."""
-    status = 400 if isinstance(error, UsageError) else 503
+    status = 400 if isinstance(error, UsageError) else _UNREADABLE
     return _error(request, status, str(error))
 
 
@@ -109,4 +109,5 @@ def _error(request: Request, status: int, sentence: str) -> Response:
     # Keep the navigation of the run.
     run = site_of(request).runs.get(request.path_params.get("run", ""))
     known = {"run": run} if run else {}
-    return site_of(request).page("error.html", http_status=status, code=status, sentence=sentence, **known)
+    title = f"Run {run.name} cannot be read" if run and status == _UNREADABLE else f"Error {status}"
+    return site_of(request).page("error.html", http_status=status, title=title, sentence=sentence, **known)

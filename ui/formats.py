@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from markupsafe import Markup
 
+from tba.common.errors import format_time
 from tba.common.evaluations import represents
 from tba.common.terminal import cell, printable
 
@@ -62,12 +62,7 @@ def of_the_rest(errors: int, rows: int) -> str:
 
 def time_text(seconds: float | None) -> str:
     """Format Unix seconds in UTC. A time outside the calendar, as an import may have, stays a number."""
-    if seconds is None:
-        return "–"
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):
-        return str(seconds)
+    return "–" if seconds is None else format_time(seconds) or str(seconds)
 
 
 def duration(seconds: float | None) -> str:

@@ -30,10 +30,7 @@ _SAMPLE = f"""SELECT t.id, %s(t.reward) AS reward, t.policy_version, t.stop_reas
 
 
 def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
-    """Write the report of the run in a directory or database file, and return its path.
-
-    Raises UsageError if there is no such run, or several and no `name`, or if the file cannot be written.
-    """
+    """Write the report of a run. Raises UsageError if there is no such run, or it cannot be written."""
     runs = find_runs([path], note)
     chosen = choose_run(path, (run.name for run in runs), name, "--run, or name one directory")
     run = next(run for run in runs if run.name == chosen)
@@ -60,7 +57,7 @@ def render(run: Run, rows: PageRows) -> str:
             best=rows.all(_SAMPLE % ("MAX", "DESC"), run.id),
             worst=rows.all(_SAMPLE % ("MIN", "ASC"), run.id),
             newest_count=_NEWEST,
-            settings=[key for key in settings(run.config(rows), run.origins(rows), run.starts(rows)) if key["is_set"]],
+            settings=[key for key in settings(run.starts(rows)) if key["is_set"]],
             # The project's own file.
             style=Markup((FOLDER / "static" / "style.css").read_text(encoding="utf-8")),  # noqa: S704
             **describe(run, rows),

@@ -5,11 +5,10 @@ other than those of this server, so that text which escaped the templates could 
 """
 
 import secrets
-from http.cookies import CookieError, SimpleCookie
-from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,8 +28,8 @@ _HEADERS = {
 class Guard:
     """Middleware. Without a token, only requests whose Host header names the loopback interface are answered.
 
-    A page of another site cannot forge that header, even if the name of that site resolves to 127.0.0.1 (DNS
-    rebinding). With a token, the first request carries it as `?token=`, and later ones as a cookie.
+    A page of another site cannot forge that header (DNS rebinding). With a token, the first request carries it as
+    `?token=`, and later ones as a cookie.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -51,40 +50,30 @@ class Guard:
                 headers["Cache-Control"] = "no-cache" if scope["path"].startswith("/static/") else "no-store"
             await send(message)
 
-        answer = self._refuse(scope, Headers(scope=scope)) or self._app
+        answer = self._refuse(Request(scope)) or self._app
         return await answer(scope, receive, send_confined)
 
-    def _refuse(self, scope: Scope, headers: Headers) -> Response | None:
+    def _refuse(self, request: Request) -> Response | None:
         """Return the reply to a request that goes no further, None for one that does."""
         if self._token is None:
-            if host_name(headers.get("host", "")) in LOOPBACK:
+            if host_name(request.headers.get("host", "")) in LOOPBACK:
                 return None
             return PlainTextResponse("this address answers only requests to 127.0.0.1 or localhost\n", 403)
-        given = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("token")
-        if given is not None and self._is_token(given):
-            return self._enter(scope)
-        if self._is_token(_cookie(headers)) or self._is_token(headers.get("authorization", "").removeprefix("Bearer ")):
+        if self._is_token(request.query_params.get("token", "")):
+            return self._enter(request)
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(request.cookies.get(_COOKIE, "")) or self._is_token(bearer):
             return None
         return PlainTextResponse("add ?token=TOKEN to the address, with the token of `tba ui --token`\n", 401)
 
     def _is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode(), (self._token or "").encode())
 
-    def _enter(self, scope: Scope) -> Response:
+    def _enter(self, request: Request) -> Response:
         """Return a redirect to the same page without the token in its address, and with the token in a cookie."""
-        rest = [(key, value) for key, value in parse_qsl(scope["query_string"].decode("latin-1")) if key != "token"]
+        rest = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
         # A path of two slashes would lead to another host.
-        path = "/" + scope["path"].lstrip("/\\")
+        path = "/" + request.scope["path"].lstrip("/\\")
         response = RedirectResponse(path + (f"?{urlencode(rest)}" if rest else ""), 303)
         response.set_cookie(_COOKIE, self._token or "", httponly=True, samesite="lax")
         return response
-
-
-def _cookie(headers: Headers) -> str:
-    cookies: SimpleCookie = SimpleCookie()
-    try:
-        cookies.load(headers.get("cookie", ""))
-    except CookieError:
-        return ""
-    morsel: Any = cookies.get(_COOKIE)
-    return morsel.value if morsel is not None else ""

@@ -128,8 +128,8 @@ def _window(rows: PageRows, plan: _Plan, cursor: tuple[float, int] | None, size:
 def statements(plan: _Plan, cursor: tuple[float, int] | None) -> list[tuple[str, list[Any]]]:
     """Return the SELECTs of one window with their values, without that of the limit.
 
-    After a cursor there are two: the rest of the rows with its key, then the next keys. With one comparison of pairs,
-    SQLite would read all rows of that key again, and half of all rewards may be equal.
+    After a cursor there are two: the rest of the rows with its key, then the next keys. One comparison of pairs would
+    read all rows of that key again.
     """
     order = plan.order
     sign = "<" if order.descends else ">"

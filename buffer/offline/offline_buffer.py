@@ -7,6 +7,7 @@ Invariant: the recorded file is never written to. The offline run records its ba
 whose rows refer to trajectories of the recorded file.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -18,7 +19,7 @@ from msgspec import structs
 from tba.buffer.offline.recorded_run import RecordedRun, copy_batch, overlay
 from tba.buffer.service.run_state import AsOf
 from tba.buffer.service.service import BufferService
-from tba.buffer.store.starts import OFFLINE, OfflineSource, recorded_source, refuse_other_runs
+from tba.buffer.store.starts import OFFLINE, OfflineSource, record_of, recorded_source, refuse_other_runs
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.common import run_files
@@ -79,32 +80,21 @@ def _refuse_compacted(recorded: RecordedRun) -> None:
     )
 
 
-class RecordedBatches:
-    """The batch source of a replay: copies the recorded batches from the database that `overlay` has attached."""
-
-    def __init__(self, store: Store, run: Run, recorded: RecordedRun) -> None:
-        self._store = store
-        self._run = run
-        self._recorded = recorded
-
-    def record(self, message: messages.SampleBatch) -> None:
-        """Copy the batch of a step. Raises ConfigError if there is none, or one of another shape."""
-        shape = copy_batch(self._store.database, self._run, message.step, self._recorded.run)
-        if shape is None:
-            raise ConfigError(f"{self._recorded.path} has no batch of step {message.step} to replay")
-        if (message.prompts, message.samples) != shape:
-            prompts, samples = shape
-            raise ConfigError(
-                f"step {message.step} was recorded with {prompts} x {samples} trajectories: a replay needs "
-                f"train.prompts_per_step = {prompts} and train.samples_per_prompt = {samples}"
-            )
+def _copy_batch(store: Store, run: Run, recorded: RecordedRun, message: messages.SampleBatch) -> None:
+    """Copy the batch of a step from the recorded run, for a replay. Raises ConfigError if it lacks that batch."""
+    shape = copy_batch(store.database, run, message.step, recorded.run)
+    if shape is None:
+        raise ConfigError(f"{recorded.path} has no batch of step {message.step} to replay")
+    if (message.prompts, message.samples) != shape:
+        prompts, samples = shape
+        raise ConfigError(
+            f"step {message.step} was recorded with {prompts} x {samples} trajectories: a replay needs "
+            f"train.prompts_per_step = {prompts} and train.samples_per_prompt = {samples}"
+        )
 
 
 class OfflineBuffer:
-    """The buffer of an offline run. Several threads may use clients of it.
-
-    Raises ConfigError unless run.dir is new, or belongs to an offline run of the same source.
-    """
+    """The buffer of an offline run, for clients in several threads. Raises as `_as_first_started`."""
 
     def __init__(
         self, config: Config, recorded: RecordedRun, *, replay: bool, origins: Mapping[str, str] | None = None
@@ -121,7 +111,7 @@ class OfflineBuffer:
             newest_trajectory=recorded.newest_trajectory,
             replay=replay,
         )
-        settings = {**config.model_dump(mode="json"), OFFLINE: asdict(source)}
+        settings = {**record_of(config), OFFLINE: asdict(source)}
         run = self._store.open_run(
             config.run.name, seed=config.run.seed, config=settings, software=software(), origins=origins
         )
@@ -133,7 +123,7 @@ class OfflineBuffer:
             config,
             SystemClock(),
             as_of=AsOf(recorded.step, recorded.policy_steps),
-            batches=RecordedBatches(self._store, run, recorded) if replay else None,
+            record_batch=functools.partial(_copy_batch, self._store, run, recorded) if replay else None,
         )
         if recorded.compacted and not replay:
             log.warning("compacted trajectories cannot be sampled", trajectories=recorded.compacted)
@@ -222,8 +212,7 @@ def train_offline(
 ) -> None:
     """Run a trainer on a recorded run; with `replay`, on its batches, and then print how far the losses differ.
 
-    `run_trainer` accepts the keyword `dial`, the function that connects it to the buffer. `origins` says what set each
-    dotted key of `config`, and is recorded.
+    `run_trainer` takes `dial`, which connects it to the buffer. `origins` (what set each key) are recorded.
     """
     if replay and recorded.step < config.train.steps:
         steps = quantity(recorded.step, "trained step")
@@ -232,13 +221,9 @@ def train_offline(
     try:
         run_trainer(dial=buffer.client)
         if replay:
-            typer.echo(_summary(*buffer.compare_losses()))
+            compared, difference = buffer.compare_losses()
+            same = "bit for bit the same" if difference == 0.0 else f"largest difference {difference:.3g}"
+            sentence = f"replayed {quantity(compared, 'step')}; losses: {same}"
+            typer.echo(sentence if compared else "no step whose loss could be compared with the recorded one")
     finally:
         buffer.close()
-
-
-def _summary(steps: int, difference: float) -> str:
-    if steps == 0:
-        return "no step whose loss could be compared with the recorded one"
-    same = "bit for bit the same" if difference == 0.0 else f"largest difference {difference:.3g}"
-    return f"replayed {quantity(steps, 'step')}; losses: {same}"

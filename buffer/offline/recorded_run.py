@@ -18,11 +18,11 @@ from tba.common.errors import ConfigError, StorageError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A recorded run at a step of its history.
+    """A recorded run at a step of its history, by default its end (`at_end`).
 
-    `at_end`: no step was requested. `policy_steps` maps each policy version to its optimiser step. `losses` are those
-    of the steps before. `compacted_steps` are steps before whose batches lost tokens to `tba buffer prune --tokens`.
-    `compacted` is the number of trajectories that lost theirs.
+    `policy_steps` maps each policy version to its optimiser step. `losses` are those of the steps before;
+    `compacted_steps` those before whose batches lost tokens to `tba buffer prune --tokens`, and `compacted` counts
+    these trajectories.
     """
 
     path: Path
@@ -51,10 +51,9 @@ WHERE run = ? AND id <= ? AND error IS NULL AND compacted_at IS NOT NULL AND arc
 
 
 def read_recorded_run(path: Path, *, run: str | None, as_of: int | None) -> RecordedRun:
-    """Read a recorded run. `run` may be None if the file holds one run; `as_of` None means its end.
+    """Read a recorded run; `run` None is the only one of the file, `as_of` None its end.
 
-    Raises UsageError for a file, run or step that does not exist, ConfigError for a file that is not a buffer database
-    of this release.
+    Raises UsageError for a file, run or step that does not exist, ConfigError for a file that is no buffer.
     """
     try:
         with open_reader(path) as connection:
@@ -119,8 +118,7 @@ _COPIED = (
 def overlay(database: DatabaseFile, run: Run, recorded: Path, recorded_run: int, newest: int) -> None:
     """Shadow our prompts, trajectories and archives with those of another database, up to trajectory id `newest`.
 
-    SQLite resolves a table name to a temporary view of that name first, so every query reads the recorded rows.
-    Statements that write name other tables, which stay our own.
+    SQLite resolves a name to a temporary view first. Statements that write name other tables, which stay our own.
     """
     # Archived tokens count as present: `Trajectories.payloads` reads them.
     instead = {"run": f"{run.id} AS run", "compacted_at": "IIF(archive IS NULL, compacted_at, NULL) AS compacted_at"}
@@ -140,10 +138,7 @@ def overlay(database: DatabaseFile, run: Run, recorded: Path, recorded_run: int,
 
 
 def copy_batch(database: DatabaseFile, run: Run, step: int, recorded_run: int) -> tuple[int, int] | None:
-    """Record the batch that the run of `overlay` had at a step as our own.
-
-    Returns its (prompts, samples), or None if there is none.
-    """
+    """Record the batch of a step of the recorded run as our own. Returns its (prompts, samples), None without one."""
     cursor = database.execute(
         f"INSERT INTO batches (run, {_COPIED}) SELECT ?, {_COPIED} FROM recorded.batches "  # noqa: S608
         "WHERE run = ? AND step = ?",

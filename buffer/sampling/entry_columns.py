@@ -90,11 +90,6 @@ class EntryColumns:
         row = bisect_left(self.id, id_)
         return row if row < len(self.id) and self.id[row] == id_ else NONE
 
-    def should_compact(self, live: int) -> bool:
-        """Whether a quarter of the rows is removed: compaction then costs each entry the copying of three rows."""
-        removed = len(self.id) - live
-        return removed > 1024 and removed * 4 > len(self.id)
-
     def compact(self) -> npt.NDArray[np.int32]:
         """Drop the removed rows. Return the new row of each old one, for `renumbered`."""
         live = np.frombuffer(self.state, np.uint8) != REMOVED

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from tba.buffer.sampling.entry_columns import NONE, REMOVED, TRAINED, Block, EntryColumns, renumbered
 from tba.buffer.sampling.rules import Keep, Limits
@@ -100,7 +101,9 @@ class SamplingIndex:
             self.left["max_trajectories" if is_full else "max_payload_bytes"] += 1
             self._remove_oldest()
         self._note_change(ordinal)
-        if self.columns.should_compact(self._rows):
+        removed = len(self.columns) - self._rows
+        # A quarter of the rows: compaction then costs each entry the copying of three rows.
+        if removed > 1024 and removed * 4 > len(self.columns):
             self.compact()
 
     def mark_trained(self, ids: Iterable[int]) -> None:
@@ -223,14 +226,10 @@ class SamplingIndex:
         self.payload_bytes -= self.columns.payload_bytes[row]
 
 
-_MASK = (1 << 64) - 1
-
-
 def surplus(columns: EntryColumns, head: int, keep: Keep) -> tuple[int, int]:
     """Return the entry that leaves a prompt with one entry too many: (the row before it or NONE, its row).
 
-    newest: the oldest leaves. best: the lowest reward leaves, the oldest of equal ones. reservoir: the largest keyed
-    hash of the id leaves; the entries with the smallest hashes are a uniform sample of all that arrived.
+    newest: the oldest leaves; best: the lowest reward, the oldest of equal ones; reservoir: the largest keyed hash.
     """
     if keep == "newest":
         return NONE, head
@@ -251,12 +250,5 @@ def _least(columns: EntryColumns, head: int, values: "array[int] | array[float]"
 
 
 def keyed_hash(seed: int, id_: int) -> int:
-    """Hash a seed and an id to 64 well-mixed bits: the finaliser of SplitMix64, applied twice."""
-    return _mix(_mix(seed & _MASK) ^ id_)
-
-
-def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+    """Hash a seed and an id to 64 bits."""
+    return xxhash.xxh3_64_intdigest(id_.to_bytes(8, "little"), seed)

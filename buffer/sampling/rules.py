@@ -27,10 +27,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """How batches are drawn; `BufferSection` documents each field, `TrainSection` the last one.
-
-    `recency_window` None is "auto".
-    """
+    """How batches are drawn, as `BufferSection` documents; `publish_every` is the trainer's. None is "auto"."""
 
     recency_fraction: float
     recency_window: int | None
@@ -60,10 +57,7 @@ _Settings = TypeVar("_Settings", Limits, SamplingRules)
 
 
 def from_section(kind: type[_Settings], section: BufferSection, **others: int) -> _Settings:
-    """Fill a settings class from the fields of `[buffer]` with the same names.
-
-    "unbounded" and "auto" become None.
-    """
+    """Fill a settings class from the fields of `[buffer]`; "unbounded" and "auto" become None."""
     values: dict[str, Any] = {**others}
     for field in fields(kind):
         if field.name not in others:

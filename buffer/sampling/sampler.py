@@ -130,11 +130,7 @@ _TABLES = 2
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The groups of a batch, and what the recency rule found.
-
-    `recency_groups` were drawn by that rule; `recency_missed` of them have no data within `recency_window`, which is in
-    optimiser steps.
-    """
+    """The groups of a batch. `recency_groups` came by recency; `recency_missed` have no data in the window (steps)."""
 
     groups: list[list[Entry]]
     recency_window: int
@@ -151,10 +147,9 @@ class _Ages:
 
 
 class Sampler:
-    """What batches are drawn from: the index, and what is derived from it. The index does not know the sampler.
+    """Draws batches from the index, which does not know it.
 
-    Invariant: the same index, step and generator give the same batch, also after the index was rebuilt. What is kept
-    between batches only saves time.
+    Invariant: the same index, step and generator give the same batch, also after the index was rebuilt.
     """
 
     def __init__(self, index: SamplingIndex, rules: SamplingRules, *, samples: int = 1) -> None:
@@ -167,10 +162,7 @@ class Sampler:
         self._table(rules.need(samples))
 
     def sample(self, *, step: int, groups: int, samples: int, rng: np.random.Generator) -> Draw | Shortage:
-        """Draw `groups` different prompts with `samples` entries each, for the given optimiser step.
-
-        The age of data counts from `step`.
-        """
+        """Draw `groups` different prompts with `samples` entries each, for an optimiser step, from which age counts."""
         rules = self.rules
         if len(self.index) < rules.min_fill:
             least = quantity(rules.min_fill, "trajectory", "trajectories")
@@ -315,12 +307,7 @@ def _by_age(table: PromptTable, eligible: Mask, ages: _Ages) -> Iterator[Mask]:
 def _descending(score: Vector, members: Mask) -> Ordinals:
     """Return the members with the highest score first, of equal ones the lowest ordinal."""
     prompts = np.flatnonzero(members)
-    # At 100,000 prompts this takes a fifth of the time of a stable sort. NumPy's fastest sorts are not stable: equal
-    # scores get the same number, and a second sort puts those with the same number in order.
-    order = np.argsort(-score[prompts])
-    found = score[prompts[order]]
-    distinct = np.concatenate([[0], (found[1:] != found[:-1]).cumsum()])[: len(prompts)]
-    descending: Ordinals = prompts[np.sort(distinct * len(prompts) + order) % max(1, len(prompts))]
+    descending: Ordinals = prompts[np.argsort(-score[prompts], kind="stable")]
     return descending
 
 

@@ -31,11 +31,7 @@ _OTHERS_PER_PEER = 128
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that passed all checks.
-
-    `bytes` is its approximate cost in memory: a small put is mostly Python objects. Times are monotonic; a request
-    that cannot be answered yet is parked until `deadline`.
-    """
+    """A request that passed all checks. `bytes` is its approximate cost in memory; times are monotonic."""
 
     peer: Peer
     header: RequestHeader
@@ -83,17 +79,13 @@ class Mailbox:
         self._batches_from = -math.inf
         self.dropped = 0
         self._others: deque[Arrival] = deque()
-        self._bytes = 0
-
-    @property
-    def bytes(self) -> int:
-        """Memory of all queued arrivals."""
-        return self._bytes
+        # Memory of all queued arrivals.
+        self.bytes = 0
 
     @property
     def full(self) -> bool:
         """Whether the network must stop reading."""
-        return self._bytes >= self._limit
+        return self.bytes >= self._limit
 
     @property
     def empty(self) -> bool:
@@ -113,7 +105,7 @@ class Mailbox:
             self._of_peer[counted] += 1
             if not arrival.is_urgent:
                 self._other_ids.add(request)
-            self._bytes += arrival.bytes
+            self.bytes += arrival.bytes
             # No process waits for the reply to a heartbeat. Those of a thousand searchers would wake the writer, and
             # then the network, a thousand times per second: this way they are answered together.
             if isinstance(arrival.message, messages.Heartbeat):
@@ -123,9 +115,9 @@ class Mailbox:
             queue.append(arrival)
             self._changed.notify_all()
 
-    def note_batch(self, seconds: float, now: float) -> None:
+    def note_batch(self, seconds: float) -> None:
         """Give puts as much time as the batches of the last transaction took, if any puts wait."""
-        self._batches_from = now + seconds
+        self._batches_from = time.monotonic() + seconds
 
     def wake(self) -> None:
         """Make `take` return immediately."""
@@ -148,7 +140,7 @@ class Mailbox:
             taken += self._take_group()
             self._of_peer -= Counter((arrival.peer, arrival.is_urgent) for arrival in taken)
             self._other_ids.difference_update((arrival.peer, arrival.header.id) for arrival in taken)
-            self._bytes -= sum(arrival.bytes for arrival in taken)
+            self.bytes -= sum(arrival.bytes for arrival in taken)
             return taken
 
     def _take_group(self) -> list[Arrival]:

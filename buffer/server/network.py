@@ -56,8 +56,7 @@ def _is_large(frames: Frames) -> bool:
 class Network:
     """Owns the channel while its thread runs.
 
-    The writer answers `rejections`, malformed requests as (peer, request id, error code, sentence). `undeliverable`
-    counts replies whose peer had disconnected.
+    The writer answers `rejections`: (peer, request id, error code, sentence). `undeliverable` counts lost replies.
     """
 
     def __init__(self, channel: ServerChannel, mailbox: Mailbox, clock: Clock) -> None:

@@ -79,10 +79,9 @@ class Sample:
 
 
 class MetricsEndpoint(Collector):
-    """Serves samples, each with the label `run`, and the CPU and memory use of this process.
+    """Serves samples, each with the label `run`, and the CPU and memory use of this process, one request after another.
 
-    One thread answers one request after another: connections start none. Raises OSError if the port is taken,
-    OverflowError if no port has that number.
+    Raises OSError if the port is taken, OverflowError if no port has that number.
     """
 
     def __init__(self, host: str, port: int, run: str) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
-from tba.buffer.service.stall import StallWatch
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import refuse_other_runs
+from tba.buffer.store.starts import record_of, refuse_other_runs
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
 from tba.common.config import Config
@@ -43,7 +42,7 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
         store = resources.enter_context(contextlib.closing(Store(config.database, durability=config.buffer.durability)))
         refuse_other_runs(config)
         refuse_other_work(config)
-        settings = {**config.model_dump(mode="json"), MODEL_WEIGHTS: model_weights(config)}
+        settings = {**record_of(config), MODEL_WEIGHTS: model_weights(config)}
         run = store.open_run(
             config.run.name, seed=config.run.seed, config=settings, software=software(), origins=origins
         )
@@ -57,7 +56,6 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
         keep_freed_memory()
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.set_threshold(_COLLECT_EVERY, 20, 100)
-        stalls = StallWatch(service.state.clock)
         endpoint = None
         if config.metrics.prometheus:
             from tba.buffer.server.prometheus import open_endpoint
@@ -66,7 +64,7 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
                 resources.callback(endpoint.close)
         queue_bytes = config.buffer.queue_mib << 20
         with objects_frozen():
-            BufferServer(channel, service, queue_bytes=queue_bytes, stalls=stalls, endpoint=endpoint).run(stop)
+            BufferServer(channel, service, queue_bytes=queue_bytes, endpoint=endpoint).run(stop)
     log.info("stopped")
 
 

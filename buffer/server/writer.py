@@ -49,10 +49,7 @@ _Outcome = ReplyBody | Refused | None
 
 
 class BufferServer:
-    """Connects a channel with a service. `run` is the writer thread; `queue_bytes` limits unanswered requests.
-
-    `stalls` follows the stall of the run, if it is given; `endpoint` shows the run to Prometheus.
-    """
+    """Connects a channel with a service. `run` is the writer thread; `queue_bytes` limits unanswered requests."""
 
     def __init__(
         self,
@@ -60,7 +57,6 @@ class BufferServer:
         service: BufferService,
         *,
         queue_bytes: int,
-        stalls: StallWatch | None = None,
         endpoint: "MetricsEndpoint | None" = None,
     ) -> None:
         self._channel = channel
@@ -70,7 +66,7 @@ class BufferServer:
         self._network = Network(channel, self._mailbox, self._clock)
         self._admission = Admission(service.state.clients, channel.keys.admitted if channel.keys else None)
         self._parked = Parked()
-        self._stalls = stalls
+        self._stalls = StallWatch(self._clock)
         self._endpoint = endpoint
         self._look_for_stalls_at = -math.inf
         # When to look for overdue requests and expired leases again: that takes a look at all of them.
@@ -94,7 +90,7 @@ class BufferServer:
     def _look_for_stalls(self) -> None:
         """Find the stall of the run twice a second, and show it to systemd."""
         now = self._clock.monotonic()
-        if self._stalls is None or now < self._look_for_stalls_at:
+        if now < self._look_for_stalls_at:
             return
         self._look_for_stalls_at = now + _STALLS_SECONDS
         try:
@@ -137,8 +133,7 @@ class BufferServer:
         woken, refusals = self._admit(self._woken(has_news=bool(arrived)))
         replies += refusals + self._answer(woken)
         if any(arrival.is_batch for arrival in arrived):
-            finished = time.monotonic()
-            self._mailbox.note_batch(finished - started, finished)
+            self._mailbox.note_batch(time.monotonic() - started)
         if not replies:
             return
         run, state = self._service.state.run.uuid, self._service.state.for_replies()

@@ -47,7 +47,10 @@ class Admission:
     def check(self, peer: Peer, header: RequestHeader) -> None:
         """Raise Refused if this connection may not send this message, or not in the name of this sender."""
         try:
-            self._check_role(header)
+            allowed = MAY_SEND[header.type]
+            if header.role not in allowed:
+                roles = " or ".join(allowed)
+                raise Refused("not_allowed", f"{header.type} is refused from a {header.role}: {roles} only")
             self._check_key(peer, header)
             self._check_owner(peer, header)
             self._check_trainer(header)
@@ -62,11 +65,6 @@ class Admission:
                 reason=str(refusal).encode("unicode_escape").decode(),
             )
             raise
-
-    def _check_role(self, header: RequestHeader) -> None:
-        allowed = MAY_SEND[header.type]
-        if header.role not in allowed:
-            raise Refused("not_allowed", f"{header.type} is refused from a {header.role}: {' or '.join(allowed)} only")
 
     def _check_key(self, peer: Peer, header: RequestHeader) -> None:
         """Refuse a key that was revoked, on the connections that it has opened before, or that has other roles.

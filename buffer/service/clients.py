@@ -26,7 +26,7 @@ class Client:
     `seen_at` and `activity_at`, when its activity last changed, are monotonic. `owner`: what a connection must have to
     use its name (`admission`). `replaced`: a later start of the same name has said hello. `held_back`: why its last
     lease request is parked. `serves`: the address at which its node serves snapshots. `has_worked`: it has leased, put
-    or the like, and not only said who it is. `warning`: what is wrong with the training, as the trainer says.
+    or the like.
     """
 
     role: fields.Role
@@ -134,8 +134,7 @@ class Clients:
     def _forget_one(self) -> bool:
         """Forget a client that nothing depends on. Returns False if there is none.
 
-        The next choice is the one heard least recently that has not worked yet: if it is a searcher that loads its
-        model, its next heartbeat brings it back. The last is one of an owner with very many names.
+        Else the one without work that is heard least, whose next message brings it back, or one of too many names.
         """
         for sender, client in self._by_sender.items():
             if client.role in ("monitor", "importer") or client.activity == GONE or self.is_silent(sender):
@@ -175,11 +174,7 @@ class Clients:
         return client if client.activity != GONE and now - client.seen_at < SILENT_SECONDS else None
 
     def admit_trainers(self, trainers: Sequence[tuple[str, str]]) -> None:
-        """Take over all trainers that the run has had, (sender, host), oldest first. Only the last is admitted.
-
-        An earlier one that was cut off and comes back would continue with steps of its own and announce weights that
-        belong to no recorded batch.
-        """
+        """Take over all trainers, (sender, host), oldest first; only the last is admitted, and others may not go on."""
         if trainers:
             self._trainer = trainers[-1]
             self._replaced = {sender for sender, _ in trainers[:-1]}
@@ -191,8 +186,9 @@ class Clients:
     def sources_of(self, address: str) -> list[str]:
         """Return the addresses of the nodes that a serving node asks for snapshots before the trainer, nearest first.
 
-        The nodes are numbered as they came, and node i has node (i - 1) // 2 before it: none serves more than two, and
-        no two wait for each other. The searchers of a node have one address.
+        Node i, numbered as they came, has node (i - 1)
+
+        2 before it: none serves more than two, and no two wait for each other.
         """
         if address not in self._count_living().nodes:
             self.recount()

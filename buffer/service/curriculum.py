@@ -32,10 +32,7 @@ class Curriculum:
         self._answers[prompt] = bits & self._mask, min(count, settings.answers)
 
     def decide(self, epoch: int, order: Sequence[int], least: int) -> list[Decision]:
-        """Return the decisions for an epoch whose prompts, in their order, are `order`; `least` of them are kept.
-
-        If too many are solved, those with the lowest pass rates are kept.
-        """
+        """Return the decisions for an epoch with this order of prompts. `least` are kept, the hardest first."""
         settings = self._settings
         solved, unsolved = [], []
         for prompt in order if settings.is_on else ():

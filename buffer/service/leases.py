@@ -97,11 +97,7 @@ class LeaseBook:
         return len(held)
 
     def close(self, visit_id: int, prompt: int, sender: str) -> bool:
-        """Close a visit that a sender has answered.
-
-        Returns False, and closes nothing, if the visit is not open, is of another prompt, or is leased to another
-        sender.
-        """
+        """Close a visit that was answered. False if it is not open, of another prompt, or leased to another."""
         visit = self.open.get(visit_id)
         if visit is None or visit.prompt != prompt or visit.sender not in (sender, None):
             return False

@@ -20,8 +20,8 @@ _REGISTRATION_SECONDS = 10.0
 class _Room:
     """How many prompts all searchers together may lease now, and why not more.
 
-    `oldest_useful`: the step from which on weights are recent enough; None if any are. `target`: the prompts that are
-    divided among the searchers, None without a limit on staleness.
+    `oldest_useful`: the first step whose weights are recent enough, None if any are. `target`: None without a limit on
+    staleness.
     """
 
     prompts: int
@@ -136,8 +136,7 @@ class Leasing:
     def with_room(self, waiting: Iterable[tuple[str, messages.LeasePrompts]]) -> list[str]:
         """Return the senders whose parked requests can be answered now, the first ones first.
 
-        The room is computed once for all. Each of the senders gets at least one prompt, unless those before it take
-        more than one. So the work is bounded by what is granted, not by how many wait.
+        Each gets at least one prompt of the common room: the work is bounded by what is granted.
         """
         version = self._state.newest.version if self._state.newest else -1
         if version != self._answered_version:
@@ -218,11 +217,7 @@ class Leasing:
         return shared.oldest_useful is None or (version is not None and version.step >= shared.oldest_useful)
 
     def _room_by_rate(self) -> int:
-        """Return how many prompts the ratio of samples to inserts leaves room for.
-
-        It holds no searcher back while a living trainer lacks prompts: the inserted trajectories may be of too few
-        prompts, or too much alike, for a batch.
-        """
+        """Return how many prompts samples per insert leave room for; any number while a trainer lacks prompts."""
         state = self._state
         samples = state.config.search.samples_per_prompt
         room = state.rate.room(state.trajectories, state.leases.leases * samples, state.sampled)

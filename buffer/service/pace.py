@@ -24,10 +24,7 @@ _WARN_SECONDS = 300.0
 
 
 class StepMetrics:
-    """The metrics of the last reported step, and sums over the reports since the server's start, by name.
-
-    Sums are of `tokens`, `skipped`, and the seconds of each phase.
-    """
+    """The metrics of the last reported step, and sums of `tokens`, `skipped` and phases since the server's start."""
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
@@ -46,10 +43,10 @@ class StepMetrics:
 
 
 class Pace:
-    """Times since the last step and the last row, and of the trainer's wait, in seconds.
+    """Seconds since the last step and the last row, and of the trainer's wait, from the start of the server.
 
-    `waits_for` is why the trainer waits for a batch, or an empty string. `rows_since_step` have arrived since the last
-    step, `errors_since_step` of them with an error. Everything counts from the start of the server.
+    `waits_for` is why the trainer waits for a batch, or "". `rows_since_step` arrived since the last step,
+    `errors_since_step` of them with an error.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -67,10 +64,7 @@ class Pace:
         self._left_then: Counter[str] = Counter()
 
     def wait_for(self, reason: str, have: tuple[int, int] = (0, 0), left: Counter[str] | None = None) -> None:
-        """Record why the trainer waits for a batch, with an empty string that it does not.
-
-        `have` is how much there is of what the batch needs, and to sample; `left` how much left sampling, by key.
-        """
+        """Record why the trainer waits ("": not), what its batch and sampling have, and what left sampling."""
         now, self._left = self._clock.monotonic(), Counter(left)
         if begins := bool(reason and not self.waits_for):
             self._waits_at = now
@@ -133,9 +127,8 @@ class Pace:
 
 
 class Counters:
-    """Counts of committed puts and of rejections, and the duration of commits.
+    """Counts of committed puts and of rejections by code, and the duration of commits.
 
-    `rejected` counts messages that got an error reply, by code; `duplicates` counts rows that came again.
     The writer sets `queued_bytes`, `stalled_seconds`, and `storage_error`: why the last transaction failed, until one
     succeeds.
     """
@@ -185,10 +178,7 @@ class Counters:
 
 
 class DataLag:
-    """Counts the batches that were asked for by recency and found no data within the window.
-
-    `sentence` describes the last batch if it was one, and is empty otherwise.
-    """
+    """Counts batches that recency found no data for; `sentence` describes the last batch if it was one, else ""."""
 
     def __init__(self, clock: Clock) -> None:
         self.batches = 0

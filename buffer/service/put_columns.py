@@ -55,10 +55,7 @@ class PutColumns:
 
 
 def to_columns(request: Request) -> Message | PutColumns:
-    """Return the columns of a put, and any other message unchanged.
-
-    Raises WireError for values that the database cannot hold.
-    """
+    """Return the columns of a put, any other message unchanged. Raises WireError for what no database can hold."""
     message, frames = request.message, request.frames
     if not isinstance(message, PutTrajectories):
         return message
@@ -101,10 +98,7 @@ def _versions(counts: Sequence[int], frame: memoryview) -> list[tuple[int, ...]]
 
 
 def _hash(prompt: memoryview, response: memoryview) -> int:
-    """Return a 64-bit hash of prompt and response tokens, as the signed integer that SQLite stores.
-
-    The first contexts of a prompt's episodes may differ.
-    """
+    """Return a 64-bit hash of prompt and response, signed as in SQLite. An episode's first context may differ."""
     digest = xxhash.xxh3_64_digest(response, seed=xxhash.xxh3_64_intdigest(prompt))
     return int.from_bytes(digest, "little", signed=True)
 
@@ -122,10 +116,9 @@ def _depth(value: Any) -> int:
 
 
 def _metadata(rows: Sequence[msgspec.Raw]) -> tuple[list[str], list[bool]]:
-    """Return the metadata of each row as JSON, and whether it names a version of another run.
+    """Return the metadata of each row as JSON, and whether it names a version of another run. Raises WireError.
 
-    Metadata may hold anything, so each row is decoded by itself and only its JSON is kept: a few bytes of msgpack may
-    be a hundred times as many of Python objects. Raises WireError.
+    Each row is decoded by itself: msgpack may be a hundred times as large as Python objects.
     """
     texts, is_foreign, characters = [], [], 0
     for row, packed in enumerate(rows):

@@ -39,10 +39,7 @@ class ReplyBody:
 
 @dataclass(frozen=True, slots=True)
 class AsOf:
-    """A recorded run at one step: its data does not age and no more is added.
-
-    `policy_steps` maps each policy version to its optimiser step.
-    """
+    """A recorded run at one step: its data does not age. `policy_steps` are the optimiser steps by version."""
 
     step: int
     policy_steps: dict[int, int]
@@ -122,10 +119,7 @@ class RunState:
         self.sampler = Sampler(self.index, self.rules, samples=self.config.train.samples_per_prompt)
 
     def begin_epoch(self) -> None:
-        """Begin the next epoch of prompts, and record which ones it skips and postpones.
-
-        It keeps at least the prompts of the batches that may be under way together.
-        """
+        """Begin the next epoch. It keeps at least the prompts of the batches that may be under way together."""
         leases, config = self.leases, self.config
         epoch, least = leases.epoch + 1, config.train.prompts_per_step * ((config.max_staleness or 0) + 1)
         decisions = self.curriculum.decide(epoch, leases.shuffled(epoch), least)
@@ -152,30 +146,21 @@ class RunState:
     def sender_id(self, sender: str) -> int:
         """Return the database id of a sender that is in `clients`; adds it to the database if it is new."""
         if sender not in self._sender_ids:
+            # Drop those of senders that left, so that the cache stays bounded.
             if len(self._sender_ids) >= 2 * MAX_CLIENTS:
-                self._forget_senders()
+                self._sender_ids = {name: id_ for name, id_ in self._sender_ids.items() if name in self.clients}
+                stops = self.next_sequences.items()
+                self.next_sequences = {name: stop for name, stop in stops if name in self.clients}
             self._sender_ids[sender] = self.store.senders.number(self.run, sender, self.clients[sender].role)
         return self._sender_ids[sender]
 
-    def _forget_senders(self) -> None:
-        """Drop cached ids of senders that left, so that the cache stays bounded."""
-        self._sender_ids = {sender: id_ for sender, id_ in self._sender_ids.items() if sender in self.clients}
-        self.next_sequences = {name: stop for name, stop in self.next_sequences.items() if name in self.clients}
-
     def stored_sequences(self, sender: str, first: int, count: int) -> dict[int, tuple[int, int]]:
-        """Return (prompt, dedup_hash) of the stored rows with sequence numbers from `first` on: those that came again.
-
-        The usual put follows all earlier ones of its sender, so it needs no query.
-        """
+        """Return (prompt, dedup_hash) of stored rows with these numbers. The usual put needs no query."""
         if sender not in self.next_sequences:
             self.next_sequences[sender] = self.store.trajectories.next_sequence(self.sender_id(sender))
         if first >= self.next_sequences[sender]:
             return {}
         return self.store.trajectories.stored_sequences(self.sender_id(sender), first, count)
-
-    def note_stored(self, sender: str, stop: int) -> None:
-        """Record that rows of a sender with sequence numbers below `stop` were added."""
-        self.next_sequences[sender] = max(self.next_sequences[sender], stop)
 
     def shortage_of_space(self) -> str:
         """Return a sentence below `buffer.min_free_mib`: the WAL needs room so that stored data stays readable."""

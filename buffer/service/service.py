@@ -20,7 +20,7 @@ from tba.buffer.service.pace import Counters
 from tba.buffer.service.put_columns import PutColumns
 from tba.buffer.service.run_state import AsOf, ReplyBody, RunState, refuse_beyond
 from tba.buffer.service.stall import find_stall
-from tba.buffer.service.training import BatchSource, DrawnBatches, Training
+from tba.buffer.service.training import RecordBatch, Training
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.common.clock import Clock
@@ -43,7 +43,7 @@ _NO_WORK = (*_WRITE_NOTHING, messages.Hello, messages.RegisterPrompts)
 class BufferService:
     """The buffer of one run. `handle` must run inside `transaction()`, except for what `writes_nothing`.
 
-    `as_of` is a step of a recorded run to train from; `batches` replaces the drawing of batches.
+    `as_of` is a step of a recorded run to train from; `record_batch` replaces the drawing of batches.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class BufferService:
         clock: Clock,
         *,
         as_of: AsOf | None = None,
-        batches: BatchSource | None = None,
+        record_batch: RecordBatch | None = None,
     ) -> None:
         self.state = RunState(store, run, config, clock, as_of)
         self.counters = Counters(clock)
         self._leasing = leasing = Leasing(self.state)
-        training = Training(self.state, batches or DrawnBatches(self.state))
+        training = Training(self.state, record_batch)
         self._handlers: dict[type[messages.Message | PutColumns], Callable[[Any, str], ReplyBody | None]] = {
             PutColumns: Ingest(self.state).put,
             messages.Hello: self._hello,
@@ -78,10 +78,7 @@ class BufferService:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit what the handlers write inside the block, and count it.
-
-        If it fails, the caller must call `state.rebuild()` before the next request.
-        """
+        """Commit and count what the handlers write inside. After a failure the caller calls `state.rebuild()`."""
         self.state.uncommitted_puts.clear()
         self.state.uncommitted_errors.clear()
         started = time.perf_counter()
@@ -103,10 +100,7 @@ class BufferService:
         return is_known or isinstance(message, _WRITE_NOTHING)
 
     def handle(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody | None:
-        """Return the reply to a message of `to_columns`. None parks the request until something has changed.
-
-        Raises Refused with an error code and a sentence.
-        """
+        """Return the reply to a message of `to_columns`; None parks the request. Raises Refused."""
         run = self.state.run
         if header.run not in ("", run.uuid):
             raise Refused(

@@ -90,7 +90,9 @@ class StallWatch:
         now = self._clock.monotonic()
         if stall is None:
             if self._since is not None and now - self._seen_at >= _SETTLE_SECONDS:
-                self._end(self._seen_at - self._since)
+                if self._logged:
+                    log.info("the run moves again", stall=self._logged, seconds=self._seen_at - self._since)
+                self._since, self._logged = None, ""
             return
         self._seen_at = now
         if self._since is None:
@@ -100,11 +102,6 @@ class StallWatch:
         if stall.reason != self._logged:
             self._logged = stall.reason
             log.warning("the run stands still", stall=stall.reason, reason=stall.sentence)
-
-    def _end(self, seconds: float) -> None:
-        if self._logged:
-            log.info("the run moves again", stall=self._logged, seconds=seconds)
-        self._since, self._logged = None, ""
 
 
 # ---------------------------------------------------------------- the buffer and the processes
@@ -124,7 +121,7 @@ def _failing(status: Status) -> Stall | None:
     supervisors = [client for client in status.clients if client.role == "monitor" and client.activity == "failing"]
     reports = [client.reason for client in supervisors if client.silent_seconds < REPORT_SECONDS]
     failing = list(dict.fromkeys(reports))
-    others = live_trainer(status) is not None and any(map(_at_work, living(status)))
+    others = live_trainer(status) is not None and not all(map(is_silent, living(status)))
     if not failing or (others and not _waits(status)):
         return None
     waiting = f"the trainer waits: {status.trainer_waits_for}; " if status.trainer_waits_for else ""
@@ -316,7 +313,8 @@ def _old_weights(status: Status, searchers: Sequence[ClientStatus]) -> Stall | N
         return None
     if _first_snapshot_due(status):
         return _without_first_snapshot(behind, status)
-    versions = ", ".join(sorted({_version(client) for client in behind}))
+    served = {client.weights_version for client in behind}
+    versions = ", ".join(sorted("no weights" if version is None else f"v{version}" for version in served))
     return Stall(
         "weights_old",
         f"{_names_with_verb(behind, status)} at {versions} and v{newest} is published: {behind[0].reason}; "
@@ -423,10 +421,6 @@ _CULPRITS: tuple[Callable[[Status, Sequence[ClientStatus]], Stall | None], ...] 
 )
 
 
-def _version(client: ClientStatus) -> str:
-    return "no weights" if client.weights_version is None else f"v{client.weights_version}"
-
-
 def _why_slow(status: Status) -> str:
     """Return why the buffer does not acknowledge what searchers send, and what to do."""
     if status.commit_seconds < _SLOW_COMMIT_SECONDS:
@@ -445,19 +439,10 @@ def _waits(status: Status) -> bool:
     return bool(status.trainer_waits_for) and status.trainer_waits_seconds >= _WAIT_SECONDS
 
 
-def _idle(client: ClientStatus) -> bool:
-    """Whether a searcher has waited for longer than is normal."""
-    return client.activity == "waiting" and client.activity_seconds >= _WAIT_SECONDS
-
-
-def _at_work(client: ClientStatus) -> bool:
-    """Whether a client has neither left nor fallen silent."""
-    return not is_silent(client) and client.activity != "gone"
-
-
 def _all_idle(searchers: Sequence[ClientStatus]) -> bool:
-    """Whether there are searchers, and every one waits."""
-    return bool(searchers) and all(map(_idle, searchers))
+    """Whether there are searchers, and every one has waited for longer than is normal."""
+    waits = [one.activity == "waiting" and one.activity_seconds >= _WAIT_SECONDS for one in searchers]
+    return bool(waits) and all(waits)
 
 
 def _every_searcher(count: int) -> str:

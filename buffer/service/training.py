@@ -1,13 +1,13 @@
 """Requests of the trainer: batches, finished steps, snapshots, the end of the run."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from tba.buffer.sampling.index import Entry
 from tba.buffer.sampling.rules import Shortage
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.batches import Recency
@@ -39,73 +39,59 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: str, what: str) -> T:
         raise StorageError(f"{what} that the database holds are malformed ({error}): {text!r:.80}") from error
 
 
-class BatchSource(Protocol):
-    """Records the batch of a step that has none yet: `DrawnBatches`, or the batches of a recorded run."""
-
-    def record(self, message: messages.SampleBatch) -> Shortage | None:
-        """Record the batch, or return what is missing."""
-        ...
+# Records the batch of a step that has none yet, or returns what is missing.
+RecordBatch = Callable[[messages.SampleBatch], Shortage | None]
 
 
-class DrawnBatches:
-    """Batches drawn from the index of the run."""
+def draw_batch(state: RunState, message: messages.SampleBatch) -> Shortage | None:
+    """Draw the batch of a step from the index of the run and record it, or return what is missing."""
+    # Not the maximum: a trainer may resume before the last recorded step, or this file may be an older copy.
+    state.next_step = message.step
+    size = message.prompts * message.samples
+    if reason := state.rate.shortage(state.trajectories, state.sampled, size):
+        return Shortage(reason, state.trajectories)
+    # The data of a recorded run does not age.
+    stale_from = state.as_of.step if state.as_of else message.step
+    draw = state.sampler.sample(
+        step=stale_from,
+        groups=message.prompts,
+        samples=message.samples,
+        rng=np.random.default_rng([state.run.seed, message.step]),
+    )
+    state.too_little_data = isinstance(draw, Shortage)
+    if isinstance(draw, Shortage):
+        return draw
+    entries = list(chain.from_iterable(draw.groups))
+    ids = [entry.id for entry in entries]
+    # No frame is larger than all payloads together, so only a batch that may be too large costs a query.
+    if sum(entry.payload_bytes for entry in entries) > MAX_FRAME_BYTES:
+        _refuse_large_frames(4 * max(state.store.trajectories.tokens(ids)))
+    each = state.store.trajectories.header_bytes(list(set(ids)))
+    _refuse_oversize(ids, [each[id_] for id_ in ids])
+    state.store.batches.record(
+        state.run,
+        message.step,
+        prompts=message.prompts,
+        trajectories=ids,
+        staleness=[stale_from - entry.step for entry in entries],
+        recency=Recency(draw.recency_window, draw.recency_groups, draw.recency_missed),
+        now=state.clock.wall(),
+    )
+    state.index.mark_trained(ids)
+    state.next_step = message.step + 1
+    state.sampled += len(entries)
+    state.lag.note(draw, stale_from)
+    return None
 
-    def __init__(self, state: RunState) -> None:
-        self._state = state
 
-    def record(self, message: messages.SampleBatch) -> Shortage | None:
-        """Draw and record the batch of a step, or return what is missing."""
-        state = self._state
-        # Not the maximum: a trainer may resume before the last recorded step, or this file may be an older copy.
-        state.next_step = message.step
-        size = message.prompts * message.samples
-        if reason := state.rate.shortage(state.trajectories, state.sampled, size):
-            return Shortage(reason, state.trajectories)
-        # The data of a recorded run does not age.
-        stale_from = state.as_of.step if state.as_of else message.step
-        draw = state.sampler.sample(
-            step=stale_from,
-            groups=message.prompts,
-            samples=message.samples,
-            rng=np.random.default_rng([state.run.seed, message.step]),
+def _refuse_large_frames(size: int) -> None:
+    """Raise Refused for a batch that fits no message: once recorded, it could never be handed out."""
+    if size > MAX_FRAME_BYTES:
+        raise Refused(
+            "oversize",
+            f"a batch with {size} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
+            "lower train.prompts_per_step or search.max_tokens",
         )
-        state.too_little_data = isinstance(draw, Shortage)
-        if isinstance(draw, Shortage):
-            return draw
-        entries = list(chain.from_iterable(draw.groups))
-        self._check_size(entries)
-        ids = [entry.id for entry in entries]
-        each = state.store.trajectories.header_bytes(list(set(ids)))
-        _refuse_oversize(ids, [each[id_] for id_ in ids])
-        state.store.batches.record(
-            state.run,
-            message.step,
-            prompts=message.prompts,
-            trajectories=ids,
-            staleness=[stale_from - entry.step for entry in entries],
-            recency=Recency(draw.recency_window, draw.recency_groups, draw.recency_missed),
-            now=state.clock.wall(),
-        )
-        state.index.mark_trained(entry.id for entry in entries)
-        state.next_step = message.step + 1
-        state.sampled += len(entries)
-        state.lag.note(draw, stale_from)
-        return None
-
-    def _check_size(self, entries: Sequence[Entry]) -> None:
-        """Raise Refused for a batch that fits no message: once recorded, it could never be handed out.
-
-        No frame is larger than all payloads together, so only a batch that may be too large costs a query.
-        """
-        if sum(entry.payload_bytes for entry in entries) <= MAX_FRAME_BYTES:
-            return
-        size = 4 * max(self._state.store.trajectories.tokens([entry.id for entry in entries]))
-        if size > MAX_FRAME_BYTES:
-            raise Refused(
-                "oversize",
-                f"a batch with {size} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
-                "lower train.prompts_per_step or search.max_tokens",
-            )
 
 
 def _refuse_oversize(trajectories: Sequence[int], header_bytes: Sequence[int]) -> None:
@@ -122,10 +108,7 @@ def _refuse_oversize(trajectories: Sequence[int], header_bytes: Sequence[int]) -
 
 
 def _refuse_other_rows(step: int, rows: RowNumbers, tokens: Sequence[int]) -> None:
-    """Raise Refused unless there is a row for each slot, and a log-ratio for each token of those that have them.
-
-    `tokens` are the response tokens of each slot of the batch.
-    """
+    """Raise Refused unless each slot has a row, whose log-ratios, if any, fit its number of response `tokens`."""
     if len(rows.skipped) != len(tokens):
         raise Refused(
             "row_numbers",
@@ -144,20 +127,19 @@ def _refuse_other_rows(step: int, rows: RowNumbers, tokens: Sequence[int]) -> No
 class Training:
     """Handles SampleBatch, ReportStep, AnnounceSnapshot and FinishRun."""
 
-    def __init__(self, state: RunState, batches: BatchSource) -> None:
+    def __init__(self, state: RunState, record: RecordBatch | None) -> None:
         self._state = state
-        self._batches = batches
+        self._record = record or functools.partial(draw_batch, state)
 
     def sample_batch(self, message: messages.SampleBatch, _: str) -> ReplyBody | None:
-        """Return the batch of a step, recorded first if it is new. None parks the request: there is too little data.
+        """Return the batch of a step, recorded first in the same transaction; None parks the request.
 
-        Recording and reading are one transaction: no trainer receives a batch whose record may be lost. Raises Refused
-        if payloads of the batch were compacted.
+        Raises Refused if payloads of the batch were compacted.
         """
         state = self._state
         self._refuse_skipped_step(message.step)
         is_new = not state.store.batches.has(state.run, message.step)
-        if is_new and (shortage := self._batches.record(message)):
+        if is_new and (shortage := self._record(message)):
             # A trainer that requests the batch of a later step is still training.
             reason = shortage.reason if message.step <= state.steps_done else ""
             state.pace.wait_for(reason, (shortage.have, len(state.index)), state.index.left)
@@ -231,10 +213,10 @@ class Training:
             raise Refused("out_of_range", f"a batch of step {step} is refused: the next step is {state.next_step}")
 
     def _refuse_skipped_versions(self, weights: messages.WeightsRef) -> None:
-        """Raise Refused for a version that is far beyond the newest: no later one could be announced.
+        """Raise Refused for a version far beyond the newest: no later one could be announced.
 
-        A publication takes up to two versions, at most once per step, and those that are replaced by newer ones are
-        never announced. The first of a trainer may skip more: directories of versions may be left of an earlier one.
+        A publication takes up to two versions at most once per step. The first of a trainer may skip more: directories
+        of versions may be left of an earlier one.
         """
         state, newest = self._state, self._state.newest
         refuse_beyond("snapshot", weights.version, weights.step)

@@ -107,10 +107,7 @@ class DatabaseFile:
         durable.sync(self.path.parent)
 
     def close(self) -> None:
-        """Close the file. After a failed sync it stays open and locked until the process ends.
-
-        Closing the last connection would make SQLite checkpoint and delete the WAL.
-        """
+        """Close the file. After a failed sync it stays open and locked: SQLite's close would checkpoint the WAL."""
         if self.failure is None:
             self._resources.close()
         else:
@@ -193,8 +190,7 @@ class DatabaseFile:
     def insert(self, table: str, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> None:
         """Insert rows, given as the names and values of their columns. A conflict rolls the transaction back.
 
-        SQLite's default, ABORT, undoes a single statement, for which it copies every page that the statement changes.
-        That doubles the bytes written, for nothing: a transaction is committed whole or rolled back whole.
+        SQLite's default, ABORT, would copy every page that the statement changes, to undo it alone.
         """
         rows, width, start = len(columns[0]), len(columns), 0
         # Rows would receive values of other rows.

@@ -15,10 +15,9 @@ _BUSY_MS = 10_000
 
 @contextlib.contextmanager
 def open_reader(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a read-only connection. It sees committed data only, also while a server writes.
+    """Open a read-only connection, which sees committed data only, also while a server writes.
 
-    Raises UsageError if there is no file; StorageError if it is not a buffer database of this release, or if SQLite
-    cannot read it in its directory.
+    Raises UsageError if there is no file, StorageError if it is no buffer of this release or cannot be read.
     """
     if not path.is_file():
         raise UsageError(

@@ -36,10 +36,7 @@ _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Raise StorageError for failures of the disk or the file, SyncFailed for a failed sync of SQLite.
-
-    Other errors are bugs of tba. They are re-raised unchanged, so that callers do not retry them.
-    """
+    """Raise StorageError for failures of disk or file, SyncFailed for a failed sync; other errors are bugs and pass."""
     try:
         yield
     except sqlite3.DatabaseError as error:

@@ -22,10 +22,7 @@ _TRANSACTION_BYTES = 32 << 10
 
 
 class Store:
-    """One open database. Not thread-safe.
-
-    Raises LockTaken if another process has the file open for writing, StorageError if it is not a usable database.
-    """
+    """One open database with its tables. Not thread-safe. Raises as `DatabaseFile`."""
 
     def __init__(self, path: Path, *, durability: str) -> None:
         self.path = path
@@ -63,10 +60,9 @@ class Store:
         software: dict[str, str],
         origins: Mapping[str, str] | None = None,
     ) -> Run:
-        """Return the run of this name, created if it does not exist, and record this start.
+        """Return the run of this name, made if needed, and record this start. A run keeps its first seed.
 
-        A run keeps the seed that it was created with, which determines the order of its prompts. `origins` says what
-        set each dotted key of `config`; None if that is not known.
+        `origins` says what set each dotted key of `config`; None if that is not known.
         """
         with self.transaction():
             return self.runs.open(name, seed=seed, config=config, software=software, origins=origins, now=time.time())

@@ -66,14 +66,11 @@ def archive(config: Config, destination: str, *, keep_steps: int, on_progress: O
 
 
 def _place(destination: str) -> tuple[Any, str]:
-    """Return the file system of a destination, and the absolute path in it.
-
-    Raises UsageError if what is written there could not be read later.
-    """
+    """Return the file system of a destination and the path in it. Raises UsageError if it could not be read later."""
     system, root = data_files.file_system(destination)
     if _is_local(system):
         return system, os.path.realpath(root)
-    if "memory" in _protocols(system):
+    if system.protocol == "memory":
         raise UsageError(f"{destination} ends with this command: name a directory or an object store")
     try:
         check_place(f"{system.unstrip_protocol(root)}/{0:012d}-{0:08x}.parquet")
@@ -82,12 +79,10 @@ def _place(destination: str) -> tuple[Any, str]:
     return system, root
 
 
-def _protocols(system: Any) -> tuple[str, ...]:
-    return (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
-
-
 def _is_local(system: Any) -> bool:
-    return "file" in _protocols(system)
+    from fsspec.implementations.local import LocalFileSystem
+
+    return type(system) is LocalFileSystem
 
 
 class _Mover:
@@ -174,8 +169,7 @@ class _Mover:
     def _adopt(self, url: str, *, is_new: bool) -> int:
         """Read a file back, and have the database drop what both have. Returns the number of trajectories.
 
-        Raises StorageError if a new file and the database differ. An old one may be of another copy of the database,
-        which had other trajectories of the same ids.
+        Raises StorageError if a new file differs; an old one may be of another copy of the database.
         """
         file, dropped = ArchiveFile(url), 0
         for number in range(len(file.groups)):

@@ -17,10 +17,9 @@ _PAGES = 4096
 
 
 def backup(source: Path, target: Path, *, force: bool, progress: Callable[[int, int], None]) -> dict[str, Any]:
-    """Copy a database as it is now. The copy is a single file, checked, and gets its name once it is on disk.
+    """Copy a database as it is now to one checked file. `progress` receives (bytes done, bytes in total).
 
-    `progress` receives (bytes done, bytes in total). Raises UsageError if the target exists, StorageError if the copy
-    cannot be written or fails its check.
+    Raises UsageError if the target exists, StorageError if the copy cannot be written or fails its check.
     """
     check_target(source, target, force=force)
     with replacing(target) as temporary:

@@ -99,7 +99,10 @@ def check(path: Path, *, quick: bool = False) -> list[dict[str, str]]:
     with open_reader(path) as connection:
         # All checks see the same snapshot of the database.
         connection.execute("BEGIN")
-        findings = [_integrity(connection, quick=quick)]
+        pragma = "quick_check" if quick else "integrity_check"
+        found, error = _select(connection, f"PRAGMA {pragma}({_SHOWN})")
+        wrong = [error] if error else [text for (text,) in found if text != "ok"]
+        findings = [_finding(pragma.replace("_", " "), "fail" if wrong else "ok", "; ".join(wrong) or "ok")]
         offline: set[str] = set()
         # If the file is damaged, the rules report it.
         starts, _ = _select(connection, _RECORDED_FILE)
@@ -115,13 +118,6 @@ def check(path: Path, *, quick: bool = False) -> list[dict[str, str]]:
 
 def _finding(check: str, result: str, detail: str) -> dict[str, str]:
     return {"check": check, "result": result, "detail": detail}
-
-
-def _integrity(connection: sqlite3.Connection, *, quick: bool) -> dict[str, str]:
-    pragma = "quick_check" if quick else "integrity_check"
-    rows, error = _select(connection, f"PRAGMA {pragma}({_SHOWN})")
-    found = [error] if error else [row[0] for row in rows]
-    return _finding(pragma.replace("_", " "), "ok" if found == ["ok"] else "fail", "; ".join(found))
 
 
 def _select(connection: sqlite3.Connection, sql: str) -> tuple[list[Any], str]:

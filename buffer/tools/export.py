@@ -108,10 +108,7 @@ def format_of(path: Path, given: str | None) -> str:
 
 @contextlib.contextmanager
 def open_records(path: Path, where: str = "1") -> Iterator[tuple[Iterator[dict[str, Any]], Callable[[], int]]]:
-    """Yield the records of one moment, oldest first, and a function that returns how many rows have matched so far.
-
-    Compacted trajectories match, but have no record.
-    """
+    """Yield the records of one moment, oldest first, and a function that counts matches so far, compacted ones too."""
     seen = 0
     archives = Archives()
 

@@ -178,10 +178,7 @@ def _database_rows(source: Path) -> Iterator[SourceRow]:
 
 
 def _messages(rows: Iterable[tuple[SourceRow, Trajectory]]) -> Iterator[tuple[str, int, list[Trajectory]]]:
-    """Group rows into messages: yield (origin, first sequence number, rows).
-
-    A message holds consecutive numbers of one origin and stays below the limits, unless a single row exceeds them.
-    """
+    """Group rows into messages of one origin within the limits: yield (origin, first sequence number, rows)."""
     part: list[Trajectory] = []
     first, size = None, 0.0
     for row, trajectory in rows:

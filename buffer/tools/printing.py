@@ -4,12 +4,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import typer
 
-from tba.common.errors import UsageError, quantity
+from tba.common.errors import UsageError, format_time, quantity
 from tba.common.terminal import cell, print_csv, print_table, printable
 
 
@@ -57,7 +56,7 @@ def print_trajectory(known: dict[str, Any]) -> None:
     turns, pieces = known.pop("turns"), known.pop("pieces", [])
     texts = {name: known.pop(name) for name in ("prompt_text", "response_text", "text")}
     trained_by, references = known.pop("trained_by"), known.pop("reference_logprobs")
-    runs, absent = known.pop("version_runs") or [], known.pop("no_tokens")
+    runs, absent, rescored = known.pop("version_runs") or [], known.pop("no_tokens"), known.pop("rescored")
     known.pop("log_ratios")
     known.pop("received_at_text")
     fields = {name.replace("_", " "): _readable(name, value) for name, value in known.items()}
@@ -70,6 +69,7 @@ def print_trajectory(known: dict[str, Any]) -> None:
     fields |= {"turns": len(turns) or None, "contexts": len(tokens["segments"] or []) + 1 if turns else None}
     fields["masked tokens"] = (tokens["loss_mask"] or []).count(0)
     fields["sum of log-probabilities"] = sum(tokens["logprobs"]) if tokens["logprobs"] else None
+    fields |= {f"rescored at v{version}": value for version, value in rescored.items()}
     fields |= {f"reference {name}": value for name, value in references.items()}
     print_fields({name: value for name, value in fields.items() if value is not None and name != "reward parts"})
     _print_text("prompt", texts["prompt_text"], tokens["prompt_ids"] if absent is None else absent)
@@ -108,13 +108,9 @@ def _print_turns(
 
 def _readable(name: str, value: Any) -> Any:
     """Return a time in UTC for Unix seconds. Other values, and times outside the calendar, are returned unchanged."""
-    if not name.endswith("_at") or value is None:
+    if not name.endswith("_at") or value is None or (time := format_time(value, "milliseconds")) is None:
         return value
-    try:
-        time = datetime.fromtimestamp(value, UTC)
-    except (OverflowError, OSError, ValueError):
-        return value
-    return time.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
+    return f"{time} UTC"
 
 
 def _print_text(heading: str, text: str | None, ids: list[int] | str) -> None:

@@ -29,7 +29,8 @@ from tba.common.wire.archive_messages import Archive, Movable
 
 # Trajectories per transaction.
 _ROWS = 1000
-_OF_TRAJECTORIES = {"payloads": "trajectory", "reference_logprobs": "trajectory", "trajectory_rows": "id"}
+_OF_TRAJECTORIES = {"payloads": "trajectory", "reference_logprobs": "trajectory", "rescored_logprobs": "trajectory",
+    "trajectory_rows": "id"}  # fmt: skip
 # Children first.
 _OF_RUNS = ("batches", "visits", "curriculum_rows", "held_out_rows", "evaluation_rows", "prompts", "snapshots",
     "senders", "starts", "archives")  # fmt: skip
@@ -72,10 +73,9 @@ def prune_tokens(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool
 def prune_steps(
     path: Path, run_name: str | None, before_step: int, *, keep_steps: int, archive: Path | None, dry_run: bool
 ) -> dict[str, Any]:
-    """Delete what is older than a step. `archive` is the export that is written first, None for none.
+    """Delete what is older than a step, after an export to `archive` if that is given.
 
-    Raises LockTaken if a server has the database open; UsageError if the file or the run does not exist, or a trainer
-    that resumes may need the steps; StorageError if the disk is too full to shrink the file.
+    Raises LockTaken, UsageError for what is not there or may still be needed, StorageError for a full disk.
     """
     with _opened(path) as store:
         run = _run_of(store, path, run_name)
@@ -178,7 +178,10 @@ def _prune(
             database.execute(f"DELETE FROM batches WHERE {batches}")  # noqa: S608
             database.execute("UPDATE runs SET pruned_slots = pruned_slots + ? WHERE id = ?", (trained, run.id))
         if whole:
-            _delete_run(store, run)
+            with store.transaction():
+                for table in _OF_RUNS:
+                    database.execute(f"DELETE FROM {table} WHERE run = ?", (run.id,))  # noqa: S608
+                database.execute("DELETE FROM runs WHERE id = ?", (run.id,))
         database.shrink()
     return {**done, "file_bytes_after": database.size_bytes(), "dry_run": dry_run}
 
@@ -190,10 +193,3 @@ def _delete_trajectories(store: Store, run: Run, ids: list[int]) -> None:
             for table, column in _OF_TRAJECTORIES.items():
                 store.database.execute_many(f"DELETE FROM {table} WHERE {column} = ?", rows)  # noqa: S608
             store.database.execute("UPDATE runs SET pruned = pruned + ? WHERE id = ?", (len(rows), run.id))
-
-
-def _delete_run(store: Store, run: Run) -> None:
-    with store.transaction():
-        for table in _OF_RUNS:
-            store.database.execute(f"DELETE FROM {table} WHERE run = ?", (run.id,))  # noqa: S608
-        store.database.execute("DELETE FROM runs WHERE id = ?", (run.id,))

@@ -49,8 +49,7 @@ def limit_memory(path: Path) -> None:
 def query_limited(path: Path, sql: str, *, rows: int, seconds: float) -> QueryResult:
     """Return the first rows of one statement that reads; `cut` of the result is a sentence if there are more.
 
-    Raises UsageError for a wrong statement, one that would write, or one that needs more time or memory; StorageError
-    if the file is not a buffer database.
+    Raises UsageError for a wrong statement or one that needs too much; StorageError if it is no buffer.
     """
     with open_reader(path):
         pass

@@ -38,10 +38,7 @@ _HINT = (
 
 
 class QueryResult(msgspec.Struct, frozen=True):
-    """Rows of null, integers, floats, strings and bytes.
-
-    `cut` says why there are no more rows, and is empty if these are all.
-    """
+    """Rows of null, integers, floats, strings and bytes. `cut` says why there are no more; "" if these are all."""
 
     headings: list[str]
     rows: list[list[Any]]

@@ -41,10 +41,7 @@ def record_evaluation(config: Config, row: Row) -> str:
 
 
 def read_wrong(path: Path, run: str) -> list[dict[str, Any]]:
-    """Return the held-out prompts that the evaluation of the newest step got wrong, with answers and responses.
-
-    Raises UsageError or StorageError if the database cannot be read here, or has no responses of the run.
-    """
+    """Return what the evaluation of the newest step got wrong. Raises UsageError if there is none, or StorageError."""
     with open_reader(path) as connection:
         if connection.execute(_STORED, (run,)).fetchone() is None:
             raise UsageError(f"{path} has no responses to held-out prompts of run {run}: evaluate it with `tba eval`")

@@ -20,10 +20,7 @@ _FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """The tokenizer of a model.
-
-    Raises ConfigError if the model has none that loads, MissingExtra if transformers is not installed.
-    """
+    """The tokenizer of a model. Raises as `load_tokenizer`."""
 
     def __init__(self, model: str) -> None:
         directory = model_directory(model)
@@ -35,10 +32,7 @@ class Tokenizer:
         return self._renderer.raw_ids(text)
 
     def response(self, text: str, *, finished: bool) -> list[int]:
-        """Return the ids of a response. A finished one ends with the model's end token, like a generated one.
-
-        Raises ValueError for a text that spells an end token: no engine would have gone on after it.
-        """
+        """Return the ids of a response, `finished` with the end token. Raises ValueError if it spells an end token."""
         ids = self._renderer.encode(text)
         if spelt := set(ids) & set(self._ends):
             token = self._renderer.tokenizer.decode([min(spelt)], skip_special_tokens=False)

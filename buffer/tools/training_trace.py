@@ -85,10 +85,7 @@ class Call(BaseModel, strict=True, extra="forbid"):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """The settings of sampling; 1 where none is recorded, which is the default of servers.
-
-        Temperature 0, an unknown distribution, where others changed it.
-        """
+        """The settings of sampling, by default 1 as of servers. Temperature 0 where others changed the distribution."""
         found = {"temperature": 1.0, "top_p": 1.0}
         found |= self.model_dump(include={"temperature", "top_p"}, exclude_none=True)
         return found if self.is_modelled else found | {"temperature": 0.0}
@@ -232,7 +229,12 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
         "run": served_by,
         "prompt_key": next((call.prompt_key for call in calls if call.prompt_key), None),
         "reward": last.env_reward or 0.0,
-        "reward_parts": {name: float(value) for name, value in last.metrics.items() if _is_number(value)},
+        # An integer of JSON may be larger than any float.
+        "reward_parts": {
+            name: float(value)
+            for name, value in last.metrics.items()
+            if isinstance(value, int | float) and abs(value) < 1e300
+        },
         "stop_reason": ((STOP_EOS, STOP_LENGTH), ("completed", "max_tokens"))[is_episode][is_cut],
         "sampling": kept[0].sampling,
         "generation_seconds": sum(call.seconds for call in kept),
@@ -246,11 +248,6 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
     if not is_episode:
         tokens |= {"turns": [], "loss_mask": [] if all(tokens["loss_mask"]) else tokens["loss_mask"]}
     return line | tokens
-
-
-def _is_number(value: Any) -> bool:
-    # An integer of JSON may be larger than any float.
-    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def _tokens(kept: Sequence[Call], *, has_versions: bool) -> dict[str, Any]:

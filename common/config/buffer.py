@@ -13,8 +13,8 @@ class BufferSection(Section):
 
     address: Annotated[str, Field(pattern=r"^(auto|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = "auto"
     """ZeroMQ endpoint that the buffer binds and all clients connect to: tcp://HOST:PORT, or ipc://PATH for one machine.
-    At the host name of its own machine the buffer listens on all interfaces.
-    auto is a socket file in run.dir that only this user can connect to (in /dev/shm if the path is too long)."""
+    At the host name of its own machine the buffer listens on all interfaces. auto is a socket file in run.dir that only
+    this user can connect to (in /dev/shm if the path is too long)."""
     database: Path | None = None
     """SQLite file; by default `buffer.sqlite` in run.dir."""
     durability: Literal["power", "process"] = "power"
@@ -28,9 +28,8 @@ class BufferSection(Section):
     recency_fraction: Fraction = 0.95
     """m: the probability that a group is drawn from recent data. Otherwise it is drawn by priority."""
     recency_window: NonNegative | Literal["auto"] = "auto"
-    """Data with at most this staleness, in optimiser steps, is recent. auto: the age of the newest sampleable data plus
-    train.publish_every (the paper, without a lag: 2k - 1). If no data is that recent, the newest comes first, in tiers
-    of age."""
+    """Data with at most this staleness, in optimiser steps, is recent; if none is, the newest comes first, in tiers of
+    age. auto: the age of the newest sampleable data plus train.publish_every."""
     prompt_priority: Literal["uniform", "recency", "softmax", "rank"] = "uniform"
     """The priority rule across prompts. uniform: all equal; recency: those with recent data that was never trained on,
     then with recent data, then older ones in tiers of age; softmax: by inverse_temperature x score, the mean reward of
@@ -41,35 +40,32 @@ class BufferSection(Section):
     inverse_temperature: NonNegativeFloat = 0.0
     """softmax: the probability is proportional to exp(inverse_temperature x reward); 0 is uniform."""
     flat_group_weight: Fraction = 1.0
-    """Factor on the probability of a prompt whose sampleable rewards are all equal, or that has only one. 0 draws such
-    a prompt only if there is no other of the same recency. With `prompt_priority = "rank"`, any value below 1 ranks
-    these prompts behind all others."""
+    """Factor on the probability of a prompt whose sampleable rewards are all equal, or that has only one; 0 draws it
+    only if there is no other of the same recency. `prompt_priority = "rank"` puts such prompts last with any value
+    below 1."""
     replacement: Literal["if_needed", "never", "always"] = "if_needed"
     """Whether a group may contain a trajectory twice. if_needed: if there are fewer than train.samples_per_prompt to
     draw from; never: such a prompt is not sampled. A batch never contains a prompt twice."""
     max_staleness: NonNegative | Literal["unbounded"] = "unbounded"
     """Maximum optimiser steps between the policy that generated and the step that trains; 0 is synchronous."""
     min_fill: NonNegative = 0
-    """Number of trajectories that must be sampleable before the first step. Until then no limit holds searchers
-    back."""
+    """Number of trajectories that must be sampleable before the first step; until then searchers never wait."""
     samples_per_insert: PositiveFloat | Literal["unbounded"] = "unbounded"
-    """How often a trajectory is trained on, on average. The trainer waits if it would exceed this, and searchers wait
-    if they are ahead by more than `samples_per_insert_slack`."""
+    """How often a trajectory is trained on, on average. The trainer waits rather than exceed this, and so do searchers
+    that are ahead by more than `samples_per_insert_slack`."""
     samples_per_insert_slack: Positive | Literal["auto"] = "auto"
     """How many trajectories searchers may be ahead of `samples_per_insert`; auto is twice the minimum. If few responses
     are much longer than the others, set four batches (docs/evidence.md)."""
     prompt_cap: Positive = 100
     """Maximum number of sampleable trajectories per prompt; the others stay in history."""
     prompt_keep: Literal["newest", "best", "reservoir"] = "newest"
-    """Which trajectories of a prompt stay sampleable: the newest; those with the highest reward, and of equal rewards
-    the newer; or a uniform sample of all, drawn with run.seed."""
+    """Which trajectories of a prompt stay sampleable: the newest, those of highest reward, or a uniform sample."""
     max_trajectories: Positive | Literal["unbounded"] = "unbounded"
     """Maximum number of sampleable trajectories; the oldest ones leave, and stay in history."""
     max_payload_bytes: Positive | Literal["unbounded"] = "unbounded"
     """Maximum bytes of sampleable token ids, log-probabilities and masks; the oldest trajectories leave."""
     dedup: bool = True
-    """Sample only the newest of identical responses to a prompt; all stay in history. Set it to false where answers are
-    short and repeat (docs/objectives.md)."""
+    """Sample only the newest of identical responses to a prompt. Set it to false where answers are short and repeat."""
 
 
 class CurriculumSection(Section):
@@ -80,13 +76,11 @@ class CurriculumSection(Section):
     unsolved_last: bool = False
     """Whether prompts of which none of the newest answers passed come at the end of an epoch."""
     answers: Annotated[int, Field(ge=1, le=10_000)] = 32
-    """Number of newest answers that the pass rate of a prompt is taken over. One with fewer is neither skipped nor
-    postponed."""
+    """Number of newest answers that the pass rate of a prompt is taken over; one with fewer keeps its place."""
     pass_reward: float = 1.0
     """Reward from which on an answer passes."""
     revisit_every: Annotated[int, Field(ge=2)] = 4
-    """A solved prompt is still visited in every such epoch, so that forgetting is noticed: in a different one for
-    different prompts."""
+    """A solved prompt is still visited in one of this many epochs, so that forgetting is noticed."""
 
     @property
     def is_on(self) -> bool:

@@ -258,10 +258,9 @@ def _repeats(config: Config) -> bool:
 
 
 def _rows_of_batch(config: Config, prompts: int) -> int:
-    """Return how many trajectories must be sampleable together, so that a batch is certain. Raises as `check_batches`.
+    """Return how many trajectories must be sampleable for a certain batch. Raises as `check_batches`.
 
-    The newest visits count whole, and of the one before them what is left. A group of several visits needs the epochs
-    between them.
+    The newest visits count whole, the one before in part. A group of several visits needs the epochs between.
     """
     buffer, samples = config.buffer, config.search.samples_per_prompt
     need = config.train.samples_per_prompt if buffer.replacement == "never" else 1

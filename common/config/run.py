@@ -35,14 +35,11 @@ class EvalSection(Section):
     """Evaluation on held-out prompts (docs/evaluation.md)."""
 
     at_end: bool = False
-    """Whether `tba run` evaluates the kept snapshots (`train.keep_snapshot_every`) and draws the plot after
-    training."""
+    """Whether `tba run` evaluates kept snapshots (`train.keep_snapshot_every`) and draws the plot after training."""
     gpu: GpuList | Literal[""] = ""
-    """The GPU, or `cpu`, on which `tba run` starts a searcher that evaluates kept snapshots while the run goes on
-    (`tba search --eval`). Empty: none."""
+    """The GPU, or `cpu`, on which `tba run` starts a searcher that evaluates kept snapshots meanwhile. Empty: none."""
     samples: NonNegative = 0
-    """Sampled answers per held-out prompt, in addition to the greedy one: for pass@k, diversity and the KL. 0 is
-    none."""
+    """Sampled answers per held-out prompt, besides the greedy one: for pass@k, diversity and the KL. 0 is none."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Temperature of the sampled responses."""
     stored_responses: NonNegative = 500
@@ -58,8 +55,7 @@ class LaunchSection(Section):
     """Supervision of child processes by `tba run`, and by `tba search` with several searchers."""
 
     max_restarts: NonNegative = 5
-    """A child with more failures in a row than this counts as broken. The launcher gives up when the buffer, the
-    trainer, or all searchers are broken."""
+    """A child with more failures in a row is broken. `tba run` ends with its buffer, its trainer or all searchers."""
     drain_seconds: PositiveFloat | Literal["auto"] = "auto"
     """Seconds that a child has to end after SIGTERM, before it is killed. auto is 20, and for a trainer also the time
     for two checkpoints at 0.5 GB/s: 386 s for 7 B parameters."""

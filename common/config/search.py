@@ -35,15 +35,13 @@ class SearchSection(Section):
     engine: Literal["transformers", "vllm"] = "vllm"
     """The generation engine."""
     gpus: GpuList = "all"
-    """The GPUs, with one searcher on each: `0-6`, `0,2,4`, UUIDs, `all`; or `cpu`. In `tba run`,
-    `all` leaves out the trainer's, if there are others."""
+    """The GPUs, one searcher on each: `0-6`, `0,2,4`, UUIDs, `all` (`tba run`: without the trainer's); or `cpu`."""
     tensor_parallel: Positive = 1
     """vLLM: GPUs per engine. `gpus` is cut into consecutive groups of this size, with one searcher on each."""
     cpu_searchers: Positive = 1
     """Number of searchers if `gpus` is `cpu`."""
     samples_per_prompt: Positive = 24
-    """S: responses per visit of a prompt, sent to the buffer together: at most 4096, and at most 8,388,608 tokens if
-    all of them have `max_tokens`."""
+    """S: responses per visit of a prompt: at most 4096, and at most 8,388,608 tokens if all have `max_tokens`."""
     max_in_flight: Positive | Literal["auto"] = "auto"
     """Maximum number of responses that one engine generates concurrently. auto: vLLM as many as its KV cache holds with
     half of their `max_tokens`, at most 512 on a GPU and 256 on a CPU; Transformers 256."""
@@ -54,27 +52,22 @@ class SearchSection(Section):
     """Nucleus sampling from the smallest set of tokens with this total probability: one value, several or a range.
     Objectives that need a ratio to the sampler refuse values below 1."""
     explore: Literal["sample", "group", "searcher"] = "sample"
-    """How often temperature and top_p are drawn if they are several or a range: for each response, for each visit of a
-    prompt, or once per searcher."""
+    """Whether temperature and top_p are drawn for each response, for each visit of a prompt, or once per searcher."""
     max_tokens: Positive = 512
-    """Maximum length of a response, in tokens. Of an episode: of everything after its first context, observations
-    included."""
+    """Maximum length of a response, in tokens. Of an episode: of everything after its first context."""
     turn_tokens: NonNegative = 0
     """Episodes: maximum number of tokens that the policy samples in one turn; 0 has only the limit of the episode."""
     max_turns: Annotated[int, Field(ge=1, le=MAX_TURNS)] = 16
     """Episodes: maximum number of turns (docs/episodes.md)."""
     stop: tuple[int | str, ...] = ()
-    """What ends a response besides the end tokens of the model: strings or token ids, such as `["Question:", 13]`
-    (docs/prompts.md)."""
+    """What ends a response besides the model's end tokens: strings or token ids, such as `["Question:", 13]`."""
     spool_dir: Path | None = None
-    """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir
-    (docs/outages.md)."""
+    """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir."""
     spool_mib: PositiveFloat = 512.0
     """Maximum size of one searcher's spool in MiB. When it is full, the searcher pauses until the buffer is back."""
     canary_tolerance: PositiveFloat | None = None
     """Maximum absolute difference of the canary's log-probabilities from the trainer's after a hot reload: by default
-    1e-3 in float32, and 0.5 in bfloat16, whose rounding alone causes up to about 0.15. The mean may be a quarter of it.
-    Models with routed experts have no maximum (docs/vllm.md)."""
+    1e-3 in float32, and 0.5 in bfloat16. The mean may be a quarter of it (docs/vllm.md)."""
     max_model_len: NonNegative = 0
     """vLLM: maximum length of prompt plus response, in tokens; 0 is the model's own limit."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -84,9 +77,8 @@ class SearchSection(Section):
     gpu_memory_utilization, which is wrong if another process allocates or frees memory there meanwhile. With a number
     vLLM measures nothing."""
     step_seconds: NonNegativeFloat = 300.0
-    """A searcher whose engine has not finished a step, or a swap of weights, for this many seconds logs the stacks of
-    its threads and exits, so that it is restarted. The first response may take four times as long, for compilation. 0
-    is no limit."""
+    """A searcher whose engine has not finished a step, or a swap of weights, for this many seconds exits, so that it is
+    restarted. The first response may take four times as long, for compilation. 0 is no limit."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -97,12 +89,10 @@ class SearchSection(Section):
     `train.serve_snapshots`; auto: the path if it exists on this node, else the trainer."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:\d+)$")] = ""
     """ZeroMQ endpoint (tcp://HOST:PORT) where one searcher of this node serves its snapshots to other nodes that set
-    this key; with HOST `*` they use the name of this machine. Each node asks others before the trainer. Empty: only the
-    trainer is asked."""
+    this key; with HOST `*` they use the name of this machine. Empty: nodes ask only the trainer."""
     serve: Annotated[str, Field(pattern=r"^(|([^\s:]+:|\[[0-9A-Fa-f:]+\]:)?\d{1,5})$")] = ""
-    """PORT or HOST:PORT where the searcher answers requests of agents as vLLM's server does (docs/endpoint.md). HOST is
-    127.0.0.1 by default. Each searcher takes the first free port from there on, with port 0 any free one, and logs it.
-    Empty opens no port."""
+    """PORT or HOST:PORT (127.0.0.1 by default) where the searcher answers requests of agents (docs/endpoint.md). Each
+    searcher takes the first free port from there on, with port 0 any free one. Empty opens no port."""
     serve_token: BearerToken = SecretStr("")
     """The bearer token that requests to `serve` need, of at least 16 characters. An address that other machines reach
     needs one. It is not stored with the run; TBA_SEARCH__SERVE_TOKEN keeps it out of the file."""

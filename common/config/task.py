@@ -80,9 +80,8 @@ class TaskSection(TaskSource):
     """name = "mixture": its tasks, as tables `[[task.mixture]]` with the keys name, train, test, options, limit,
     held_out_limit, label (its name in prompt keys and reward parts) and weight (its share of an epoch)."""
     template: Literal["auto", "chat", "raw"] = "auto"
-    """How prompts are rendered, in search, eval and `tba sft`. chat: by the chat template of the model's tokenizer, a
-    text as one message of the user; raw: the text as it is; auto: chat for a prompt with messages if the tokenizer has
-    a chat template, raw otherwise (docs/prompts.md)."""
+    """How prompts are rendered. chat: by the model's chat template, a text as one message of the user; raw: as they
+    are; auto: chat for a prompt with messages if the tokenizer has a chat template, raw otherwise (docs/prompts.md)."""
     system: str = ""
     """A system message that begins each prompt that has none of its own; needs a chat template. Empty: none."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -95,8 +94,7 @@ class TaskSection(TaskSource):
     reward_concurrency: Positive = 32
     """Responses that one worker scores at a time if the task's `score` is a coroutine; others are scored one by one."""
     reward_seconds: PositiveFloat = 10.0
-    """Time limit of scoring a response, or of one call of an environment, in seconds. After it the row gets an error
-    and the worker is replaced."""
+    """Time limit of scoring a response, or of one call of an environment, in seconds; then the row gets an error."""
     episode_seconds: PositiveFloat = 600.0
     """Time limit of an episode in seconds, generation included. Checked after each turn."""
     reward_memory_mib: Annotated[int, Field(ge=128)] = 1024
@@ -145,17 +143,13 @@ class RewardModelSection(Section):
     path: str = ""
     """A Hugging Face model directory or hub id of a classifier with one label, which each searcher loads."""
     url: str = ""
-    """Instead of `path`: the address of an HTTP server with the model, such as http://node0:8000 of `vllm serve MODEL
-    --runner pooling`. Empty, like `path`: no model."""
+    """Instead of `path`: the address of an HTTP server with the model, such as http://node0:8000; empty: none."""
     api_key: BearerToken = SecretStr("")
-    """With `url`: sent as a bearer token. It is not stored with the run; TBA_REWARD_MODEL__API_KEY keeps it out of the
-    file."""
+    """With `url`: a bearer token. It is not stored with the run; TBA_REWARD_MODEL__API_KEY keeps it out of the file."""
     template: Literal["concatenation", "chat"] = "concatenation"
-    """Its input. concatenation: prompt and response as one text; chat: a user and an assistant message, formatted by
-    the chat template of its tokenizer."""
+    """Its input. concatenation: prompt and response as one text; chat: messages by its tokenizer's chat template."""
     api: Literal["classify", "pooling", "score"] = "classify"
-    """With `url`: the route of vLLM that is asked. score sends prompt and response as two texts, for cross-encoders;
-    the others as one text or conversation."""
+    """With `url`: the route of vLLM; score, for cross-encoders, sends prompt and response as two texts."""
     served_model: str = ""
     """With `url`: the name of the model at the server; empty leaves the choice to the server."""
     concurrency: Positive = 64

@@ -29,10 +29,9 @@ class TrainSection(Section):
     processes: Positive = 1
     """Number of processes that train together with FSDP2 if gpu is `cpu`: to try out what GPUs do."""
     sharding: Literal["auto", "node", "all", "optimizer"] = "auto"
-    """What is sharded over several processes. all: weights, gradients and optimiser states, gathered for each pass.
-    optimizer: each process holds all weights and gradients during a step. node: each node has a whole model, sharded
-    over its own GPUs (HSDP). auto is what communicates least of node, optimizer and all, and fits a GPU by the
-    estimate of check_memory."""
+    """What is sharded over several processes. all: weights, gradients and optimiser states. optimizer: each process
+    holds all weights and gradients during a step. node: each node has a whole model, sharded over its own GPUs (HSDP).
+    auto is what communicates least and fits a GPU by the estimate of check_memory."""
     steps: Positive = 1000
     """Optimiser steps of the whole run."""
     prompts_per_step: Positive = 7
@@ -44,8 +43,7 @@ class TrainSection(Section):
     memory together. A group with more tokens is split, which costs one more forward pass."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """packed: a micro-batch is one row without padding; the samples of a prompt share its tokens. padded: rows of
-    similar length, each with its prompt. auto packs on a CPU, and on a GPU in bfloat16, if the model supports it. On a
-    GPU without the kernel (before Ampere, torch before 2.12, float32) packed pads within the attention."""
+    similar length. auto packs on a CPU, and on a GPU in bfloat16, if the model supports it."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
@@ -69,8 +67,7 @@ class TrainSection(Section):
     beta_anneal_steps: NonNegative = 500
     """Steps over which beta is annealed from `beta` to `beta_final`; 0 uses `beta_final` from the start."""
     beta_anneal_stop: NonNegative | Literal["off"] = "off"
-    """Step from which beta is `beta_final`, even if annealing has not reached it; off anneals to the end. The paper's
-    TL;DR runs cut at an eighth of the run."""
+    """Step from which beta is `beta_final`, even if annealing has not reached it; off anneals to the end."""
     publish_every: Positive = 2
     """k: steps between two snapshots for the searchers."""
     snapshots_in: Literal["auto", "memory", "disk"] = "auto"
@@ -82,20 +79,16 @@ class TrainSection(Section):
     keep_snapshot_every: NonNegative = 0
     """Also keep a snapshot every this many steps, for evaluation; 0 keeps none."""
     min_free_mib: NonNegative = 512
-    """Free disk space, in MiB, that a snapshot must leave. If there is less, the newest snapshot waits, older waiting
-    ones are dropped, and training continues; 0 never waits."""
+    """Free disk space, in MiB, that a snapshot must leave: with less the newest snapshot waits; 0 never waits."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = ""
     """ZeroMQ endpoint (tcp://HOST:PORT) where the trainer serves its snapshots to searchers without access to run.dir;
     with HOST `*` they use the name of this machine. Empty serves none."""
     checkpoint_every: Positive = 50
-    """Steps between checkpoints. One that is due while the previous one is still being written is skipped. Resume
-    repeats the steps after the newest checkpoint, with the same batches."""
+    """Steps between checkpoints. Resume repeats the steps after the newest one, with the same batches."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time. A model that is random in training mode is
-    refused."""
+    """Recompute activations in the backward pass: less memory, more time. Not for models random in training."""
     offload: Literal["none", "optimizer"] = "none"
-    """optimizer: float32 weights, gradients and optimiser states are in the memory of the host, where the optimiser's
-    step is computed; the GPU has the weights in model.dtype. Not with adapters."""
+    """optimizer: float32 weights, gradients and optimiser states are in the memory of the host. Not with adapters."""
     check_memory: bool = True
     """Refuse to start if the estimated memory (docs/scaling.md) exceeds that of the GPU or of the host."""
     threads: NonNegative = 0
@@ -125,8 +118,7 @@ class ObjectiveSection(Section):
         "online_dpo",
         "oapl",
     ] = "tb"
-    """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl. tb_stale is
-    tba_prime with imitation = 1."""
+    """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl."""
     imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     """lambda, which keeps good responses in stale data: advantages grow by lambda x (the mean reward of the others in
     the group - reward_floor), if the objective's advantage is centred. auto is 1 for tb_stale and 0 for the others."""
@@ -143,8 +135,7 @@ class ObjectiveSection(Section):
     clip_high: PositiveFloat = 0.2
     """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio above 1 + this is clipped, and one below 0.8."""
     truncation: PositiveFloat | Literal["off"] = 8.0
-    """tb_stale, tba_prime: the maximum importance weight of a token; off gives every token weight 1, as in the paper's
-    Eq. 7."""
+    """tb_stale, tba_prime: the maximum importance weight of a token; off gives every token weight 1 (Eq. 7)."""
     mean_kl: Literal["sampler", "policy"] = "sampler"
     """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler
     holds the level of the log-probabilities on stale data; policy is the paper's Eq. 7."""
@@ -152,8 +143,7 @@ class ObjectiveSection(Section):
     """tb: what has a log Z. prompt: each prompt. turn: each turn's history, which keeps the optimum on stale data of a
     random environment; it is estimated from the samples that share the history, else learned."""
     value_beta: PositiveFloat | Literal["beta"] = 1.0
-    """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data
-    (docs/evidence.md)."""
+    """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data."""
 
     @property
     def anchor(self) -> str:
@@ -247,8 +237,7 @@ class LoraSection(Section):
     alpha: PositiveFloat = 32.0
     """Scale: an adapter adds alpha / rank x B A to its weight."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] | Literal["all"] = "all"
-    """Names of the linear layers with an adapter, such as `["q_proj", "v_proj"]`; all means all but the output head.
-    Experts and routers of a mixture stay frozen."""
+    """Names of the linear layers with an adapter, such as `["q_proj", "v_proj"]`; all means all but the output head."""
     publish: Literal["merged", "adapter"] = "merged"
     """merged: weights with the adapters merged in. adapter: the base once, then only the adapters, which vLLM applies
     (docs/scaling.md). The last and kept snapshots are still full."""
@@ -267,8 +256,7 @@ class ReferenceSection(Section):
     """frozen: the model that training starts from; reset: the policy itself, copied every `every` steps (the paper's
     TBA'); ema: a moving average of the policy's weights, refreshed every `every` steps."""
     every: Positive = 50
-    """reset, ema: steps between two references. The log-probabilities under each are computed once per trajectory and
-    stored."""
+    """reset, ema: steps between two references. Log-probabilities under each are computed once per trajectory."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """ema: the fraction of the old reference in the new one."""
 
@@ -281,13 +269,10 @@ class MetricsSection(Section):
     wandb: str = ""
     """Project on Weights & Biases (extra `wandb`; WANDB_MODE=offline writes only to run.dir); empty sends nothing."""
     trackio: str = ""
-    """Project on Trackio (extra `trackio`; local, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set); empty sends
-    nothing."""
+    """Project on Trackio (extra `trackio`; local without TRACKIO_SPACE_ID and TRACKIO_SERVER_URL); empty: none."""
     prometheus: Annotated[str, Field(pattern=r"^(|([^\s:]+:)?[1-9]\d{0,4})$")] = ""
-    """PORT or HOST:PORT where the buffer shows the numbers of all roles to Prometheus. HOST is 127.0.0.1 by default.
-    Empty opens no port."""
+    """PORT or HOST:PORT (127.0.0.1 by default) where the buffer serves the numbers of all roles to Prometheus."""
     trace_answers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Answers of each step that Weights & Biases and Trackio get as a table, with prompt, reward and staleness; 0 sends
-    none. They then leave this machine, if the tracker is elsewhere."""
+    """Answers of each step that Weights & Biases and Trackio get as a table; 0 sends none."""
     entropy: bool = True
     """Measure the entropy of the policy, in the same pass as the log-probabilities."""

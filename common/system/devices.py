@@ -38,9 +38,8 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """Return the GPUs that this process may use, [] without a driver.
+    """Return the GPUs that this process may use, by CUDA_VISIBLE_DEVICES; [] without a driver.
 
-    `CUDA_VISIBLE_DEVICES`, as set by a container or a scheduler, limits them.
     Raises UsageError if nvidia-smi fails or does not answer.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -53,10 +52,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def need_gpus(asked: Mapping[str, str], present: Sequence[Gpu], flag: str = "") -> None:
-    """Raise UsageError if settings ask for GPUs and there are none.
-
-    `asked` are their values by key, `flag` as in `choose_gpus`.
-    """
+    """Raise UsageError if settings ask for GPUs (values by key) and there are none; `flag` as in `choose_gpus`."""
     if not asked or present:
         return
     settings = " and ".join(f"{key} asks for GPU {wanted}" for key, wanted in asked.items())

@@ -27,8 +27,7 @@ _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.
 def open_regular(path: Path, mode: str = "rb", buffering: int = -1) -> IO[bytes]:
     """Open a file as `open` does. Raises OSError for a FIFO or a device, which would stop this process.
 
-    What anything may be put in the place of is opened so: the files of a run, of a model, of weights and of keys. A
-    configuration or data file may be a FIFO, such as `<(command)` of a shell.
+    For files of runs, models, weights and keys. A configuration or data file may be a FIFO: `<(command)`.
     """
     file: IO[bytes] = open(  # noqa: SIM115
         path, mode, buffering, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666)
@@ -73,10 +72,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> str:
-    """Create a hard link to a file that never changes, or a copy where links are impossible.
-
-    Returns "" for a link, else the reason for the copy.
-    """
+    """Create a hard link to a file that never changes, else a copy. Returns "" for a link, or why it is a copy."""
     try:
         os.link(source, target)
     except OSError as error:
@@ -121,10 +117,7 @@ def publish_directory(temporary: Path, final: Path) -> None:
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """Open a lock file, which is made if it is not there. Raises ConfigError if it cannot be, or is no regular file.
-
-    A link is refused as well: what holders write into the file would go to another one.
-    """
+    """Open a lock file, made if needed. Raises ConfigError if it cannot be, or is a link or no regular file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -137,10 +130,7 @@ def open_lock(path: Path) -> IO[bytes]:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
-    """Hold a lock file while the block runs, at most as long as the process lives.
-
-    Raises LockTaken with the sentence if another process holds it, ConfigError as `open_lock`.
-    """
+    """Hold a lock file in the block. Raises LockTaken with the sentence if it is held, ConfigError as `open_lock`."""
     with open_lock(path) as file:
         for attempt in range(_LOCK_ATTEMPTS):
             try:
@@ -173,8 +163,7 @@ def is_locked(path: Path) -> bool:
 def lock_bytes(file: int, start: int, length: int, sentence: str) -> None:
     """Lock bytes of an open file, which need not exist, until its descriptor is closed. Raises LockTaken.
 
-    The lock belongs to the inode and to this descriptor alone. Unlike flock(), which locks the whole file on network
-    file systems, it leaves the other bytes to the locks of SQLite.
+    Unlike flock() on network file systems, it leaves other bytes to the locks of SQLite.
     """
     # struct flock: type, whence, start, length, process id.
     lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)

@@ -24,10 +24,7 @@ _DRIVER_ERROR = "CUDA error: "
 
 @contextlib.contextmanager
 def loading(what: str, device: object = "cpu") -> Iterator[None]:
-    """Turn errors of Hugging Face libraries that load `what` onto a device into OutOfMemory or ConfigError.
-
-    An error of the GPU driver, which may pass by itself, and errors of other types are raised unchanged.
-    """
+    """Turn errors of loading `what` into OutOfMemory or ConfigError, but for those of the GPU driver: they may pass."""
     # Imported here, since the core does not depend on safetensors.
     from safetensors import SafetensorError
 

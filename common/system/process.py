@@ -57,10 +57,9 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def objects_frozen() -> Iterator[None]:
-    """Exclude all existing objects from garbage collection while the block runs: they live as long as the process.
+    """Exclude existing objects from garbage collection in the block.
 
-    With torch and transformers there are 350,000, and a full collection takes 0.2 s. Every rank of a trainer would
-    collect at a different step, and all ranks would wait each time.
+    A full collection of 350,000 objects takes 0.2 s, in each rank at another step.
     """
     gc.collect()
     gc.freeze()
@@ -96,12 +95,9 @@ class StopSignal:
 
     @contextlib.contextmanager
     def exits_immediately(self, *, interrupted: int = 0) -> Iterator[None]:
-        """While the block runs, a signal ends this process and its children immediately: no work can be lost yet.
+        """While the block runs, a signal ends this process and its children with 0, or `interrupted` after Ctrl-C.
 
-        The exit code is 0, and `interrupted` after Ctrl-C.
-
-        The handler does not raise an exception, since a library in the block could catch it, or wait for its children
-        while it passes.
+        The handler raises nothing, which a library could catch.
         """
         self._exits_immediately, self._interrupted_code = True, interrupted
         try:
@@ -151,10 +147,9 @@ def allow_many_files() -> None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when the launcher that started it ends. Linux only.
+    """Make the kernel kill this process when the launcher ends, whose pid is in the environment. Linux only.
 
-    The launcher passes its pid in the environment. The signal is SIGKILL: a hung process would ignore any other, and no
-    acknowledged data can be lost by it.
+    With SIGKILL: a hung process would ignore any other, and no acknowledged data can be lost by it.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None or sys.platform != "linux":
@@ -172,10 +167,7 @@ def adopt_orphans() -> None:
 
 
 def child_pids(pid: int | None = None) -> set[int]:
-    """Return the children of a process (by default this one), including adopted ones and zombies.
-
-    Empty if the kernel does not list them.
-    """
+    """Return the children of a process, by default this one, with adopted ones and zombies; {} if it is unknown."""
     found: set[int] = set()
     # OSError: not Linux, or the process or thread has just ended.
     with contextlib.suppress(OSError):
@@ -186,10 +178,7 @@ def child_pids(pid: int | None = None) -> set[int]:
 
 
 def kill_descendants() -> None:
-    """Send SIGKILL to all descendants in this process's session, including those that start meanwhile.
-
-    Python's resource tracker is spared: it frees the memory that the others shared, and ends by itself.
-    """
+    """Kill all descendants in this session, except Python's resource tracker, which frees shared memory."""
     session = os.getsid(0)
     kill_all(lambda: [pid for pid in descendants(os.getpid()) if session_of(pid) == session and not _is_tracker(pid)])
 
@@ -218,10 +207,7 @@ def signal_name(number: int) -> str:
 
 
 class NotifySocket:
-    """Receives what a child process of this user sends with `notify_systemd`.
-
-    Another user could write to an abstract name: fill its short queue, or say that a child is ready.
-    """
+    """Receives what a child sends with `notify_systemd`. Other users could write to an abstract name."""
 
     def __init__(self) -> None:
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -253,10 +239,7 @@ _has_started = threading.Event()
 
 
 def extend_start() -> None:
-    """Tell systemd that the start goes on: its limit counts from now. Does nothing once the process is ready or stops.
-
-    At the beginning of a phase that may take long, and while a phase waits for another process.
-    """
+    """Extend systemd's limit of the start, before a phase that may take long. Does nothing once ready or stopping."""
     # Later it would extend the limits of the watchdog, and of the stop.
     if not _has_started.is_set():
         notify_systemd(f"{EXTENSION}{_START_SECONDS * 1_000_000}")
@@ -315,10 +298,7 @@ _RETRY_SECONDS, _TRIES = 0.15, 20
 
 
 def partition_cores(processes: int) -> list[list[int]]:
-    """The logical CPUs of each process, within this process's affinity (cpusets, taskset).
-
-    With more processes than cores each gets all of them: the kernel then shares them more fairly than any pinning.
-    """
+    """The logical CPUs of each process within this one's affinity; all of them if there are more processes."""
     cores = sorted(os.sched_getaffinity(0))
     if processes > len(cores):
         return [cores] * processes
@@ -327,10 +307,7 @@ def partition_cores(processes: int) -> list[list[int]]:
 
 
 def node_number() -> tuple[int, int]:
-    """Return the number of this node, from 0, and how many train together: NODE_RANK (or Slurm's) and NNODES.
-
-    Raises UsageError if they do not fit.
-    """
+    """Return (number of this node, nodes that train) by NODE_RANK or Slurm's, and NNODES. Raises UsageError."""
     nodes = os.environ.get("NNODES", "1")
     node = "0" if nodes == "1" else os.environ.get("NODE_RANK", os.environ.get("SLURM_NODEID", ""))
     fits = node.isdecimal() and nodes.isdecimal() and int(node) < int(nodes)

@@ -64,10 +64,7 @@ class Change:
 
 
 def build_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, max_bytes: float) -> dict[str, Tensor] | None:
-    """The tensors of the delta file from `old` to `new`; None if it would exceed `max_bytes`.
-
-    Both must have the same names, types and shapes.
-    """
+    """The tensors of the delta from `old` to `new` of the same layout; None if it would exceed `max_bytes`."""
     delta: dict[str, Tensor] = {}
     size = 0
     for name, tensor in new.items():
@@ -91,10 +88,7 @@ def write_delta(path: Path, changed: Mapping[str, Tensor]) -> int:
 
 
 def unpack_delta(path: Path, target: Path, size: int) -> None:
-    """Write the safetensors file of a delta, which must have `size` bytes.
-
-    Raises SnapshotError if the file cannot be read, SnapshotCorrupt if it is malformed or has another size.
-    """
+    """Write the safetensors file of a delta, of `size` bytes. Raises SnapshotError, SnapshotCorrupt if malformed."""
     try:
         with open_regular(path) as file, open_regular(target, "wb") as unpacked:
             if (declared := zstandard.frame_content_size(file.read(18))) != size:
@@ -176,8 +170,7 @@ def _change_of(name: str, old: Tensor, new: Tensor, max_bytes: float) -> dict[st
 def _differing(old: Bits, new: Bits) -> ChunkPositions:
     """The positions at which two chunks differ, ascending.
 
-    Searching the mask in words of eight bytes first takes half as long as `flatnonzero` of the mask when 1 % has
-    changed. If most words have a change, the plain search is the faster one.
+    Searching words of eight bytes first takes half as long when 1 % has changed, and longer if most have.
     """
     mask = old != new
     whole = len(mask) & ~7

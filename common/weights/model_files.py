@@ -72,10 +72,7 @@ def local_model(path: str, *, setting: str = "model.path") -> Path | None:
 
 
 def check_model(path: str, *, setting: str = "model.path") -> bool:
-    """Whether a model is on this machine; False for a model of the hub.
-
-    Raises ConfigError if it is neither, or a file is missing from its directory. No file is opened but JSON.
-    """
+    """Whether a model is on this machine, not on the hub. Raises ConfigError for neither, or missing files."""
     directory = local_model(path, setting=setting)
     if directory is None:
         return False
@@ -109,10 +106,9 @@ def need_tokenizer(names: Sequence[str], path: str, setting: str) -> None:
 
 
 def check_hub(path: str, *, setting: str = "model.path") -> str:
-    """Return where a run takes a model of the hub from. If the cache lacks it, download no more than its config.json.
+    """Return where a run takes a model of the hub from; download at most its config.json.
 
-    Raises ConfigError if the hub does not give the model, or it cannot be used, and HubUnavailable if the hub cannot be
-    asked.
+    Raises ConfigError if the hub does not give it or it cannot be used, HubUnavailable if there is no answer.
     """
     if model_here(path):
         return f"{path} is in the cache of the hub"
@@ -201,10 +197,7 @@ def _here(path: str, find_in_cache: Callable[[], Path]) -> Path | None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The model's safetensors files: those of its index, or model.safetensors. Some models also ship another copy.
-
-    Raises ConfigError if there are neither, or if the index is malformed.
-    """
+    """The safetensors files of a model's index, or model.safetensors. Raises ConfigError if there are none."""
     index = directory / f"{_WEIGHTS}.index.json"
     try:
         named = sorted({directory / name for name in read_json(index).get("weight_map", {}).values()})
@@ -242,10 +235,7 @@ def weights_digest(directory: Path) -> str:
 
 
 def share_weights(directory: Path) -> None:
-    """Give the weights of a new model directory the permissions of its config.json, as the umask says.
-
-    The safetensors package writes files that only their owner can read.
-    """
+    """Give new weights the permissions of their config.json: safetensors writes files for their owner only."""
     for weights in directory.glob("*.safetensors"):
         shutil.copymode(directory / "config.json", weights)
 

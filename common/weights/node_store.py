@@ -40,10 +40,7 @@ _GONE = (FileNotFoundError, NotADirectoryError)
 
 @dataclass(slots=True)
 class PinnedSnapshot:
-    """A snapshot directory that is not deleted until it is released, by a shared lock on `_descriptor`.
-
-    Without a descriptor it has no lock: it is inside a directory that is being assembled, or on disk.
-    """
+    """A snapshot directory that is kept until released, by a shared lock on `_descriptor`; on disk without one."""
 
     path: Path
     _descriptor: int | None = None
@@ -140,10 +137,7 @@ def is_named(descriptor: int, path: Path) -> bool:
 
 
 def delete(path: Path) -> bool:
-    """Delete a directory unless a process uses it. Returns False if it is in use.
-
-    It is renamed first: a deletion that is interrupted must not leave half a snapshot under a valid name.
-    """
+    """Delete a directory, renamed first. Returns False if a process uses it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except _GONE:

@@ -96,10 +96,7 @@ _ROUND_TRIP = "How are you, 12 friends?\n\n  Two spaces."
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the tokenizer of a model directory: a PreTrainedTokenizerBase.
-
-    Raises ConfigError if it cannot be loaded or loses spaces, MissingExtra if transformers is not installed.
-    """
+    """Load the tokenizer of a model directory. Raises ConfigError if it fails or loses spaces, MissingExtra."""
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError:
@@ -120,11 +117,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def _check_round_trip(directory: Path, tokenizer: Any) -> None:
-    """Raise ConfigError if the class that transformers chose changes a text that tokenizer.json keeps.
-
-    It may split a text in another way than its file says (transformers #45488): all spaces are then lost, in prompts
-    and in what is scored.
-    """
+    """Raise ConfigError if the class of transformers changes a text that tokenizer.json keeps (transformers #45488)."""
     ids = tokenizer.encode(_ROUND_TRIP, add_special_tokens=False)
     found = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     path = directory / "tokenizer.json"

@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from tba.common.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, UsageError
 from tba.common.log import get_logger
 from tba.common.system.durable import json_text, open_regular, publish_directory, sha256_of
@@ -309,14 +311,10 @@ def _delete(path: Path) -> bool:
 def _parse(fields: dict[str, Any]) -> Manifest:
     if (found := fields.pop("format", None)) != FORMAT:
         raise SnapshotError(f"snapshot format {found!r}, this release reads {FORMAT}")
-    complete, delta_ = fields.get("complete"), fields.get("delta")
-    parsed = {
-        "files": _parse_files(fields["files"]),
-        "complete": None if complete is None else _parse_files(complete),
-        "delta": None if delta_ is None else Delta(**{**delta_, "file": FileEntry(**delta_["file"])}),
-        "canary": Canary(**fields["canary"]),
-    }
-    manifest = Manifest(**{**fields, **parsed})
+    manifest = msgspec.convert(fields, Manifest)
+    for name in (*manifest.files, *(manifest.complete or ())):
+        if name in (MANIFEST, DELTA) or not _FILE_NAME.fullmatch(name):
+            raise SnapshotCorrupt(f"a manifest names a file outside its directory: {name!r}")
     if manifest.delta is not None and not (manifest.base is None and 0 <= manifest.delta.base < manifest.version):
         raise SnapshotCorrupt(f"v{manifest.version} cannot be a delta on v{manifest.delta.base}")
     if manifest.base is not None and not (
@@ -329,10 +327,3 @@ def _parse(fields: dict[str, Any]) -> Manifest:
             f"v{manifest.version} adapts v{manifest.base}, and its manifest does not describe the resulting files"
         )
     return manifest
-
-
-def _parse_files(files: dict[str, Any]) -> dict[str, FileEntry]:
-    for name in files:
-        if name in (MANIFEST, DELTA) or not _FILE_NAME.fullmatch(name):
-            raise SnapshotCorrupt(f"a manifest names a file outside its directory: {name!r}")
-    return {name: FileEntry(**entry) for name, entry in files.items()}

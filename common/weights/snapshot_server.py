@@ -41,10 +41,9 @@ _ANY_HOST = re.compile(r"^tcp://(0\.0\.0\.0|\*|\[::\])(?=:)")
 
 
 class SnapshotServer:
-    """Serves the snapshots under some directories from its own thread, until `close`.
+    """Serves the snapshots under some directories from its own thread; `address` is what searchers dial.
 
-    `address` is what searchers dial. Raises ConfigError if the endpoint of `setting` cannot be bound, AddressInUse if
-    another program has it.
+    Raises ConfigError if the endpoint of `setting` cannot be bound, AddressInUse if another program has it.
     """
 
     def __init__(

@@ -146,10 +146,7 @@ def _spans(header: dict[str, Any], data_start: int, size: int) -> dict[str, Span
 
 
 def _check_cover(spans: Iterable[Span], data_start: int, size: int) -> None:
-    """Raise ValueError unless the spans follow each other to the end of the file.
-
-    A gap could hold bytes that no comparison of tensors sees, and that the file's hash depends on.
-    """
+    """Raise ValueError unless the spans follow each other to the end of the file, so that none hides bytes."""
     reached = data_start
     for span in spans:
         elements = int(np.prod(span.shape, dtype=np.int64))

@@ -58,10 +58,7 @@ class _Connection:
 
 
 class Connections:
-    """The connections of a bound socket by file descriptor. Used by the thread that uses the socket.
-
-    With `log_failures` a failed handshake is logged: the peer has not proved a key.
-    """
+    """The connections of a bound socket, for its thread. With `log_failures` a peer without a key is logged."""
 
     def __init__(self, context: "zmq.Context[Socket]", socket: Socket, *, log_failures: bool) -> None:
         self._log_failures = log_failures
@@ -102,8 +99,7 @@ class Connections:
     def end_unfinished(self, *, all_read: bool) -> None:
         """Close connections, the largest first, whose messages take too much memory before they are whole.
 
-        `all_read`: no whole message waits. Only then is all that has arrived since the last one unfinished, and there
-        is also a limit for all connections together. Socket files, which only this user can reach, have none.
+        `all_read`: no whole message waits, so that a limit of all together holds too. Socket files have none.
         """
         now = time.monotonic()
         if now < self._next_check_at:
@@ -468,10 +464,7 @@ def _set_limits(socket: "zmq.Socket[bytes]") -> None:
 
 
 def _interfaces(address: str) -> str:
-    """Return what a server binds: for the name of this machine, all interfaces.
-
-    Many distributions give that name an address of loopback in /etc/hosts, where other nodes could not connect.
-    """
+    """Return what a server binds: for this machine's name, which /etc/hosts may call loopback, all interfaces."""
     name = sockets.gethostname()
     return address if is_local(address) else re.sub(rf"^tcp://{re.escape(name)}:", "tcp://*:", address)
 

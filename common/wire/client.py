@@ -53,11 +53,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(slots=True)
 class _Pending:
-    """A request without a reply; times are monotonic.
-
-    `timeout` is the seconds until it is sent again, counted from `sent_at` or from `progress_at`, the last time that
-    a request posted before it was answered.
-    """
+    """A request without a reply; `timeout` counts from when it, or one before it, was sent or answered."""
 
     frames: Frames
     timeout: float
@@ -151,8 +147,7 @@ class BufferClient:
     def poll(self, timeout_seconds: float) -> list[Reply]:
         """Return the replies that have arrived, and resend requests that are due.
 
-        Waits for the first one until the timeout: only then is the list empty. A new connection, a repeated reply or a
-        transient failure does not end the wait.
+        Waits for the first until the timeout: only then is the list empty.
         """
         deadline = time.monotonic() + timeout_seconds
         # Received replies first: after a long pause of the caller their requests would be sent again.
@@ -175,10 +170,9 @@ class BufferClient:
         deadline_seconds: float | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> tuple[M, list[memoryview]]:
-        """Send a request and wait for its reply. Replies to other posted requests that arrive meanwhile are dropped.
+        """Send a request and wait for its reply; replies to other posts are dropped. Without a deadline, forever.
 
-        Without a deadline it waits however long the buffer is away, and logs a long wait. Raises Refused if the buffer
-        refuses, BufferUnavailable after the deadline or when `stop()`.
+        Raises Refused if the buffer refuses, BufferUnavailable after the deadline or when `stop()`.
         """
         return self._wait_for(self.post(message, frames), expect, deadline_seconds, stop)
 
@@ -189,10 +183,7 @@ class BufferClient:
         return id_
 
     def collect(self, id_: int, expect: type[M], stop: Callable[[], bool]) -> tuple[M, list[memoryview]]:
-        """Return the reply to a request of `ask_ahead`, however long it takes. A long wait is logged.
-
-        Raises BufferUnavailable only when `stop()`, Refused if the buffer refuses.
-        """
+        """Return the reply to a request of `ask_ahead`. Raises BufferUnavailable when `stop()`, or Refused."""
         return self._wait_for(id_, expect, None, stop)
 
     def _wait_for(

@@ -57,10 +57,7 @@ def one_turn(prompt_ids: Int32, response_ids: Int32, logprobs: Float32, version_
 
 
 def join_turns(turns: Sequence[SampledTurn]) -> EpisodeTokens:
-    """Return the row of an episode's turns, at least one, in the order in which they were sampled.
-
-    Each has a context and a completion, which its log-probabilities and version runs cover.
-    """
+    """Return the row of an episode's turns, at least one, in the order in which they were sampled."""
     prompt = list(turns[0].prompt_token_ids)
     context, response, mask, versions = list(prompt), list[int](), list[int](), list[int]()
     logprobs, segments, table = list[float](), list[int](), list[dict[str, Any]]()

@@ -205,10 +205,7 @@ def check_public(public: str) -> str:
 
 
 def buffer_client_keys(directory: Path | None, address: str) -> ClientKeys | None:
-    """Return the keys of a client of the buffer from a directory, `security.keys`. Raises ConfigError.
-
-    None without a directory, and for a socket file, which its mode protects.
-    """
+    """Return the keys of a client of the buffer; None without a directory, or for a socket file. Raises ConfigError."""
     if directory is None or not address.startswith("tcp://"):
         return None
     return ClientKeys(own_pair(directory), buffer_key(directory))

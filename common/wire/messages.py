@@ -86,11 +86,7 @@ class WeightsRef(Message, frozen=True):
 
 
 class RunState(Message, frozen=True):
-    """The state of the run that every reply carries: a separate announcement could contradict a reply.
-
-    `weights` is the newest snapshot, `step` the number of optimiser steps that the trainer has reported. Once the
-    trainer has `finished`, searchers deliver what they have and exit.
-    """
+    """The state of the run that every reply carries: newest snapshot, reported steps, whether all are done."""
 
     weights: WeightsRef | None
     step: Id
@@ -219,11 +215,7 @@ class PutTrajectories(Request, frozen=True):
 
 
 class SampleBatch(Request, frozen=True):
-    """Trainer -> buffer, before each step. Reply: Batch, or NotReady after at most `wait_seconds`.
-
-    The batch of a step is recorded before it is handed out, and a repeated request returns the same batch: a trainer
-    that resumes from a checkpoint repeats the steps that it had done.
-    """
+    """Trainer -> buffer, before each step. Reply: Batch, the same if repeated, or NotReady after `wait_seconds`."""
 
     TYPE = "sample_batch"
     step: Id
@@ -275,11 +267,10 @@ class FinishRun(Request, frozen=True):
 class Heartbeat(Request, frozen=True):
     """Any role -> buffer, every second or two. Reply: Done or Sources. Keeps the sender's leases alive.
 
-    `activity` is one word; `reason` is what the sender waits for, or what is in its way. A supervisor is a monitor,
-    and says "failing" while a child of it does not work: `reason` quotes that child's error, and its `metrics` name the
-    kinds of children that load their model. `serves` is the address at
-    which the sender's node serves snapshots to others, or empty: if it is set, the reply is Sources. `warning` is the
-    trainer's: what is wrong with the training, whatever the activity.
+    `activity` is one word; `reason` is what the sender waits for, or what is in its way. A supervisor is a monitor, and
+    says "failing" while a child of it does not work: `reason` quotes that child's error, and its `metrics` name the
+    kinds of children that load their model. `serves`, if set, is the address at which the sender's node serves
+    snapshots: the reply is Sources. `warning` is the trainer's, on the training.
     """
 
     TYPE = "heartbeat"
@@ -301,11 +292,7 @@ class Goodbye(Request, frozen=True):
 
 
 class Welcome(Reply, frozen=True):
-    """Reply to Hello.
-
-    `next_version` is the version of the trainer's next snapshot. The batches of steps before `recorded_steps` are
-    recorded: a resumed trainer receives them again.
-    """
+    """Reply to Hello. Batches before `recorded_steps` are recorded: a resumed trainer receives them again."""
 
     TYPE = "welcome"
     run_name: Name
@@ -343,14 +330,12 @@ class PutAck(Reply, frozen=True):
 
 
 class Batch(ArrayCounts, Reply, frozen=True):
-    """Reply to SampleBatch: `prompts` x `samples` trajectories, those of a prompt adjacent.
+    """Reply to SampleBatch: `prompts` x `samples` trajectories, those of a prompt adjacent. Array frames follow.
 
-    Array frames follow. A trajectory that was drawn twice occurs twice. `staleness` is in optimiser steps.
-    `policy_version` is -1 for a trajectory that no policy of this run sampled. `temperature` is 0 where the trainer
-    cannot compute the distribution that was sampled from: greedy decoding, top_p below 1, a demonstration.
-    `recency_groups` of the prompts were drawn by recency; `recency_missed` of them have no data within
-    `recency_window` steps. `reuse_mean` is how often earlier batches had each trajectory, on average. `turn_rewards`
-    are those of the turns of each row, None if no row is an episode.
+    `staleness` is in optimiser steps. `policy_version` is -1 for a trajectory that no policy of this run sampled.
+    `temperature` is 0 where the distribution that was sampled from cannot be computed. `recency_groups` of the prompts
+    were drawn by recency; `recency_missed` of them have no data within `recency_window` steps. `reuse_mean` is how
+    often earlier batches had each trajectory. `turn_rewards` are those of each row's turns, None without episodes.
     """
 
     TYPE = "batch"
@@ -426,9 +411,8 @@ class HeldOutResponse(Struct, frozen=True, forbid_unknown_fields=True):
 class PutEvaluation(Request, frozen=True):
     """Evaluator or `tba eval` -> buffer, when a snapshot is evaluated. Reply: Done.
 
-    (`version`, `prompt_set`, `settings`) identify it: a repeated one replaces the earlier one. `intervals` are the
-    ends of the 95 % intervals of some metrics, `responses` those to the first prompts. `not_measured` says why
-    metrics are missing: too many answers have no score.
+    (`version`, `prompt_set`, `settings`) identify it: a repeated one replaces the earlier one. `intervals` are the ends
+    of 95 % intervals, `responses` those to the first prompts, `not_measured` why metrics are missing.
     """
 
     TYPE = "put_evaluation"
@@ -486,11 +470,7 @@ class GetStatus(Request, frozen=True):
 
 
 class ClientStatus(Message, frozen=True):
-    """One client of the buffer in `tba status`. `trajectories` and `duplicates` are rows since the server started.
-
-    `activity_seconds`: how long it has been in this activity. `warning`: what is wrong with the training, if this is
-    the trainer.
-    """
+    """One client of the buffer in `tba status`: rows since the server started, and seconds in this activity."""
 
     role: Role
     sender: Name
@@ -508,23 +488,14 @@ class ClientStatus(Message, frozen=True):
 
 
 class Status(Reply, frozen=True):
-    """Reply to GetStatus. `step` counts reported optimiser steps; `queued_bytes` wait for a transaction;
-    `commit_seconds` is the mean duration of the last transactions, including the work of their handlers.
-    `batches_without_recent_data` counts those since the server started; `no_recent_data` is a sentence if the last
-    batch was one.
+    """Reply to GetStatus. `step` counts reported optimiser steps; `queued_bytes` wait for a transaction.
 
     `stall` is why the run stands still, None while it moves; the other fields after `clients` are what it was found
-    from. `stalled_seconds` is how long the run has stood still, 0
-    while it moves, and `trainer_waits_seconds` how long the trainer has waited for a batch; `last_step_seconds` and
-    `last_put_seconds` are the time since a step was reported and since a row was stored, or since the server started;
-    `usual_step_seconds` is the mean time between the last steps, 0 if unknown. `newest_version` is the newest
-    announced snapshot; `earlier_version` was the newest one when the trainer, or the server, started.
-    `refuses_puts` is a sentence if trajectories cannot be stored now; `free_bytes` of `disk_bytes`
-    are free on the disk of the database. `rows_since_step` arrived since the last step was reported,
-    `errors_since_step` of them with an error; `common_error` is the most frequent of the last 1,000 errors since the
-    server started. `fruitless_rows` arrived in `fruitless_seconds`, while the trainer waited, without more of what
-    its batch needs; `left_sampling` counts those that left sampling since, by key of [buffer]. `skipped_prompts` and
-    `postponed_prompts` are those of the epoch, by the curriculum.
+    from. Times are in seconds, `last_*` since a step was reported or a row stored (or the server started),
+    `usual_step_seconds` the mean time between the last steps, 0 if unknown. `earlier_version` was the newest one when
+    the trainer, or the server, started. Rows and errors count since the last step; `fruitless_rows` arrived in
+    `fruitless_seconds` without more of what the awaited batch needs, and `left_sampling` counts those that left since,
+    by key of [buffer]. `common_error` is the most frequent of the last 1,000.
     """
 
     TYPE = "status"

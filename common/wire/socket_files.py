@@ -23,10 +23,7 @@ _MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 def socket_of(run_dir: Path) -> Path:
-    """Return the socket file of a run's buffer: in its directory, or in memory if that path is too long for a socket.
-
-    The same for every process of this user.
-    """
+    """Return the socket file of a run's buffer: in its directory, or in memory if that path is too long."""
     path = run_dir.absolute() / "buffer.socket"
     if len(os.fsencode(path)) <= _LONGEST_PATH:
         return path
@@ -41,10 +38,7 @@ def make_socket_directory(address: str) -> None:
 
 
 def own_socket_directory(address: str) -> None:
-    """Make sure, for a client, that no other user can listen at an address in memory, where every user may write.
-
-    Raises ConfigError if another user has the directory. Otherwise it is this user's from now on.
-    """
+    """Take the directory of a socket in memory before another user does. Raises ConfigError if one has."""
     if has_file(address) and _path_of(address).parent.parent == _MEMORY:
         _make(_path_of(address).parent, address)
 
@@ -78,10 +72,9 @@ def _path_of(address: str) -> Path:
 
 @contextlib.contextmanager
 def free_socket_file(address: str) -> Iterator[None]:
-    """Ensure that no program listens at the file of an ipc address while the block binds it. Raises OSError.
+    """Ensure that no program listens at an ipc address while the block binds it. Raises OSError.
 
-    ZeroMQ unlinks an existing file and binds the name again: a server that listened there would get no more requests,
-    and no error. The lock on the directory is for two servers that start at the same time.
+    ZeroMQ would take the name from it. The lock is for two servers that start at the same time.
     """
     if not has_file(address):
         yield
@@ -159,8 +152,5 @@ def is_local(address: str) -> bool:
 
 
 def is_private(address: str) -> bool:
-    """Whether an endpoint can be reached only from this machine, and a socket only by the users whom its file admits.
-
-    An abstract socket (`ipc://@name`) has no file: every user of the machine may connect.
-    """
+    """Whether no other user or machine reaches an endpoint but by its file's mode; abstract sockets have none."""
     return is_local(address) and not address.startswith("ipc://@")

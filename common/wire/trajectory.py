@@ -256,10 +256,7 @@ def sequences(row: Trajectory) -> list[TokenSequence]:
 
 
 def sequence_spans(mask: UInt8, segments: Int32) -> list[tuple[int, int, int]]:
-    """Return (start of the context, first token after it, end) of each sequence, as positions in the response.
-
-    The context of the first sequence is the prompt: both of its first numbers are 0.
-    """
+    """Return (start of the context, first token after it, end) of each sequence; (0, 0, end) of the first."""
     first, *others = pairwise([0, *segments.tolist(), len(mask)])
     return [(0, *first), *((start, start + int((mask[start:end] != 0).argmax()), end) for start, end in others)]
 

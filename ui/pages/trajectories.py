@@ -119,10 +119,9 @@ def _neighbours(rows: PageRows, run: Run, number: int) -> dict[str, Any]:
 
 
 def turns_of(known: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the turns of an episode for a page, [] of a single response.
+    """Return the turns of an episode, [] of a single response: the turn table with `reply`, `versions`, `restarts`.
 
-    Each has the entries of the turn table, its `reply`, the `versions` of its tokens, and `restarts` if its context
-    does not continue the one before.
+    It `restarts` if its context does not continue the one before.
     """
     pieces = known.get("pieces") or []
     replies = {piece["start"]: piece["text"] or "" for piece in pieces}
@@ -184,8 +183,8 @@ def strip(
 ) -> list[Token]:
     """Return the tokens of a response from the position `first` on, STRIP_TOKENS at most; [] if they were dropped.
 
-    `known` is a trajectory of `tba.buffer.tools.show.describe`. Without `decode`, a token is shown by its id.
-    `log_ratios` has one value per token, in nats, or none; the colour "mismatch" is theirs.
+    `known` is from `describe`. Without `decode` a token is shown by its id. `log_ratios`, in nats per token, may be
+    none.
     """
     ids = known["response_ids"] or []
     versions = [version for version, count in known["version_runs"] or [] for _ in range(count)]
@@ -198,9 +197,11 @@ def strip(
         if colour == "version":
             style = f"v{distinct[versions[position]] % 6}"
         elif colour == "logprob":
-            style = _logprob_style(logprobs[position])
+            style = f"p{sum(logprobs[position] > limit for limit in _LOGPROB_LIMITS)}"
         elif log_ratios and counts:
-            style = _ratio_style(log_ratios[position])
+            # r0 (far below 0) to r6 (far above), r3 in between.
+            away = sum(abs(log_ratios[position]) > limit for limit in _RATIO_LIMITS)
+            style = f"r{3 + (away if log_ratios[position] > 0 else -away)}"
             about = f"{about}, log-ratio {log_ratios[position]:+.3g} nats"
         else:
             style = ""
@@ -212,16 +213,6 @@ def strip(
             )
         )
     return tokens
-
-
-def _logprob_style(logprob: float) -> str:
-    return f"p{sum(logprob > limit for limit in _LOGPROB_LIMITS)}"
-
-
-def _ratio_style(log_ratio: float) -> str:
-    """Return r0 (far below 0) to r6 (far above), r3 in between."""
-    away = sum(abs(log_ratio) > limit for limit in _RATIO_LIMITS)
-    return f"r{3 + (away if log_ratio > 0 else -away)}"
 
 
 def _piece(ids: list[int], position: int, decode: Callable[..., str] | None) -> str:

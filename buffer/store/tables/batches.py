@@ -105,19 +105,13 @@ class Batches:
         return Recency(*self._database.one(query, run.id, step))
 
     def rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:
-        """Return the recorded batch of a step as columns, in slot order.
-
-        `temperature` is 0 where top-p is not 1.
-        """
+        """Return the recorded batch of a step as columns in slot order; `temperature` is 0 where top-p is not 1."""
         cursor = self._database.execute(_SELECT_BATCH, (reference, run.id, step))
         columns = map(list, zip(*cursor, strict=True))
         return {name: column for (name, *_), column in zip(cursor.description, columns, strict=True)}
 
     def report(self, run: Run, message: ReportStep, now: float) -> None:
-        """Record that a step was trained, the numbers of its rows, and its reference log-probabilities.
-
-        A repeated report changes only the metrics and the numbers.
-        """
+        """Record a trained step, the numbers of its rows, and reference log-probabilities that are not there yet."""
         self._database.execute(
             "UPDATE batches SET trained_at = COALESCE(trained_at, ?), metrics = ? WHERE run = ? AND step = ?",
             (now, json.dumps(message.metrics), run.id, message.step),

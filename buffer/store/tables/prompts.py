@@ -53,10 +53,7 @@ class Prompts(Table):
         return ids
 
     def ids(self, run: Run, offset: int = 0) -> dict[str, int]:
-        """Return ids of the task's prompts from a position on by key, in the order of the data set.
-
-        Imported prompts have no position.
-        """
+        """Return ids of the task's prompts from a position on by key, in order. Imported ones have no position."""
         query = "SELECT key, id FROM prompts WHERE run = ? AND position >= ? ORDER BY position"
         return dict(self._database.all(query, run.id, offset))
 

@@ -123,10 +123,7 @@ class Evaluations(Table):
     """The evaluations of the runs of a database."""
 
     def put(self, run: Run, message: PutEvaluation) -> None:
-        """Store an evaluation, in place of one of the same version, prompts and settings.
-
-        One that measured nothing does not replace one that did.
-        """
+        """Store an evaluation in place of one of the same key, unless it measured nothing and that one did."""
         stored = self._database.all(
             "INSERT INTO evaluation_rows (run, version, step, prompts, prompt_set, settings, evaluated_at, seconds, "
             "metrics, intervals, not_measured) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "

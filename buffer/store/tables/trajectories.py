@@ -87,10 +87,7 @@ class Trajectories:
         return range(first, self._next_id)
 
     def add(self, rows: Mapping[str, Sequence[Any]], payload: Sequence[Sequence[memoryview]]) -> None:
-        """Add rows: one column for each of `TRAJECTORY_COLUMNS`, and one column of blobs for each array kind.
-
-        They are written when the transaction ends, or by `flush`.
-        """
+        """Add a column for each of TRAJECTORY_COLUMNS and of blobs for each array kind, to be written by `flush`."""
         for name, column in self._new_rows.items():
             column.extend(rows[name])
         for views, more in zip(self._new_payloads, payload, strict=True):
@@ -150,8 +147,7 @@ class Trajectories:
     def header_bytes(self, trajectories: Sequence[int]) -> dict[int, int]:
         """Return how many bytes each trajectory takes at most in the header of a batch.
 
-        A reward part is never more than twice as long in msgpack as in JSON, and a row has a dozen numbers, and the
-        reward of each turn.
+        A reward part is at most twice as long in msgpack as in JSON. A row has a dozen numbers, and turns' rewards.
         """
         self.flush()
         query = """SELECT t.id, p.key, t.reward_parts, IIF(json_valid(t.turns), json_array_length(t.turns), 0)
@@ -189,10 +185,7 @@ class Trajectories:
         return self._database.one(query, run.id, run.id)
 
     def payloads(self, trajectories: Sequence[int]) -> list[list[bytes]]:
-        """Return the blobs of each trajectory in the given order, one per array kind.
-
-        Raises Refused if the payload of one was compacted.
-        """
+        """Return the blobs of each trajectory in order, one per array kind. Raises Refused if one was compacted."""
         self.flush()
         wanted = list(dict.fromkeys(trajectories))
         found = {id_: blobs for id_, *blobs in self._database.all(_SELECT_PAYLOADS, json.dumps(wanted))}
@@ -222,13 +215,14 @@ class Trajectories:
         return dict(self._database.all(f"SELECT t.id, t.payload_bytes {tables} WHERE t.run = ?", run.id))
 
     def drop_payloads(self, trajectories: Sequence[int], now: float) -> None:
-        """Delete payloads and the log-ratios of their tokens, and set `compacted_at` of their trajectories."""
+        """Delete payloads and what else is stored of their tokens, and set `compacted_at` of their trajectories."""
         ids = [(id_,) for id_ in trajectories]
         self.count_logged(_ROW_BYTES * len(ids))
         self._database.execute_many("DELETE FROM payloads WHERE trajectory = ?", ids)
         dropped = [(now, id_) for id_ in trajectories]
         self._database.execute_many("UPDATE trajectory_rows SET compacted_at = ? WHERE id = ?", dropped)
         self._database.execute_many("UPDATE consumption_rows SET token_log_ratios = NULL WHERE trajectory = ?", ids)
+        self._database.execute_many("UPDATE rescored_logprobs SET logprobs = NULL WHERE trajectory = ?", ids)
 
     def with_payload(self, after: int, count: int) -> list[int]:
         """Return the next ids of trajectories with a payload, of all runs, oldest first."""

@@ -1,6 +1,7 @@
 """Environments of other libraries as tasks, and episodes in mixtures: played here, without workers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,13 @@ import pytest
 
 from tba.common.config import Config, TaskSection
 from tba.common.errors import ConfigError, TaskError
-from tba.searcher.build import check_scored
-from tba.searcher.checks import check_task_and_prompts
+from tba.searcher.build import check_scored, check_task_and_prompts
 from tba.searcher.scoring.rewards import Rewards
-from tba.searcher.task_check import _rewards, _run, _Trial
+from tba.searcher.scoring.scoring import Scored
+from tba.searcher.task_check import _results, _run, _Trial
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.environments import action_in
-from tba.searcher.tasks.task import has_environment, is_random
+from tba.searcher.tasks.task import Reward, has_environment, is_random
 
 OWN = """
 from tba.searcher.tasks.task import Prompt, Turn
@@ -127,6 +128,19 @@ def test_an_episode_task_needs_no_score_and_a_task_needs_one_of_both(load):
         load(OWN.replace("def environment", "def other"))
 
 
+def test_the_speed_of_a_check_is_that_of_the_scorer_or_the_environment_alone(load):
+    task = load(OWN)
+    scripts = [(task.prompts()[0], ["a", "stop"])]
+    # What the workers took, with the time in which they waited for the next question.
+    trial = _Trial(scripts, [[Scored(0, None, Reward(1.0, {}), None)] * 3], seconds=1e9)
+    findings = {one["check"]: one["detail"] for one in _results(TaskSection(), task, trial, plays=True)}
+    assert int(findings["speed"].removesuffix(" turns per second, resets included")) > 0
+    sums = load_task(TaskSection())
+    scored = replace(trial, scripts=[(sums.prompts()[0], ["1"])], results=[trial.results[0][:1]])
+    findings = {one["check"]: one["detail"] for one in _results(TaskSection(), sums, scored, plays=False)}
+    assert float(findings["speed"].removesuffix(" ms per response")) < 1e9
+
+
 def test_the_environment_of_the_docs_is_complete_and_runs(load):
     page = (Path(__file__).parents[3] / "docs/episodes.md").read_text()
     task = load(page.partition("```python\n")[2].partition("```")[0])
@@ -178,8 +192,8 @@ def test_a_class_of_trls_shape_plays_by_its_step_and_its_rewards_add_up(load):
     assert sum(turn.reward for turn in turns) == 0.5
     scripts = [(task.prompts()[0], ["7"])]
     trial = _Trial(scripts, _run(Rewards(task, TaskSection(reward_workers=0)), task, scripts), 0.0)
-    checked = _rewards(task, trial, plays=True)["detail"]
-    assert checked.endswith("; without 'correct' in the metadata that step() returns there is no accuracy")
+    checked = {one["check"]: one["detail"] for one in _results(TaskSection(), task, trial, plays=True)}
+    assert checked["rewards"].endswith("; without 'correct' in the metadata that step() returns there is no accuracy")
 
 
 def test_a_class_that_only_has_tools_or_no_rows_is_refused(load):

@@ -74,7 +74,7 @@ def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
 
 
 def _log_failed_thread(failed: threading.ExceptHookArgs) -> None:
-    """Log that a thread of a library has ended, as one line: a traceback between JSON lines is 30 lines of a journal."""
+    """Log that a thread of a library has ended, as one line: a traceback is 30 lines of a journal."""
     where = traceback.extract_tb(failed.exc_traceback)[-1:]
     get_logger(__name__).error(
         "a thread has failed",

@@ -195,7 +195,7 @@ class ScoringStage:
             )
             return
         try:
-            text = storable(self._stopping.scored_text(generation.response_ids.tolist()))
+            text = storable(self._stopping.scored_text(generation.response_ids))
         # The ids are of another vocabulary. The row carries the error, as it does when a scorer fails.
         except Exception as error:
             log.exception("response not decoded", prompt=prompt.key)

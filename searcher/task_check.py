@@ -264,7 +264,8 @@ def _rewards(task: Task, trial: _Trial, *, plays: bool) -> Finding:
         own = trial.results[:: len(_ODD) + 1]
         right = sum(one.reward.parts.get(CORRECT) == 1 for (one,) in own)
         more = f"{right} of {len(own)} answers are correct"
-    warning = "" if CORRECT in parts else f"; without the part {CORRECT!r} there is no accuracy"
+    place = getattr(task, "place_of_parts", "the parts of its rewards")
+    warning = "" if CORRECT in parts else f"; without {CORRECT!r} in {place} there is no accuracy"
     if fractions := {values[-1] for values in given if values} - {0.0, 1.0}:
         warning = f"; the part {CORRECT!r} is {min(fractions):g}, and accuracy needs 1 or 0"
     detail = f"{min(totals):g} to {max(totals):g}, parts {', '.join(parts) or 'none'}; {more}{warning}"

@@ -3,8 +3,9 @@
     file ──► every row is read and checked ──► messages of 64 rows ──► the running server, or a service in this process
 
 A row is identified by its origin: the run it was exported from and its id there, else the hash of the file and the row
-number. The origin determines the sender, the id the sequence number. Therefore an import may be repeated, also after a
-failure and in another format, and adds only what is missing. Rows that the importing run made itself are left out.
+number; of a file of lines that has grown, the hash of what an earlier import had of it. The origin determines the
+sender, the id the sequence number. Therefore an import may be repeated, also after a failure and in another format, and
+adds only what is missing. Rows that the importing run made itself are left out.
 """
 
 import functools
@@ -12,7 +13,7 @@ import hashlib
 import json
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from tba.common import jsonl
 from tba.common.config import Config
 from tba.common.config.layers import is_database
 from tba.common.errors import BufferFault, StorageError, UsageError, quantity
-from tba.common.system.durable import sha256_of
 from tba.common.weights.model_files import model_here, vocabulary_size
 from tba.common.wire import messages
 from tba.common.wire.trajectory import Trajectory, pack
@@ -65,11 +65,14 @@ def import_file(
     model = model_here(config.model.path)
     vocabulary = vocabulary_size(model) if model is not None else None
     parser = Parser(target.run, functools.cache(lambda: Tokenizer(config.model.path)), vocabulary)
-    rows, warnings = _check(read_rows(source, config, format_, target.run), parser, on_progress)
+    with open_reader(config.database) as reader:
+        senders = {sender for (sender,) in reader.execute("SELECT sender FROM senders")}
+    read = functools.partial(read_rows, source, config, format_, target.run, senders)
+    rows, warnings = _check(read(), parser, on_progress)
     counts = {"rows": rows, "new": 0, "there_already": 0}
 
     def parsed() -> Iterator[tuple[SourceRow, Trajectory]]:
-        for row in read_rows(source, config, format_, target.run):
+        for row in read():
             if _is_own(reader, row.fields, target.run):
                 counts["there_already"] += 1
             else:
@@ -80,9 +83,7 @@ def import_file(
             for origin, first, part in _messages(parsed()):
                 columns, frames = pack(part)
                 message = messages.PutTrajectories(first_sequence=first, rows=messages.Rows(**columns))
-                # The run is part of the sender id: each run of a database has its own imports.
-                sender = f"import.{hashlib.sha256(f'{target.run} {origin}'.encode()).hexdigest()[:16]}"
-                ack = target.put(sender, message, frames)
+                ack = target.put(_sender(target.run, origin), message, frames)
                 counts["new"] += ack.stored
                 counts["there_already"] += ack.duplicates
                 on_progress("importing", counts["new"] + counts["there_already"], rows)
@@ -121,21 +122,28 @@ def _is_own(reader: sqlite3.Connection, fields: dict[str, Any], run: str) -> boo
     return reader.execute(query, (fields.get("sender"), fields.get("sequence"), run)).fetchone() is not None
 
 
-def read_rows(source: Path, config: Config, format_: str | None, run: str = "") -> Iterator[SourceRow]:
-    """Read the rows of a file for a run, or of another run's buffer database. Raises UsageError."""
+def _sender(run: str, origin: str) -> str:
+    """Return the sender of an origin's rows. The run is part of it: each run of a database has its own imports."""
+    return f"import.{hashlib.sha256(f'{run} {origin}'.encode()).hexdigest()[:16]}"
+
+
+def read_rows(
+    source: Path, config: Config, format_: str | None, run: str = "", senders: Collection[str] = ()
+) -> Iterator[SourceRow]:
+    """Read the rows of a file for a run that has these senders, or of another run's database. Raises UsageError."""
     if not source.is_file():
         raise UsageError(f"{source} does not exist")
     if is_database(source):
         if config.database.exists() and source.samefile(config.database):
             raise UsageError(f"{source} is the database of this run: name another run's")
         return _database_rows(source)
-    return _file_rows(source, format_of(source, format_), run)
+    return _file_rows(source, format_of(source, format_), run, senders)
 
 
-def _file_rows(source: Path, format_: str, importing: str) -> Iterator[SourceRow]:
-    content = f"file {sha256_of(source)}"
+def _file_rows(source: Path, format_: str, importing: str, senders: Collection[str]) -> Iterator[SourceRow]:
     is_parquet = format_ == PARQUET
     lines = enumerate(read_parquet(source), 1) if is_parquet else jsonl.read(source, malformed=UsageError)
+    origins = _origins(source, importing, senders)
     for sequence, (number, value) in enumerate(lines):
         where = f"{source} row {number}" if is_parquet else f"{source}:{number}"
         is_trace = format_ == OPENENV or training_trace.is_trace(value)
@@ -144,7 +152,23 @@ def _file_rows(source: Path, format_: str, importing: str) -> Iterator[SourceRow
         if isinstance(run, str) and isinstance(id_, int):
             yield SourceRow(f"run {run}", id_, fields, where, warnings)
         else:
-            yield SourceRow(content, sequence, fields, where, warnings)
+            origin = next(one for last, one in origins if is_parquet or number <= last)
+            yield SourceRow(origin, sequence, fields, where, warnings)
+
+
+def _origins(source: Path, run: str, senders: Collection[str]) -> list[tuple[int, str]]:
+    """Return the last line and the origin of each beginning of a file that was imported, and of the file itself."""
+    digest, number, found, own = hashlib.sha256(), 0, [], ""
+    with source.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            # The last line may have had no line end then.
+            text = line.removesuffix(b"\n")
+            for part in (text, line[len(text) :]):
+                digest.update(part)
+                own = f"file {digest.hexdigest()}"
+                if _sender(run, own) in senders:
+                    found.append((number, own))
+    return [*found, (number, own)]
 
 
 def _database_rows(source: Path) -> Iterator[SourceRow]:

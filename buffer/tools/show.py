@@ -26,19 +26,9 @@ _TURNS = "SELECT turns FROM trajectory_rows WHERE id = ?"
 _RATIOS = """SELECT b.step, c.slot, c.token_log_ratios FROM consumption_rows c JOIN batches b ON b.id = c.batch
     WHERE c.trajectory = ? AND c.token_log_ratios IS NOT NULL"""
 _PAYLOAD = f"SELECT {PAYLOAD_COLUMNS} FROM {PAYLOADS} WHERE y.trajectory = ?"  # noqa: S608
-TAIL_COLUMNS = (
-    "id",
-    "received_at_text",
-    "prompt",
-    "reward",
-    "policy_version",
-    "stop_reason",
-    "response_tokens",
-    "searcher",
-    "error",
-    "text",
-)
-_TAIL = f"SELECT {', '.join(TAIL_COLUMNS)} FROM trajectories"  # noqa: S608
+_SHOWN = "id, received_at_text, prompt, reward, policy_version, stop_reason, response_tokens, searcher, error, text"
+TAIL_COLUMNS = _SHOWN.split(", ")
+_TAIL = f"SELECT {_SHOWN} FROM trajectories"  # noqa: S608
 
 
 def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:

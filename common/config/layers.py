@@ -99,9 +99,7 @@ def resolve(
     Raises ConfigError that names each wrong key and its origin.
     """
     values = _environment_layer(environment) | _assignment_layer(assignments)
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            values[key] = _Value(value, _FLAG_ORIGIN)
+    values |= {key: _Value(value, _FLAG_ORIGIN) for key, value in (overrides or {}).items() if value is not None}
     if file is None and values.keys().isdisjoint(unless):
         file = default_file
     if file is not None:
@@ -164,12 +162,11 @@ def _file_layer(file: Path) -> dict[str, _Value]:
         raise ConfigError(f"{file} is not UTF-8: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    values = {}
+    values: dict[str, _Value] = {}
     for section, content in tree.items():
         if not isinstance(content, dict):
             raise ConfigError(f"{file}: `{section}` is outside a section: move it into one, such as [run]")
-        for name, value in content.items():
-            values[f"{section}.{name}"] = _Value(value, str(file))
+        values |= {f"{section}.{name}": _Value(value, str(file)) for name, value in content.items()}
     return values
 
 
@@ -205,13 +202,15 @@ def is_database(file: Path) -> bool:
 def _assignment_layer(assignments: Sequence[str]) -> dict[str, _Value]:
     values: dict[str, _Value] = {}
     for assignment in assignments:
-        key, equals, text = assignment.partition("=")
+        key, equals, text = (part.strip() for part in assignment.partition("="))
         if not equals:
             raise ConfigError(f"--set {assignment}: write it as section.key=value")
-        key = key.strip()
+        if key in secret_keys():
+            variable = ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
+            raise ConfigError(f"--set {key}: others can read a command line: set {variable}, or write it into the file")
         # The last one holds, also over keys inside a table.
         values = {other: value for other, value in values.items() if not other.startswith(f"{key}.")}
-        values[key] = _Value(_parse(key, text.strip()), "--set")
+        values[key] = _Value(_parse(key, text), "--set")
     return values
 
 

@@ -15,6 +15,9 @@ import numpy as np
 
 from tba.common.wire.trajectory import Float32, Int32, UInt8
 
+_NO_MASK = np.zeros(0, np.uint8)
+_NO_SEGMENTS = _NO_KEPT = np.zeros(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
@@ -52,16 +55,12 @@ class EpisodeTokens(NamedTuple):
     kept: Int32
 
 
-_NOTHING = np.zeros(0, np.int32)
-
-
 def one_turn(
-    prompt_ids: Int32, response_ids: Int32, logprobs: Float32, version_runs: Int32, kept: Int32 = _NOTHING
+    prompt_ids: Int32, response_ids: Int32, logprobs: Float32, version_runs: Int32, kept: Int32 = _NO_KEPT
 ) -> EpisodeTokens:
     """Return the row of a single response, all of whose tokens were sampled."""
-    no_mask = np.zeros(0, np.uint8)
     return EpisodeTokens(
-        prompt_ids, response_ids, no_mask, logprobs, version_runs, segments=_NOTHING, turns=[], kept=kept
+        prompt_ids, response_ids, _NO_MASK, logprobs, version_runs, segments=_NO_SEGMENTS, turns=[], kept=kept
     )
 
 

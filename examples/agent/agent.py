@@ -52,7 +52,7 @@ def main(url: str, config: str, rounds: int, games: int) -> None:
             traces = list(threads.map(lambda secret: play(policy, secret), [*range(10)] * games))
         won = sum(trace["turns"][-1]["metadata"]["verify"]["env_reward"] for trace in traces)
         print(f"round {number}: won {won:.0f} of {len(traces)}", flush=True)
-        # A file for each round: one that grows would be imported again from its beginning.
+        # A file for each round: an import reads all of a file that has grown.
         file = folder / f"{time.time_ns()}.jsonl"
         file.write_text("".join(json.dumps(trace) + "\n" for trace in traces))
         subprocess.run([sys.executable, "-m", "tba", "buffer", "import", str(file), "-c", config], check=True)

@@ -6,11 +6,15 @@ completes one of them. All tokens are trained on; the text of the token or strin
 
 import json
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 from tba.common.config import Config
 from tba.common.errors import ConfigError
 from tba.common.rendering import Content, PromptRenderer, Tokenizer
 from tba.common.weights.model_files import eos_ids, model_directory
+from tba.common.wire.trajectory import Int32
 
 # A character has at most four bytes, and a token at least one. The rest is for special tokens, which have no text.
 _TOKENS_PER_CHARACTER = 4
@@ -61,9 +65,10 @@ class Stopping:
         text = self._tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=True)
         return any(string in text for string in self.strings)
 
-    def scored_text(self, tokens: Sequence[int]) -> str:
+    def scored_text(self, tokens: Sequence[int] | Int32) -> str:
         """Return the text of a response without special tokens, up to what ended it."""
-        ids = list(tokens[:-1] if len(tokens) and int(tokens[-1]) in self.ids else tokens)
+        # An array: in a list transformers looks at each number, which takes longer than the decoding.
+        ids: Any = np.asarray(tokens[:-1] if len(tokens) and int(tokens[-1]) in self.ids else tokens, np.int32)
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text[: min((at for string in self.strings if (at := text.find(string)) >= 0), default=None)]
 

@@ -33,6 +33,8 @@ class ClassTask(RowsTask):
     only has tools, or the data is missing or malformed.
     """
 
+    place_of_parts = "the metadata that step() returns"
+
     def __init__(self, kind: type, train: str, test: str = "", **options: Any) -> None:
         self.name = kind.__name__
         if not hasattr(kind, "step"):

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -153,20 +154,15 @@ class LimitedTask:
         if hasattr(task, "score"):
             self.score = task.score
         self._task = task
-        self._limit = limit or None
-        self._held_out_limit = held_out_limit or None
+        # A task may make them anew in each call, and they are asked for often.
+        self.prompts = cache(partial(self._first, "prompts", limit or None))
+        self.held_out = cache(partial(self._first, "held_out", held_out_limit or None))
 
     def __getattr__(self, name: str) -> Any:
         # An object that is copied or unpickled has no attributes yet.
         if name == "_task":
             raise AttributeError(name)
         return getattr(self._task, name)
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._first("prompts", self._limit)
-
-    def held_out(self) -> Sequence[Prompt]:
-        return self._first("held_out", self._held_out_limit)
 
     def _first(self, what: str, limit: int | None) -> Sequence[Prompt]:
         try:

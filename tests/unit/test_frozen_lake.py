@@ -1,4 +1,4 @@
-"""The benchmark of FrozenLake: its ice is that of Gymnasium, and its episodes are those of the table."""
+"""The benchmark of FrozenLake: its optimum, the episodes that Gymnasium plays, and the trained table."""
 
 import importlib
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.needs("gymnasium")]
 
 
 @pytest.fixture(autouse=True)
@@ -18,33 +18,26 @@ def lake(monkeypatch):
 
 
 @pytest.mark.parametrize("slippery", [False, True])
-def test_the_ice_is_that_of_gymnasium(lake, slippery):
-    gymnasium = pytest.importorskip("gymnasium")
-    table = gymnasium.make("FrozenLake-v1", is_slippery=slippery).unwrapped.P
-    expected = np.zeros((16, 4, 16))
-    for field, actions in table.items():
-        for action, ways in actions.items():
-            for chance, after, reward, ended in ways:
-                expected[field, action, after] += chance
-                assert ended == bool(lake.ENDS[after])
-                assert reward == (after == lake.GOAL and field != lake.GOAL)
-    assert np.allclose(lake.transitions(slippery=slippery), expected)
+def test_nothing_has_a_larger_soft_reward_than_the_optimum(lake, slippery):
+    _, *world = lake.make_lake(slippery=slippery)
+    optimum = lake.optimum(*world)
+    others = [optimum + 0.1 * torch.randn(optimum.shape, generator=torch.Generator().manual_seed(n)) for n in range(5)]
+    others = [*(other.log_softmax(2) for other in others), lake.best_table(*world)]
+    top = lake.success_and_soft(*world, optimum)[1]
+    assert all(top - 1 < lake.success_and_soft(*world, other)[1] < top for other in others)
 
 
 def test_played_episodes_succeed_as_often_as_the_table_says(lake):
-    chance_FAF = lake.transitions(slippery=True)
-    probability_FA = np.full((16, 4), 0.1) + 0.6 * np.eye(4)[[1, 2, 1, 0, 1, 0, 1, 0, 2, 1, 1, 0, 0, 2, 2, 0]]
+    played, *world = lake.make_lake(slippery=True)
+    played.reset(seed=0)
+    logprob_FA = lake.best_table(*world)[0]
     rng = np.random.default_rng(0)
-    played = np.mean([lake.play(chance_FAF.numpy(), probability_FA, rng).reward.mean() for _ in range(200)])
-    said, _ = lake.success_and_soft(chance_FAF, torch.from_numpy(probability_FA).log())
-    assert played == pytest.approx(float(said), abs=0.02)
+    rewards = [lake.play(played, logprob_FA, rng, 0)[1] for _ in range(100)]
+    assert np.mean(rewards) == pytest.approx(float(lake.success_and_soft(*world, logprob_FA[None])[0]), abs=0.02)
 
 
-def test_episodes_as_rows_have_a_turn_for_each_step(lake):
-    chance_FAF = lake.transitions(slippery=False).numpy()
-    episodes = lake.play(chance_FAF, np.full((16, 4), 0.25), np.random.default_rng(0))
-    logprob_FA = torch.full((16, 4), -np.log(4), dtype=torch.float64)
-    responses = lake.responses_of(episodes, logprob_FA, 0, torch.zeros(16), by_turn=True)
-    assert responses.turns.lengths == [1] * int(episodes.turns.sum())
-    assert responses.turns.reward_S.sum() == episodes.reward.sum()
-    assert torch.allclose(responses.turns.reference_S, logprob_FA[0, 0])
+@pytest.mark.parametrize("name", ["tb", 'tb, log_z = "turn"'])
+def test_the_trainer_trains_the_table(lake, name):
+    played, *world = lake.make_lake(slippery=False)
+    logprob_FA = lake.train(lake.OBJECTIVES[name], played, age=2, seed=0, rate=0.2, steps=40)
+    assert lake.success_and_soft(*world, logprob_FA[None])[0] > 0.2

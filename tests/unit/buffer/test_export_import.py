@@ -115,6 +115,15 @@ def test_rows_are_recognised_across_jsonl_parquet_and_database(tba_buffer, fille
     assert ask("SELECT COUNT(*) FROM trajectories") == [(7,)]
 
 
+def test_a_file_that_has_grown_adds_its_new_rows(tba_buffer, target, tmp_path, ask):
+    one, two, three = (f'{{"prompt": "{n}+1=", "response": "{n + 1}"}}' for n in (1, 2, 3))
+    # The line end of a last line may come with the next line.
+    for lines, new in (([one], 1), ([one, two, two, ""], 2), ([one, two, two, three], 1), ([one, two, two, ""], 0)):
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+        assert tba_buffer("import", "rows.jsonl", *target, "--json").json["new"] == new
+    assert ask("SELECT text FROM trajectories ORDER BY id") == [("2",), ("3",), ("3",), ("4",)]
+
+
 def test_each_run_of_a_database_has_its_own_imports(tba_buffer, filled, target, tmp_path, ask):
     (tmp_path / "demos.jsonl").write_text(json.dumps(GOOD))
     for source, rows in (("demos.jsonl", 1), (filled, 7)):
@@ -304,6 +313,9 @@ def test_an_invalid_parquet_row_is_located(tba_buffer, target, tmp_path):
     assert "map.parquet is not a readable parquet file: Expecting" in (
         tba_buffer("import", "map.parquet", *target).message
     )
+    # A null is not the default reward.
+    pq.write_table(pa.Table.from_pylist([GOOD | {"reward": 0.5}, GOOD | {"reward": None}]), tmp_path / "null.parquet")
+    assert tba_buffer("import", "null.parquet", *target).message.endswith(" row 2: reward: it must be a valid number")
     (tmp_path / "none.parquet").write_text("no parquet")
     assert "none.parquet is not a readable parquet file" in tba_buffer("import", "none.parquet", *target).message
 
@@ -314,13 +326,6 @@ def test_an_imported_error_without_a_kind_is_of_the_kind_imported(tba_buffer, ta
     assert tba_buffer("import", "rows.jsonl", *target).exit_code == 0
     kinds = ask("SELECT error_kind FROM trajectories ORDER BY id")
     assert kinds == [("imported",), ("worker",), (None,)]
-
-
-def test_a_null_reward_is_not_the_default_reward(tba_buffer, target, tmp_path):
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    pq.write_table(pa.Table.from_pylist([GOOD | {"reward": 0.5}, GOOD | {"reward": None}]), tmp_path / "rows.parquet")
-    refused = tba_buffer("import", "rows.parquet", *target)
-    assert refused.message == "rows.parquet row 2: reward: it must be a valid number"
 
 
 def test_importing_text_without_a_model_names_the_setting(tba_buffer, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import Config
-from tba.common.config.layers import fields, removed, resolve, value_of
+from tba.common.config.layers import fields, removed, resolve, secret_keys, value_of
 from tba.common.config.paths import check_data, check_directories, check_gpus_apart, nearest_existing
 from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
@@ -145,11 +145,13 @@ def test_a_directory_or_a_variable_in_the_wrong_place_is_refused_with_what_to_ty
     assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
 
 
-@pytest.mark.parametrize("key", ["REWARD_MODEL__API_KEY", "SEARCH__SERVE_TOKEN"])
+@pytest.mark.parametrize("key", sorted(key.upper().replace(".", "__") for key in secret_keys()))
 def test_the_error_of_a_secret_does_not_show_it(key):
     sentence = refusal(environment={f"TBA_{key}": "hooks.example/SECRET é"})
     assert "(not shown)" in sentence
-    assert "SECRET" not in sentence
+    on_command_line = refusal(assignments=[f"{key.lower().replace('__', '.')} = SECRET-0123456789"])
+    assert f"others can read a command line: set TBA_{key}, or" in on_command_line
+    assert "SECRET" not in sentence + on_command_line
 
 
 @pytest.mark.parametrize(
@@ -160,25 +162,20 @@ def test_an_endpoint_on_loopback_needs_no_token_and_any_other_one_of_sixteen_cha
     assert resolve(None, environment={}, assignments=[f"search.serve={serve}"]).config.search.serve_address == address
     for host in ("0.0.0.0", "node7", "[::]", "127.0.0.1.example.org"):
         assert "set search.serve_token" in refusal(assignments=[f"search.serve={host}:{address[1]}"])
-    open_to_all = ["search.serve=0.0.0.0:8400", "search.serve_token=0123456789abcde"]
-    sentence = refusal(assignments=open_to_all)
+    token, open_to_all = {"TBA_SEARCH__SERVE_TOKEN": "0123456789abcde"}, ["search.serve=0.0.0.0:8400"]
+    sentence = refusal(assignments=open_to_all, environment=token)
     assert "at least 16 characters" in sentence
     assert "0123456789" not in sentence
-    assert resolve(None, environment={}, assignments=[open_to_all[0], f"{open_to_all[1]}f"]).config.search.serve
+    longer = {name: f"{value}f" for name, value in token.items()}
+    assert resolve(None, environment=longer, assignments=open_to_all).config.search.serve
     assert "search.serve" in refusal(assignments=["search.serve=node7:port"])
 
 
-@pytest.mark.parametrize("text", ["123", "true", "1e5", "[1]", '"quoted"', "2026-11-23"])
-def test_a_secret_of_the_environment_is_the_text_of_the_variable(text):
-    config = resolve(None, environment={"TBA_REWARD_MODEL__API_KEY": text}).config
-    assert config.reward_model.api_key.get_secret_value() == text
-
-
-@pytest.mark.parametrize(
-    ("text", "name"), [("2026-11-23", "2026-11-23"), ("1e5", "1e5"), ("true", "true"), ("007", "007"), ('"a"', "a")]
-)
-def test_a_name_that_looks_like_another_type_is_a_text(text, name):
-    assert resolve(None, environment={"TBA_RUN__NAME": text}).config.run.name == name
+@pytest.mark.parametrize("text", ["2026-11-23", "1e5", "true", "007", '"a"'])
+def test_what_looks_like_another_type_is_a_text_and_a_secret_keeps_its_quotes(text):
+    name, environment = text.strip('"'), {"TBA_RUN__NAME": text, "TBA_REWARD_MODEL__API_KEY": text}
+    config = resolve(None, environment=environment).config
+    assert (config.run.name, config.reward_model.api_key.get_secret_value()) == (name, text)
     assert resolve(None, environment={}, assignments=[f"run.name={text}"]).config.run.name == name
     assert resolve(None, environment={}, assignments=[f"run.dir={text}"]).config.run.dir == Path(name)
 

@@ -12,7 +12,7 @@ from tba.common.errors import ConfigError, TaskError
 from tba.searcher.build import check_scored, check_task_and_prompts
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored
-from tba.searcher.task_check import _results, _Trial
+from tba.searcher.task_check import _results, _run, _Trial
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.environments import action_in
 from tba.searcher.tasks.task import Reward, has_environment, is_random
@@ -190,6 +190,10 @@ def test_a_class_of_trls_shape_plays_by_its_step_and_its_rewards_add_up(load):
     assert said(turns) == [["guess"], ["wrong"], ["right"]]
     assert [turn.done for turn in turns] == [False, False, True]
     assert sum(turn.reward for turn in turns) == 0.5
+    scripts = [(task.prompts()[0], ["7"])]
+    trial = _Trial(scripts, _run(Rewards(task, TaskSection(reward_workers=0)), task, scripts), 0.0)
+    checked = {one["check"]: one["detail"] for one in _results(TaskSection(), task, trial, plays=True)}
+    assert checked["rewards"].endswith("; without 'correct' in the metadata that step() returns there is no accuracy")
 
 
 def test_a_class_that_only_has_tools_or_no_rows_is_refused(load):

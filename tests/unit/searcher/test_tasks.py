@@ -130,6 +130,7 @@ def test_arithmetic_is_the_same_in_every_process_and_keeps_held_out_problems_out
     assert [prompt.key for prompt in held_out[:3]] == ["49+95", "56+74", "12+70"]
     limited = LimitedTask(task, limit=5, held_out_limit=0)
     assert limited.prompts() == prompts[:5]
+    assert limited.prompts() is limited.prompts(), "they are made once"
     assert len(limited.held_out()) == len(held_out)
     assert fingerprint(prompts[:4]) != fingerprint(prompts[3::-1])
 

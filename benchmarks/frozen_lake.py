@@ -24,7 +24,7 @@ from tba.common.config import ObjectiveSection
 from tba.trainer.batch.batch import Row
 from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.objectives.responses import Responses, Totals
-from tba.trainer.step.turns import turns_of
+from tba.trainer.step.accumulate import turns_of
 
 # Start, frozen, hole, goal.
 LAKE = "SFFFFHFHFFFHHFFG"

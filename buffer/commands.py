@@ -46,6 +46,9 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exi
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, and change nothing.")]
 KeepSteps = Annotated[int, typer.Option(min=0, help="Newest trained steps that stay, for resume.")]
 Format = Annotated[str | None, typer.Option("--format", help="jsonl, parquet or openenv; default: by the suffix.")]
+Where = Annotated[
+    str, typer.Option(help="SQL expression over the view trajectories, such as 'reward > 0.5 AND error IS NULL'.")
+]
 _TABLE_ROWS = 100
 # The largest integer of SQLite.
 _LARGEST_ID = (1 << 63) - 1
@@ -142,9 +145,7 @@ def show(
 
     model = recorded_model(settings.database, trajectory) or settings.model.path
     known = describe(settings.database, trajectory, decoder_of(model))
-    if as_json:
-        return print_json(known)
-    return print_trajectory(known)
+    return print_json(known) if as_json else print_trajectory(known)
 
 
 @app.command()
@@ -187,9 +188,7 @@ def export(
     sets: Sets = None,
     buffer: Database = None,
     format_: Format = None,
-    where: Annotated[
-        str, typer.Option(help="SQL expression over the view trajectories, such as 'reward > 0.5 AND error IS NULL'.")
-    ] = "1",
+    where: Where = "1",
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -292,9 +291,7 @@ def prune(
         done = prune_run(path, run or "", archive=archive, dry_run=dry_run)
     else:
         done = prune_steps(path, run, before_step, keep_steps=keep_steps, archive=archive, dry_run=dry_run)
-    if as_json:
-        return print_json(done)
-    return _print_pruned(path, done, archive, dry_run=dry_run)
+    return print_json(done) if as_json else _print_pruned(path, done, archive, dry_run=dry_run)
 
 
 @app.command()
@@ -373,9 +370,8 @@ def backup(
 
     with byte_progress(quiet=as_json) as progress:
         done = run_backup(path, file, force=force, progress=progress)
-    if as_json:
-        return print_json(done)
-    return typer.echo(f"{quantity(done['bytes'], 'byte')} in {file}, integrity {done['integrity']}")
+    text = f"{quantity(done['bytes'], 'byte')} in {file}, integrity {done['integrity']}"
+    return print_json(done) if as_json else typer.echo(text)
 
 
 def resolve(
@@ -419,11 +415,16 @@ def _as_served(options: ConfigOptions, buffer: Path | None, run: str | None) -> 
     """Return the settings that a run was last served with, and above them those that are given."""
     resolved = resolve(options, buffer, unless=("buffer.database", "run.dir"), run=run, exists=True)
     path = resolved.config.database
-    from tba.buffer.store.starts import recorded_settings
+    given = run or (resolved.config.run.name if "run.name" in resolved.origins else None)
+    from tba.buffer.store.starts import recorded_start
 
-    given = resolved.config.run.name if "run.name" in resolved.origins else None
-    recorded = {**recorded_settings(path, given), "buffer.database": path}
-    return resolved.over(recorded, f"recorded in {path}", needs="buffer")
+    recorded = {**recorded_start(path, given).settings_here(), "buffer.database": path}
+    if given is not None:
+        recorded["run.name"] = given
+    settings = resolved.over(recorded, f"recorded in {path}", needs="buffer")
+    if run is not None:
+        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": run})})
+    return settings
 
 
 def _prune_tokens(

@@ -7,20 +7,37 @@ import faulthandler
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import tba
 from tba.buffer.commands import app as buffer_app
 from tba.cli import inspection, models, roles, whole_run
-from tba.common.errors import EXIT_FAILED, TbaError, as_missing_extra
+from tba.common.errors import EXIT_FAILED, TbaError, UsageError, as_missing_extra
 from tba.common.system.process import SAFE_PATH
 from tba.common.terminal import discard_output
 from tba.deploy.keys_commands import app as keys_app
 from tba.searcher.task_commands import app as task_app
 
+
+class _Commands(TyperGroup):
+    """The commands of `tba`. One that earlier builds had is refused with what is in its place."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As click does. Raises UsageError for a command that was removed."""
+        from tba.common.config.layers import removed
+
+        for name, instead in removed()["commands"].items():
+            words, _, option = name.partition(" --")
+            if args[: words.count(" ") + 1] == words.split() and (not option or f"--{option}" in args):
+                raise UsageError(f"there is no `tba {name}` any more: {instead}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Joins the lines of a paragraph.

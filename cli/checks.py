@@ -30,7 +30,7 @@ from tba.deploy import doctor
 from tba.deploy.doctor import Result
 from tba.deploy.fleet import searcher_groups
 from tba.deploy.run_directory import refuse_start
-from tba.searcher.checks import check_reward_model, check_task_and_prompts
+from tba.searcher.build import check_reward_model, check_task_and_prompts
 from tba.trainer.preflight.before_start import model_parameters, trainer_memory
 
 

@@ -1,4 +1,4 @@
-"""The commands on the models of a run: `tba eval`, `tba generate` and `tba export-model`."""
+"""The commands on the models of a run: `tba eval`, `generate`, `export-model` and `buffer rescore`."""
 
 import sys
 from contextlib import ExitStack, closing
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tba.buffer.commands import Database, Where, resolve
+from tba.buffer.commands import app as buffer_app
 from tba.common import run_files
 from tba.common.errors import TbaError, UsageError
 from tba.common.terminal import (
@@ -288,3 +290,39 @@ def export_model(
 
         export(found, out, settings)
         typer.echo(f"{found} is in {out}")
+
+
+@buffer_app.command()
+def rescore(
+    file: FileArgument = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    buffer: Database = None,
+    at: Annotated[int | None, typer.Option(min=0, help="A kept version; default: those that sampled.")] = None,
+    where: Where = "1",
+    cpu: Annotated[bool, typer.Option("--cpu", help="Score on the CPU.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compute log-probabilities of stored responses at versions of the policy, from their snapshots. The server must be
+    stopped, or --buffer name a copy; what was scored is not repeated."""
+    from tba.buffer.store.starts import as_recorded
+
+    settings = as_recorded(resolve(ConfigOptions.of(file, config, sets), buffer, exists=True))
+    start_process("rescore", level="WARNING", drains=False)
+    need("torch", "train")
+    device = "cpu" if cpu or _choose_device(settings) == "cpu" else "cuda:0"
+    from tba.buffer.tools.rescore import rescore as run_rescore
+    from tba.trainer.export import complete_directory
+    from tba.trainer.step.build import open_scorer
+
+    def load(snapshot: Path) -> Any:
+        with complete_directory(snapshot, settings) as directory:
+            return open_scorer(directory, settings, device)
+
+    with row_progress() as on_progress:
+        done = run_rescore(settings, at, where, load, on_progress)
+    if as_json:
+        return print_json(done)
+    for reason, count in done["left_out"].items():
+        note(f"{count} left out: {reason}")
+    return print_table(["version", "trajectories", "max_difference"], done["versions"])

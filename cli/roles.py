@@ -80,7 +80,7 @@ def _search_here(resolved: "Resolved", device: str, label: str, *, evaluates: bo
         from tba.searcher.evaluation.follower import follow
 
         return follow(resolved.config, device=device, label=label, stop=stop)
-    from tba.searcher.run import search as run_searcher
+    from tba.searcher.loop import search as run_searcher
 
     return run_searcher(resolved.config, device=device, label=label, stop=stop)
 

@@ -93,7 +93,7 @@ def _check_start(config: "Config", options: ConfigOptions, stop: "StopSignal", *
     from tba.common.config.paths import hub_data
     from tba.deploy.launcher import check_task_in_child, download_models
     from tba.deploy.run_directory import await_previous
-    from tba.searcher.checks import check_number_of_prompts
+    from tba.searcher.build import check_number_of_prompts
     from tba.trainer.preflight.before_start import check_memory
 
     await_previous(config, stop, note)
@@ -121,6 +121,7 @@ def _print_changes(config: "Config") -> None:
 
 def _launch(config: "Config", options: ConfigOptions, stop: "StopSignal", *, resume: bool) -> None:
     """Run all roles to the end of the run or until `stop()`, and print how to continue."""
+    from tba.common.config.layers import secrets_of
     from tba.common.run_snapshots import MEMORY, weights_directory
     from tba.common.weights.node_store import clear
     from tba.deploy.display import Display
@@ -138,7 +139,8 @@ def _launch(config: "Config", options: ConfigOptions, stop: "StopSignal", *, res
         else:
             again = shlex.join([*own_command(), "run", *options.arguments(option=False)])
             continues = resume or holds_run(config)
-            how = f"continue with: {resume_command(config.run.dir)}" if continues else f"start again with: {again}"
+            resumed = resume_command(config.run.dir, secrets=secrets_of(config))
+            how = f"continue with: {resumed}" if continues else f"start again with: {again}"
             terminal.print(f"stopped; {how}", soft_wrap=True, highlight=False)
             if (kept := weights_directory(config)).is_relative_to(MEMORY) and kept.exists():
                 free = shlex.join(["rm", "-r", str(kept)])

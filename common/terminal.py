@@ -46,6 +46,8 @@ _PIPE_WIDTH = 1000
 _LOGGED_STEPS = 20
 # From here on a number has an exponent.
 _LONG_NUMBER = 1e15
+# Of a cell of a table.
+_MOST_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +209,16 @@ def print_table(headings: Sequence[str], rows: Iterable[dict[str, Any]]) -> None
 
 
 def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table for people whose headings may repeat."""
+    """Print a table for people whose headings may repeat. Columns of numbers are aligned to the right."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(printable(heading), overflow="fold")
+    rows = list(rows)
+    for place, heading in enumerate(headings):
+        kinds = {type(row[place]) for row in rows} - {type(None)}
+        numeric = bool(kinds) and kinds <= {int, float}
+        table.add_column(printable(heading), overflow="fold", justify="right" if numeric else "left")
     for row in rows:
         table.add_row(*(Text(cell(value)) for value in row))
     terminal = console()
@@ -226,7 +231,7 @@ def print_columns(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Non
 
 
 def cell(value: Any) -> str:
-    """Format a value for a table: short numbers, the size of a blob, an empty text for None."""
+    """Format a value for a table: short numbers, the size of a blob, the start of a long text, "" for None."""
     if isinstance(value, float):
         if not 1000 <= abs(value) < _LONG_NUMBER:
             return f"{value:.4g}"
@@ -234,7 +239,10 @@ def cell(value: Any) -> str:
         return f"{value:.3f}".rstrip("0").rstrip(".")
     if isinstance(value, bytes):
         return f"<{len(value)} bytes>"
-    return "" if value is None else printable(str(value), keep="\n\t")
+    text = "" if value is None else str(value)
+    # The layout of a table takes seconds for a megabyte.
+    more = f"… ({len(text)} characters)" if len(text) > _MOST_CHARACTERS else ""
+    return printable(text[:_MOST_CHARACTERS], keep="\n\t") + more
 
 
 def printable(text: str, *, keep: str = "") -> str:

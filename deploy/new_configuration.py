@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from tba.common.config import Config
 from tba.common.config.task import FROM_FILES, TASKS
 from tba.common.data_files import is_data_file
-from tba.common.errors import TbaError, UsageError, first_problem
+from tba.common.errors import HubUnavailable, MissingExtra, TbaError, UsageError, first_problem
 from tba.common.system.devices import list_gpus
 from tba.common.terminal import note
-from tba.common.weights.model_files import check_model, is_hub_name
+from tba.common.weights.model_files import check_hub, check_model, is_hub_name
 
 _TEMPLATE = """\
 # Written by `tba init`. `tba config show` prints every key with its value and origin, `tba run --dry-run` what a run
@@ -93,7 +93,7 @@ def write_configuration(
     """
     if file.exists():
         raise UsageError(f"{file} exists: name another file, as in `tba init other.toml`, or delete it")
-    model = model or _ask("Model (a directory or a hub id)", "--model", check=check_model)
+    model = model or _ask("Model (a directory or a hub id)", "--model", check=_check_model)
     own = f"Task ({', '.join(TASKS[:-1])}, or your own file.py)"
     task = task or _ask(own, "--task", "arithmetic", _check_task)
     lines = _data(task, *data)
@@ -187,6 +187,15 @@ def _check(text: str) -> None:
     except ValidationError as error:
         field, message = first_problem(error)
         raise UsageError(f"{'.'.join(field[:2])}: {message}; nothing was written") from error
+
+
+def _check_model(model: str) -> None:
+    """Raise ConfigError for a model that is neither here nor on the hub. Without a hub, say that it was not asked."""
+    try:
+        if not check_model(model):
+            check_hub(model)
+    except (HubUnavailable, MissingExtra) as error:
+        note(f"not checked: {error}")
 
 
 def _check_data(path: str) -> None:

@@ -9,13 +9,14 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tba.common import run_files
 from tba.common.config import Config
+from tba.common.config.layers import ENVIRONMENT_PREFIX
 from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, TbaError, UsageError
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
@@ -124,9 +125,14 @@ def last_launch(directory: Path) -> Launch | None:
     return Launch(lines[0] if lines else "", ending, after(_FAILED), "" if ending else after(_EVALUATES))
 
 
-def resume_command(directory: Path, more: Sequence[str] = ()) -> str:
-    """Return the command that continues the run of a directory with its recorded settings, and `more` on top."""
-    return shlex.join([*own_command(), "run", str(directory), "--resume", *more])
+def resume_command(directory: Path, more: Sequence[str] = (), *, secrets: Iterable[str] = ()) -> str:
+    """Return, in backquotes, the command that continues the run of a directory with its recorded settings.
+
+    `more` are settings on top. `secrets` are the keys that it needs again, which no run records.
+    """
+    variables = " and ".join(f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}" for key in sorted(secrets))
+    again = f" (set {variables} again: a secret is not recorded)" if variables else ""
+    return f"`{shlex.join([*own_command(), 'run', str(directory), '--resume', *more])}`{again}"
 
 
 def await_previous(config: Config, stop: Callable[[], bool], report: Callable[[str], None]) -> None:

@@ -84,7 +84,7 @@ def _how_to_go_on(directory: Path, row: dict[str, Any], end: str) -> str:
     if is_locked(directory / run_files.TRAINER_LOCK):
         return "its trainer waits for the buffer: `tba buffer serve` with the same configuration continues it"
     more = ["--set", f"train.steps={2 * row['planned']}"] if row["state"] == "finished" and row["planned"] else []
-    return f"`{resume_command(directory, more)}` {'extends it' if more else end}"
+    return f"{resume_command(directory, more, secrets=row['secrets'])} {'extends it' if more else end}"
 
 
 def _folders(directory: Path, depth: int) -> Iterator[Path]:
@@ -146,6 +146,7 @@ def _row(folder: Path, result: dict[str, Any], state: str, why: str) -> dict[str
         "changed": f"{changed} UTC" if (changed := format_time(result["changed_at"])) else "",
         "planned": planned,
         "source": result.get("source"),
+        "secrets": result.get("secrets", []),
         "directory": str(folder),
         "why": "; ".join(filter(None, [why, unknown])),
     }

@@ -1,24 +1,27 @@
-"""Build the parts of a searcher, an evaluation or `tba generate` from the configuration."""
+"""Build the parts of a searcher, an evaluation or `tba generate` from the configuration, and check what they load."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from tba.common.config import Config
+from tba.common.config import Config, RewardModelSection
+from tba.common.config.root import check_batches
 from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
-from tba.common.errors import ConfigError, MissingExtra
+from tba.common.errors import ConfigError, MissingExtra, TaskError
 from tba.common.rendering import PromptRenderer
-from tba.common.weights.model_files import model_directory, read_json
+from tba.common.terminal import need
+from tba.common.weights.model_files import model_directory, model_here, read_json
 from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.engines.engine import Engine
-from tba.searcher.engines.stopping import Stopping, read_stopping
-from tba.searcher.scoring.model_scorer import ModelScorer
-from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.engines.stopping import Stopping, read_stopping, unstopped_turn
+from tba.searcher.scoring.rewards import ModelScorer, Rewards
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import Prompt, Task, has_environment
+from tba.searcher.tasks.task import Prompt, Task, check_prompts, check_rendering, has_environment, is_random
 
 _MEASURED_PROMPTS = 256
+_SERVER_SECONDS = 3.0
 
 
 def context_of(config: Config) -> int | None:
@@ -110,3 +113,77 @@ def make_engine(config: Config, stopping: Stopping, *, device: str, name: str, p
         canary_tolerance=config.canary_tolerance,
         stopping=stopping,
     )
+
+
+def check_task_and_prompts(config: Config) -> str:
+    """Raise TbaError for a task that does not load, whose prompts cannot be used, or that has too few for a batch.
+
+    Where the model and transformers are installed, also for a prompt that cannot be rendered or that the context has no
+    room for, and for malformed end tokens. Returns a warning if the template ends a turn with another token, or if the
+    objective is wrong for a random environment, else "".
+    """
+    task = load_task(config.task)
+    check_scored(config, task)
+    check_prompts(task)
+    check_number_of_prompts(config, task)
+    directory = model_here(config.model.path)
+    if directory is None:
+        return _explained_luck(config, task)
+    try:
+        renderer = PromptRenderer(load_tokenizer(directory), config.task)
+    except MissingExtra:
+        return _explained_luck(config, task)
+    loaded = LoadedTask(task, renderer, read_stopping(config, renderer.tokenizer))
+    return check_loaded(config, loaded, [*task.prompts(), *task.held_out()])
+
+
+def check_loaded(config: Config, loaded: LoadedTask, prompts: Sequence[Prompt]) -> str:
+    """Raise TaskError for a prompt that cannot be rendered or that the context has no room for; return warnings."""
+    task, renderer, stopping = loaded
+    check_rendering(task, prompts, renderer, context_of(config))
+    return "; ".join(filter(None, (_explained_luck(config, task), unstopped_turn(stopping, renderer, prompts))))
+
+
+def _explained_luck(config: Config, task: Task) -> str:
+    """Return a warning if the objective would train on stale data of a random environment to explain its luck."""
+    plays_luck = has_environment(task) and is_random(task)
+    if not plays_luck or not config.objective.explains_luck or config.max_staleness == 0:
+        return ""
+    return (
+        f"the environments of task {task.name} are random, and on stale data objective.name = {config.objective.name} "
+        "explains their luck by the actions after it (docs/objectives.md, several turns): set objective.name = tb with "
+        'objective.log_z = "turn", or tba_prime, or buffer.max_staleness = 0'
+    )
+
+
+def check_number_of_prompts(config: Config, task: Task | None = None) -> None:
+    """Raise TaskError if no batch can ever be sampled of as many prompts, or if the task cannot be loaded."""
+    task = task or load_task(config.task)
+    try:
+        check_batches(config, len(task.prompts()))
+    except ValueError as error:
+        raise TaskError(f"task {task.name}: {error}") from error
+
+
+def check_reward_model(config: RewardModelSection) -> str:
+    """Return a description of the reward model. Imports torch, which only such a model needs on this machine.
+
+    Of one behind a server, a first score is asked for. Raises TbaError if it cannot be used.
+    """
+    if config.url:
+        return asyncio.run(_check_server(config))
+    need("torch", "train")
+    need("transformers", "train")
+    from tba.searcher.scoring.classifier import check_files
+
+    return check_files(config)
+
+
+async def _check_server(config: RewardModelSection) -> str:
+    try:
+        from tba.searcher.scoring.http_model import HttpModel
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "httpx2", "train") from error
+    async with HttpModel(config, config.api_key.get_secret_value()) as model:
+        await model.try_out(seconds=_SERVER_SECONDS)
+    return f"{config.url} scores by {config.api}"

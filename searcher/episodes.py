@@ -117,28 +117,20 @@ class Episode:
         return one_turn(np.asarray(self.context, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), runs)
 
 
+@dataclass(slots=True, eq=False)
 class Episodes:
     """Plays episodes. Their owner passes on what `Rewards.wait` returns for their tickets (`told`)."""
 
-    def __init__(
-        self,
-        ask: Ask,
-        rewards: Rewards,
-        renderer: PromptRenderer,
-        stopping: Stopping,
-        limits: Limits,
-        version: Callable[[], int],
-    ) -> None:
-        self._ask = ask
-        self._rewards = rewards
-        self._renderer = renderer
-        self._stopping = stopping
-        self._limits = limits
-        self._version = version
-        # Seconds in which nothing could be generated.
-        self.paused_seconds = 0.0
-        self._playing: dict[int, Episode] = {}
-        self._ended: list[Episode] = []
+    ask: Ask
+    rewards: Rewards
+    renderer: PromptRenderer
+    stopping: Stopping
+    limits: Limits
+    version: Callable[[], int]
+    # Seconds in which nothing could be generated.
+    paused_seconds: float = 0.0
+    _playing: dict[int, Episode] = field(default_factory=dict)
+    _ended: list[Episode] = field(default_factory=list)
 
     def __contains__(self, ticket: int) -> bool:
         return ticket in self._playing
@@ -149,8 +141,8 @@ class Episodes:
 
     def begin(self, ticket: int, prompt: Prompt, sampling: SamplingSettings) -> Episode:
         """Start an episode and return it. `ticket` identifies it in the reward workers."""
-        episode = self._playing[ticket] = Episode(ticket, prompt, sampling, self._now(), self._version())
-        self._rewards.play(ticket, prompt, [])
+        episode = self._playing[ticket] = Episode(ticket, prompt, sampling, self._now(), self.version())
+        self.rewards.play(ticket, prompt, [])
         return episode
 
     def _now(self) -> float:
@@ -178,7 +170,7 @@ class Episodes:
 
     def _open(self, episode: Episode, turn: Turn) -> None:
         try:
-            episode.context, episode.conversation = self._renderer.begin(episode.prompt, turn.messages)
+            episode.context, episode.conversation = self.renderer.begin(episode.prompt, turn.messages)
         except ValueError as error:
             self._fail(episode, "generation", f"not rendered: {error}", is_open=True)
             return
@@ -193,10 +185,10 @@ class Episodes:
             seed = random.Random(f"{seed}:{number}").getrandbits(_SEED_BITS)  # noqa: S311
         episode.context = [*following] if restart else [*episode.context, *following]
         episode.length += len(following)
-        left = self._limits.tokens - episode.length
-        sampling = replace(episode.sampling, seed=seed, max_tokens=min(left, self._limits.turn_tokens))
+        left = self.limits.tokens - episode.length
+        sampling = replace(episode.sampling, seed=seed, max_tokens=min(left, self.limits.turn_tokens))
         try:
-            self._ask(np.asarray(episode.context, np.int32), sampling, partial(self._replied, episode), number > 0)
+            self.ask(np.asarray(episode.context, np.int32), sampling, partial(self._replied, episode), number > 0)
         except ContextOverflow as error:
             if number:
                 self._close(episode, "context_overflow")
@@ -214,7 +206,7 @@ class Episodes:
         episode.context = episode.context + sampled
         episode.length += len(sampled)
         try:
-            text = storable(self._stopping.scored_text(sampled))
+            text = storable(self.stopping.scored_text(sampled))
         # The ids are of another vocabulary.
         except Exception as error:  # noqa: BLE001
             self._fail(episode, "decoding", f"not decoded: {type(error).__name__}: {error}", is_open=True)
@@ -223,7 +215,7 @@ class Episodes:
         episode.said.append((_POLICY, text))
         episode.turn_started = time.monotonic()
         is_last = bool(self._reached_limit(episode))
-        self._rewards.play(episode.ticket, episode.prompt, episode.replies, last=is_last)
+        self.rewards.play(episode.ticket, episode.prompt, episode.replies, last=is_last)
 
     def _go_on(self, episode: Episode, turn: Turn) -> None:
         """Note what a turn led to, and generate the next one unless the episode is over."""
@@ -244,8 +236,8 @@ class Episodes:
         details = {"reward": turn.reward, "parts": dict(turn.parts), "messages": messages}
         episode.turns[-1].details.update(details, environment_seconds=seconds)
         episode.parts |= zip(turn.parts, sums, strict=True)
-        if self._now() - episode.started > self._limits.seconds:
-            reason = f"the episode took longer than task.episode_seconds = {self._limits.seconds:g}"
+        if self._now() - episode.started > self.limits.seconds:
+            reason = f"the episode took longer than task.episode_seconds = {self.limits.seconds:g}"
             self._fail(episode, "episode_timeout", reason, is_open=not was_last)
         elif turn.done:
             self._end(episode, _PARSE_ERROR if turn.parts.get(_PARSE_ERROR, 0.0) > 0 else "completed")
@@ -255,22 +247,22 @@ class Episodes:
             self._add_messages(episode, turn.messages)
 
     def _reached_limit(self, episode: Episode) -> str:
-        if len(episode.turns) >= self._limits.turns:
+        if len(episode.turns) >= self.limits.turns:
             return "max_turns"
-        return "max_tokens" if episode.length >= self._limits.tokens else ""
+        return "max_tokens" if episode.length >= self.limits.tokens else ""
 
     def _add_messages(self, episode: Episode, messages: Sequence[Message]) -> None:
         sampled = list(episode.turns[-1].completion_token_ids)
-        ended_by = sampled[-1] if sampled[-1] in self._stopping.ids else None
-        reply = self._stopping.whole_text(sampled if ended_by is None else sampled[:-1])
+        ended_by = sampled[-1] if sampled[-1] in self.stopping.ids else None
+        reply = self.stopping.whole_text(sampled if ended_by is None else sampled[:-1])
         try:
-            following = self._renderer.proceed(
+            following = self.renderer.proceed(
                 episode.conversation, reply, messages, variables_of=episode.prompt, ended_by=ended_by
             )
         except ValueError as error:
             self._fail(episode, "environment", f"its messages cannot be rendered: {error}", is_open=True)
             return
-        if episode.length + len(following.ids) >= self._limits.tokens:
+        if episode.length + len(following.ids) >= self.limits.tokens:
             self._close(episode, "max_tokens")
             return
         episode.conversation = following.conversation
@@ -289,7 +281,7 @@ class Episodes:
     def _close(self, episode: Episode, stop_reason: str) -> None:
         """Have an environment closed that does not know yet that the episode is over."""
         episode.stop_reason = stop_reason
-        self._rewards.play(episode.ticket, episode.prompt, episode.replies, close=True)
+        self.rewards.play(episode.ticket, episode.prompt, episode.replies, close=True)
 
     def _end(self, episode: Episode, stop_reason: str) -> None:
         episode.stop_reason = stop_reason

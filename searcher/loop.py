@@ -1,36 +1,44 @@
-"""The searcher's loop: poll for weights, lease prompts, move the pipeline on, exchange messages with the buffer.
+"""A searcher: its start from a configuration, and its loop.
+
+The loop polls for weights, leases prompts, moves the pipeline on, and exchanges messages with the buffer.
 
 The engine never waits for the buffer: requests are posted, and replies are taken when they arrive. While the buffer is
 away, the searcher answers the prompts it has leased, then prompts of its own choice, into the spool; when the spool is
 full, generation pauses. The engine's batch never runs empty meanwhile: another load of requests is queued behind it.
 """
 
+import contextlib
+import errno
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
-from tba.common.clock import Clock
+from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, Refused, quantity
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
 from tba.common.run_identity import refuse_other_server
-from tba.common.system.process import notify_systemd
+from tba.common.run_snapshots import weights_directory
+from tba.common.system.devices import CPU
+from tba.common.system.process import StopSignal, extend_start, give_way, notify_systemd
 from tba.common.system.watchdog import Watchdog
+from tba.common.weights.node_store import clear, make_directory
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.codec import Reply
-from tba.searcher.build import LoadedTask
+from tba.common.wire.keys import buffer_client_keys
+from tba.searcher.build import LoadedTask, check_loaded, context_of, load, make_engine, make_rewards, mean_tokens
 from tba.searcher.delivery.delivery import Delivery
-from tba.searcher.endpoint import Endpoint
+from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Engine
 from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
-from tba.searcher.run_end import RESUME_SECONDS, RunEnd
 from tba.searcher.scoring.rewards import Rewards
-from tba.searcher.tasks.task import Prompt, Task, fingerprint
+from tba.searcher.tasks.task import Prompt, Task, check_prompts, fingerprint
 from tba.searcher.weights.fetch import Serving
 from tba.searcher.weights.follower import Preparation, WeightsFollower
 
@@ -49,6 +57,94 @@ _REGISTER_CHUNK = 10_000
 _REGISTER_CHARACTERS = 1 << 20
 # Between two questions of a searcher whose prompts another one registers.
 _WAIT_SECONDS = 0.2
+# At most, for the searchers of a machine.
+ENDPOINT_PORTS = 64
+# How long a process that joins a finished run waits for a trainer that resumes it.
+_RESUME_SECONDS = 60.0
+
+
+def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None:
+    """Generate until the run is finished or `stop()`. `device` is `cpu` or the visible `cuda`.
+
+    `label` distinguishes the searchers of this machine: `cpu0`, `gpu3`, `gpu0-1`, or the UUID of a GPU.
+
+    Raises ConfigError for a model or task that cannot be loaded, WorkerLost if loading a reward model or a task failed
+    for a reason that may be transient, and Refused if the buffer rejects this searcher.
+    """
+    log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
+    if device == CPU == config.train.gpu:
+        give_way()
+    loaded = task, renderer, _ = load(config)
+    check_prompts(task)
+    if warning := check_loaded(config, loaded, task.prompts()):
+        log.warning("the settings do not fit the task", reason=warning)
+    # A directory that cannot be used is reported before the engine starts, which may take minutes.
+    make_directory(weights_directory(config))
+    clock = SystemClock()
+    # The same after a restart, so that the buffer recognizes the searcher.
+    name = f"{socket.gethostname()}-{label}"
+    keys = buffer_client_keys(config.security.keys, config.address)
+    client = BufferClient(config.address, role="searcher", name=name, clock=clock, keys=keys)
+    with contextlib.ExitStack() as ending:
+        ending.callback(_clear_weights, config, client)
+        ending.callback(client.close)
+        # Before the engine: workers must not inherit its threads and memory, and it measures the free memory of the GPU
+        # after the reward model is loaded.
+        rewards = make_rewards(config, task, device, stop)
+        ending.callback(rewards.close)
+        if stop():
+            return
+        # Before the engine, too: it tells that there are no weights yet.
+        if (endpoint := open_endpoint(config, loaded, lambda: client.run)) is not None:
+            ending.callback(endpoint.close)
+        extend_start()
+        # Starting the engine may take minutes, and there is nothing to finish yet.
+        with stop.exits_immediately():
+            prompt_tokens = mean_tokens(task.prompts(), renderer)
+            engine = make_engine(config, loaded.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
+            ending.callback(engine.close)
+        searcher = Searcher(
+            config,
+            engine=engine,
+            loaded=loaded,
+            rewards=rewards,
+            exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
+            client=client,
+            clock=clock,
+        )
+        ending.callback(searcher.close)
+        searcher.run(stop, endpoint)
+
+
+def open_endpoint(config: Config, loaded: LoadedTask, run: Callable[[], str]) -> Endpoint | None:
+    """Open the endpoint of a searcher at the first free port from that of `search.serve` on.
+
+    With port 0 it is any free one. None without `search.serve`, or if the address cannot be bound: the run goes on
+    without. `run` returns the uuid of the run.
+    """
+    if not config.search.serve:
+        return None
+    host, port = config.search.serve_address
+    token = config.search.serve_token.get_secret_value()
+    completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config), run)
+    last = min(port + ENDPOINT_PORTS, 1 << 16) - 1 if port else 0
+    endpoint = None
+    while endpoint is None:
+        try:
+            endpoint = Endpoint(host, port, token=token, completions=completions)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port >= last:
+                log.warning("no endpoint", host=host, port=port, reason=str(error))
+                return None
+            port += 1
+    log.info("endpoint", url=endpoint.url)
+    return endpoint
+
+
+def _clear_weights(config: Config, client: BufferClient) -> None:
+    """Delete the node's cached weights if the run is finished. Other searchers of the node keep theirs pinned."""
+    if client.state is not None and client.state.finished:
+        clear(weights_directory(config))
 
 
 class Searcher:
@@ -81,7 +177,12 @@ class Searcher:
             client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
         )
         generation = GenerationStage(
-            engine, loaded.task, loaded.renderer, exploration, config.search.samples_per_prompt
+            engine,
+            loaded.task,
+            loaded.task.prompts(),
+            loaded.renderer,
+            exploration.settings,
+            config.search.samples_per_prompt,
         )
         episodes = Episodes(
             generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config), lambda: engine.weights_version
@@ -149,7 +250,7 @@ class Searcher:
         self._run.joined()
         log.info("joined", buffer=self._client.address, prompts=len(self._task.prompts()))
         if self._run.finished:
-            log.info("run is finished", waits_for="a trainer that resumes it", at_most_seconds=RESUME_SECONDS)
+            log.info("run is finished", waits_for="a trainer that resumes it", at_most_seconds=_RESUME_SECONDS)
         notify_systemd("READY=1")
 
     def _answer(self) -> int:
@@ -232,7 +333,7 @@ class Searcher:
 
     def _activity(self) -> tuple[str, str]:
         if self._weights.current is None:
-            over = f"the run is finished: ends after {RESUME_SECONDS:.0f} s unless a trainer resumes it"
+            over = f"the run is finished: ends after {_RESUME_SECONDS:.0f} s unless a trainer resumes it"
             return "waiting", over if self._run.finished else self._weights.reason or "no snapshot is published yet"
         if self._delivery.pause:
             return "waiting", self._delivery.pause
@@ -346,3 +447,29 @@ def outage_prompts(prompts: Sequence[Prompt], config: Config, sender: str) -> It
         for index in rng.permutation(len(prompts)):
             yield messages.Visit(lease=fields.NO_VISIT, epoch=epoch, prompt_key=prompts[index].key)
         epoch += 1
+
+
+class RunEnd:
+    """Tells whether a run is over: it has finished, and is not one that a trainer may be about to resume."""
+
+    def __init__(self, client: BufferClient, clock: Clock) -> None:
+        self._client = client
+        self._clock = clock
+        self.joined()
+
+    def joined(self) -> None:
+        """Start to wait for a trainer that resumes a finished run."""
+        self._joined_at, self._seen_running = self._clock.monotonic(), False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is finished, according to the last reply of the buffer."""
+        return self._client.state is not None and self._client.state.finished
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is over. A run that was finished when this process joined may be resumed by a trainer."""
+        if not self.finished:
+            self._seen_running = True
+            return False
+        return self._seen_running or self._clock.monotonic() - self._joined_at > _RESUME_SECONDS

@@ -13,7 +13,7 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -33,14 +33,12 @@ from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import CUT_OFF, Episode, Episodes
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Group, Scored, failed, storable
-from tba.searcher.tasks.task import Reward, Task, has_environment
+from tba.searcher.tasks.task import Prompt, Reward, Task, has_environment
 
 log = get_logger(__name__)
 
 # A prompt that does not fit the context is a row with an error. When nothing else comes, the settings are wrong.
 _MAX_FAILURES_IN_A_ROW = 1_000
-# The number of responses that show whether responses end by themselves.
-_FIRST_RESPONSES = 200
 _ERROR_CHARACTERS = 2_000
 # The share of a group of episodes that must be good for the group to be trained on.
 _LEAST_GOOD = 0.75
@@ -50,6 +48,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
 
 
+@dataclass(frozen=True, slots=True)
 class Exploration:
     """Draws the sampling settings of a run's responses: temperature, top-p and seed.
 
@@ -58,29 +57,28 @@ class Exploration:
     explored in the same way. `searcher` is this one's name, for `explore = "searcher"`.
     """
 
-    def __init__(self, config: SearchSection, *, run_seed: int, searcher: str) -> None:
-        self._config = config
-        self._run_seed = run_seed
-        self._searcher = searcher
-        # Per-response seeds cost vLLM one generator per row of its batch (docs/design.md), and would not make a run
-        # repeatable: in vLLM the rounding of a row depends on the other rows.
-        self._seeded = config.engine == "transformers"
+    config: SearchSection
+    run_seed: int
+    searcher: str
 
     def settings(self, visit: Visit, sample: int) -> SamplingSettings:
         """Return the settings of one sample of a visit."""
+        # Per-response seeds cost vLLM one generator per row of its batch (docs/design.md), and would not make a run
+        # repeatable: in vLLM the rounding of a row depends on the other rows.
+        seeded = self.config.engine == "transformers"
         unit = {"sample": (visit.prompt_key, visit.epoch, sample), "group": (visit.prompt_key, visit.epoch)}
-        drawn_for = unit.get(self._config.explore, (self._searcher,))
+        drawn_for = unit.get(self.config.explore, (self.searcher,))
         generator = random.Random(self._hash("settings", *drawn_for))  # noqa: S311
         return SamplingSettings(
-            temperature=draw(self._config.temperature, generator),
-            top_p=draw(self._config.top_p, generator),
-            max_tokens=self._config.max_tokens,
-            seed=self._hash("response", visit.prompt_key, visit.epoch, sample) if self._seeded else None,
+            temperature=draw(self.config.temperature, generator),
+            top_p=draw(self.config.top_p, generator),
+            max_tokens=self.config.max_tokens,
+            seed=self._hash("response", visit.prompt_key, visit.epoch, sample) if seeded else None,
         )
 
     def _hash(self, *parts: str | int) -> int:
         # repr distinguishes ("a", 11) from ("a1", 1).
-        digest = hashlib.blake2b(repr((self._run_seed, *parts)).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(repr((self.run_seed, *parts)).encode(), digest_size=8).digest()
         return int.from_bytes(digest) >> (64 - _SEED_BITS)
 
 
@@ -108,18 +106,24 @@ class Response:
 
 
 class GenerationStage:
-    """Visits in, responses of the engine out."""
+    """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each."""
 
     def __init__(
-        self, engine: Engine, task: Task, renderer: PromptRenderer, exploration: Exploration, samples: int
+        self,
+        engine: Engine,
+        task: Task,
+        prompts: Iterable[Prompt],
+        renderer: PromptRenderer,
+        settings: Callable[[Visit, int], SamplingSettings],
+        samples: int,
     ) -> None:
         self._engine = engine
         self._task = task
-        self._exploration = exploration
+        self._settings = settings
         self._samples = samples
-        self._prompts = prompts = {prompt.key: prompt for prompt in task.prompts()}
+        self._prompts = by_key = {prompt.key: prompt for prompt in prompts}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
-        self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(prompts[key]), np.int32))
+        self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(by_key[key]), np.int32))
         self._requests = Requests(engine)
         self.ask = self._requests.ask
         self._done: list[Response] = []
@@ -135,7 +139,7 @@ class GenerationStage:
         These are (ticket, group, settings).
         """
         prompt = self._prompts[visit.prompt_key]
-        settings = [self._exploration.settings(visit, sample) for sample in range(self._samples)]
+        settings = [self._settings(visit, sample) for sample in range(self._samples)]
         if has_environment(self._task, prompt):
             group = Group(visit, prompt, _NO_TOKENS, self._samples)
             return [(self._requests.new_id(), group, sampling) for sampling in settings]
@@ -172,7 +176,6 @@ class ScoringStage:
         self._unscored: dict[int, Response] = {}
         self._complete: list[Group] = []
         self._failures_in_a_row = 0
-        self._cut_off = 0
         self.trajectories = 0
         self.tokens = 0
         self.errors = 0
@@ -224,14 +227,9 @@ class ScoringStage:
     def _finish(self, response: Response, scored: Scored) -> None:
         """Add the row of a response to its group."""
         group, generation = response.group, response.generation
-        is_cut = generation.stop_reason == STOP_LENGTH
-        if is_cut and scored.error is None:
+        if generation.stop_reason == STOP_LENGTH and scored.error is None:
             scored = self._cut(scored, len(generation.response_ids))
         self.trajectories += not response.error
-        self._cut_off += is_cut
-        if self.trajectories == _FIRST_RESPONSES and not response.error and 2 * self._cut_off > _FIRST_RESPONSES:
-            reason = f"{self._cut_off} of the first {_FIRST_RESPONSES} reached the length limit without an end token"
-            log.warning("responses do not end", reason=reason, remedy="raise search.max_tokens, or set search.stop")
         self.tokens += len(generation.response_ids)
         tokens = one_turn(group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs)
         self._add(group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds)

@@ -233,19 +233,20 @@ def _results(section: TaskSection, task: Task, trial: _Trial, *, plays: bool) ->
     if len(errors) < len(trial.results):
         yield _rewards(task, trial, plays=plays)
     if trial.seconds:
-        turns = sum(map(len, trial.results))
-        played = f"{turns / trial.seconds:.0f} turns per second, resets included"
-        yield _found(
-            "speed", "ok", played if plays else f"{_own_seconds(section, task, trial) * 1000:.3g} ms per response"
-        )
+        count, seconds = _own_speed(section, task, trial)
+        speed = f"{count / seconds:.0f} turns per second, resets included"
+        yield _found("speed", "ok", speed if plays else f"{seconds / count * 1000:.3g} ms per response")
 
 
-def _own_seconds(section: TaskSection, task: Task, trial: _Trial) -> float:
-    """Return the mean time of a score in this process: that of a worker includes how often it is asked."""
+def _own_speed(section: TaskSection, task: Task, trial: _Trial) -> tuple[int, float]:
+    """Score or play in this process: the time of a worker includes how often it is asked.
+
+    Returns the number of scores or turns, and the seconds that they took.
+    """
     rewards = Rewards(task, section.model_copy(update={"reward_workers": 0}))
     begin = time.monotonic()
-    _run(rewards, task, trial.scripts)
-    return (time.monotonic() - begin) / len(trial.scripts)
+    results = _run(rewards, task, trial.scripts)
+    return sum(map(len, results)), time.monotonic() - begin
 
 
 def _rewards(task: Task, trial: _Trial, *, plays: bool) -> Finding:

@@ -134,7 +134,9 @@ class Ranks:
     def from_rank_0(self, value: Tensor, like: Tensor | None = None) -> Tensor:
         """Return rank 0's value on every rank: sharded as `like` is, else whole. On the others it may be meta."""
         if isinstance(like, DTensor):
-            return shard_of_rank_0(like, value)
+            device = like.device_mesh.device_type
+            whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+            return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=0)
         if self.size > 1:
             # A clone, since a tensor of a file keeps all of the file mapped.
             value = torch.empty_like(value, device="cpu") if value.is_meta else value.clone()
@@ -397,12 +399,3 @@ def full_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor, any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_of_rank_0(tensor: Tensor, value: Tensor) -> Tensor:
-    """Shard rank 0's full `value` as `tensor` is sharded. On the other ranks it may be on the meta device."""
-    if not isinstance(tensor, DTensor):
-        return value
-    device = tensor.device_mesh.device_type
-    whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
-    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=0)

@@ -37,8 +37,7 @@ from tba.trainer.checkpoint import Checkpoint, CheckpointWriter
 from tba.trainer.distributed import ALONE, END, PUBLISH, SAVE, STEP, Ranks, join, until_lost
 from tba.trainer.metrics.flops import Throughput
 from tba.trainer.metrics.health import Health
-from tba.trainer.metrics.metrics_log import MetricsLog
-from tba.trainer.metrics.sinks import choose_answers, open_sinks
+from tba.trainer.metrics.metrics_log import MetricsLog, choose_answers, open_sinks
 from tba.trainer.metrics.stopwatch import Stopwatch, wait_for_compute
 from tba.trainer.model.adapters import gathered
 from tba.trainer.model.host_buffers import HostBuffers

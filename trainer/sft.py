@@ -41,6 +41,7 @@ from tba.common.rendering import Message, PromptRenderer, as_map, message_of, va
 from tba.common.system.durable import exclusive_lock, new_directory
 from tba.common.weights.model_files import eos_ids, model_directory
 from tba.common.weights.pretrained import load_tokenizer
+from tba.common.wire.fields import MAX_PROMPT_TEXT
 from tba.common.wire.trajectory import STOP_EOS
 from tba.trainer import checkpoint
 from tba.trainer.batch.batch import Row, TrainBatch
@@ -94,13 +95,14 @@ class _Prompt:
 class Encoder:
     """The renderer of prompts, and the limits of the model: ids below `vocabulary`, `longest` tokens per row.
 
-    Any of `end_ids` ends a response; the first one is appended to a response that has none.
+    Any of `end_ids` ends a response; the first one is appended to a response that has none. `stop` is `search.stop`.
     """
 
     renderer: PromptRenderer
     end_ids: Sequence[int]
     vocabulary: int
     longest: int
+    stop: Sequence[int | str] = ()
 
 
 def sft(
@@ -177,7 +179,7 @@ class Job:
         self._files = files = model_directory(config.model.path)
         self._plan, self._clock, self._ranks = plan, clock, ranks
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(files)
-        encoder = _encoder(files, PromptRenderer(tokenizer, config.task), meta_model(files))
+        encoder = _encoder(files, PromptRenderer(tokenizer, config.task), meta_model(files), config)
         self._rows = read_rows(plan.data, encoder)
         self._held_out = read_rows([plan.held_out], encoder) if plan.held_out else []
         self._name = _data_digest(self._rows, config.run.seed, plan.batch_size)
@@ -302,12 +304,13 @@ class Job:
         self._saved_step = self.learner.steps_done
 
 
-def _encoder(files: Path, renderer: PromptRenderer, model: PreTrainedModel) -> Encoder:
+def _encoder(files: Path, renderer: PromptRenderer, model: PreTrainedModel, config: Config) -> Encoder:
     ends = eos_ids(files, renderer.tokenizer.eos_token_id)
     if not ends:
         raise ConfigError(f"{files} names no end token: set eos_token_id in its config.json")
     vocabulary = model.get_input_embeddings().num_embeddings
-    return Encoder(renderer, ends, vocabulary, getattr(model.config, "max_position_embeddings", None) or 1 << 30)
+    longest = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    return Encoder(renderer, ends, vocabulary, longest, config.search.stop)
 
 
 def _batch(rows: list[Row], step: int) -> TrainBatch:
@@ -360,11 +363,31 @@ def _exported(row: dict[str, Any], encoder: Encoder) -> tuple[_Prompt, tuple[lis
         raise ValueError("it is an episode, with tokens that were not sampled: leave it out")
     if (stop := row.get("stop_reason", STOP_EOS)) != STOP_EOS:
         raise ValueError(f"its response is not finished ({stop}): export with --where \"stop_reason = 'eos'\"")
-    if not isinstance(text, str):
-        raise ValueError("it has no `text`, which tells whether this tokenizer made its tokens")
-    if not encoder.renderer.tokenizer.decode(ids, skip_special_tokens=True).startswith(text):
-        raise ValueError(f"its tokens do not spell its text, {text!r:.80}: another tokenizer made them")
+    if not isinstance(text, str) or not isinstance(said := row.get("prompt"), str):
+        raise ValueError("it has no `prompt` or no `text`, which tell whether this tokenizer made its tokens")
+    for name, spelt in (("prompt", _spells_prompt(prompt_ids, said, encoder)), ("text", _spells(ids, text, encoder))):
+        if not spelt:
+            raise ValueError(
+                f"its tokens do not spell its {name}, {row[name]!r:.80}: another tokenizer made them"
+                + (", or search.stop lacks the string that ended it" if name == "text" else "")
+            )
     return _Prompt(ids=prompt_ids), (prompt_ids, _ended(ids, ("assistant", text), encoder))
+
+
+def _spells_prompt(ids: list[int], text: str, encoder: Encoder) -> bool:
+    if ids in (encoder.renderer.encode(text), encoder.renderer.raw_ids(text)):
+        return True
+    # Ids that a task gave, or a text that a run records up to its limit.
+    spelt = encoder.renderer.tokenizer.decode(ids, skip_special_tokens=False)
+    return bool(spelt == text or (len(text) == MAX_PROMPT_TEXT and spelt.startswith(text)))
+
+
+def _spells(ids: list[int], text: str, encoder: Encoder) -> bool:
+    """Whether ids are a text to its last character; what ended them, a token or a string, is not part of the text."""
+    kept = ids[:-1] if ids and ids[-1] in (*encoder.end_ids, *encoder.stop) else ids
+    spelt = encoder.renderer.tokenizer.decode(kept, skip_special_tokens=True)
+    strings = [string for string in encoder.stop if isinstance(string, str)]
+    return spelt == text or any(spelt.startswith(text + string) for string in strings)
 
 
 def _read_row(value: Any) -> tuple[_Prompt, Message]:

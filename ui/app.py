@@ -21,6 +21,9 @@ from tba.ui.runs import find_runs
 from tba.ui.security import Guard
 from tba.ui.site import FOLDER, LARGEST_NUMBER, Site, make_environment, site_of
 
+# The status of a database that is no buffer, or whose values are malformed.
+_UNREADABLE = 503
+
 
 class _RowConvertor(IntegerConvertor):
     """A number in an address. Python refuses to read one of thousands of digits, and SQLite has 64 bits."""
@@ -98,7 +101,7 @@ def not_found(request: Request, error: Exception) -> Response:
 
 def refused(request: Request, error: Exception) -> Response:
     """Show an error of a filter or of the database."""
-    status = 400 if isinstance(error, UsageError) else 503
+    status = 400 if isinstance(error, UsageError) else _UNREADABLE
     return _error(request, status, str(error))
 
 
@@ -106,4 +109,5 @@ def _error(request: Request, status: int, sentence: str) -> Response:
     # Keep the navigation of the run.
     run = site_of(request).runs.get(request.path_params.get("run", ""))
     known = {"run": run} if run else {}
-    return site_of(request).page("error.html", http_status=status, code=status, sentence=sentence, **known)
+    title = f"Run {run.name} cannot be read" if run and status == _UNREADABLE else f"Error {status}"
+    return site_of(request).page("error.html", http_status=status, title=title, sentence=sentence, **known)

@@ -32,7 +32,7 @@ _CHARTS = (
     ("Learning rate", "", {"learning_rate": "learning rate"}),
     ("Response length", "tokens", {"response_tokens_mean": "mean"}),
     ("Staleness", "optimiser steps", {"staleness_mean": "mean", "staleness_max": "maximum"}),
-    ("Reuse of data", "earlier steps", {"reuse_mean": "mean"}),
+    ("Reuse of data", "earlier batches", {"reuse_mean": "mean"}),
     ("Throughput of the trainer", "tokens/s", {"tokens_per_second": "tokens/s"}),
 )
 _CHARTED = frozenset(name for _, _, names in _CHARTS for name in names)
@@ -71,12 +71,17 @@ class Chart:
 
 @dataclass(frozen=True)
 class Charts:
-    """The charts of a run over steps; `hours` since the first one, `tokens` trained on, and `restarts` (steps)."""
+    """The charts of a run over the same optimiser steps, and what else the horizontal axis may be.
+
+    `hours` are those since the first step, `tokens` those trained on; `restarts` are steps. The steps after `last`, the
+    last trained one, are of evaluations and restarts.
+    """
 
     steps: list[int]
     hours: list[float]
     tokens: list[float]
     restarts: list[int]
+    last: int
     charts: list[Chart]
 
 
@@ -119,7 +124,7 @@ class Metrics:
         evaluations = rows.all(_EVALUATIONS, self.run.name, self.run.name) or read_evaluations(
             self.run.directory, self.run.name
         )
-        held_out = {row["step"]: row["accuracy"] for row in evaluations if "accuracy" in row}
+        held_out = {row["step"]: row["accuracy"] for row in evaluations if isinstance(row.get("accuracy"), int | float)}
         restarts = [start.step for start in self.run.starts(rows)[1:]]
         wanted = (*_CHARTS, *((name, "", {name: name}) for name in more if name not in _CHARTED))
         with self._lock:
@@ -130,9 +135,10 @@ class Metrics:
             charts = [Chart(title, unit, self._series(names, steps, until)) for title, unit, names in wanted]
             hours = [(self._times[n - 1] - self._times[0]) / 3600 if n else 0.0 for n in until]
             tokens = [self._tokens[n] for n in until]
+            last = self._steps[-1] if self._steps else -1
         if held_out:
             charts[0].series.append(Series(_HELD_OUT, [held_out.get(step) for step in steps], dots=True))
-        return Charts(steps, hours, tokens, restarts, [chart for chart in charts if chart.series])
+        return Charts(steps, hours, tokens, restarts, last, [chart for chart in charts if chart.series])
 
     def _series(self, names: dict[str, str], steps: Sequence[int], until: Sequence[int]) -> list[Series]:
         """Return the series of the metrics in `names`, with their labels, that have a value at one of the steps."""

@@ -57,7 +57,7 @@ def render(run: Run, rows: PageRows) -> str:
             best=rows.all(_SAMPLE % ("MAX", "DESC"), run.id),
             worst=rows.all(_SAMPLE % ("MIN", "ASC"), run.id),
             newest_count=_NEWEST,
-            settings=[key for key in settings(run.config(rows), run.origins(rows), run.starts(rows)) if key["is_set"]],
+            settings=[key for key in settings(run.starts(rows)) if key["is_set"]],
             # The project's own file.
             style=Markup((FOLDER / "static" / "style.css").read_text(encoding="utf-8")),  # noqa: S704
             **describe(run, rows),

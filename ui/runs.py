@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba.buffer.store.starts import IMPORT, SERVED_FIRST, by_key, changed_settings
-from tba.buffer.store.storage_errors import stored_config, stored_object
+from tba.buffer.store.starts import STARTS, Start, starts_of
 from tba.buffer.tools.query import PageRows, page_rows
 from tba.common import run_files
 from tba.common.errors import StorageError, UsageError
@@ -21,22 +20,8 @@ from tba.deploy.run_list import served_status
 DEFAULT_DIRECTORY = Path("runs")
 _PAGE_SECONDS = 5.0
 _STATUS_SECONDS = 2.0
-# The starts of a run's servers with the number of steps before each, oldest first.
-_STARTS = f"""SELECT s.started_at, s.config, s.software, COALESCE((SELECT b.step + 1 FROM batches b WHERE b.run = s.run
-    AND b.trained_at < s.started_at ORDER BY b.step DESC LIMIT 1), 0) AS step FROM starts s
-    WHERE s.run = ? AND json_extract(s.config, '$.{IMPORT}') IS NULL ORDER BY s.id"""  # noqa: S608
 # How long a server that did not answer is not asked again.
 _ABSENT_SECONDS = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A start of a run's server at a Unix time, after `step` steps, with its settings, and those that changed."""
-
-    at: float
-    step: int
-    settings: dict[str, Any]
-    changes: list[tuple[str, Any, Any]]
 
 
 @dataclass
@@ -63,30 +48,18 @@ class Run:
             yield rows
 
     def config(self, rows: PageRows) -> dict[str, Any]:
-        """Return the sections of the configuration that a server last served the run with; {} if there is none."""
-        sql = f"SELECT s.config FROM starts s WHERE s.run = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
-        sections = stored_config(rows.value(sql, self.id))
-        return {name: section for name, section in sections.items() if isinstance(section, dict)}
-
-    def origins(self, rows: PageRows) -> dict[str, str] | None:
-        """Return what set each dotted key of `config`; other keys had their defaults. None: not recorded."""
-        sql = f"SELECT s.origins FROM starts s WHERE s.run = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
-        found = rows.value(sql, self.id)
-        return None if found is None else stored_object(found)
+        """Return the settings that a server last served the run with, by dotted key; {} if there are none."""
+        newest = starts_of(rows.all(STARTS, self.id, 1))
+        return newest[0].settings_here() if newest else {}
 
     def starts(self, rows: PageRows) -> list[Start]:
-        """Return the starts of the run, oldest first."""
-        starts: list[Start] = []
-        for row in rows.all(_STARTS, self.id):
-            software = {"software": stored_object(row["software"])}
-            settings = by_key({**stored_config(row["config"]), **software})
-            changes = changed_settings(starts[-1].settings, settings) if starts else []
-            starts.append(Start(row["started_at"], row["step"], settings, changes))
-        return starts
+        """Return the starts of the run's servers, oldest first; without any, its last import."""
+        starts = starts_of(rows.all(STARTS, self.id, -1))
+        return [start for start in starts if not start.imported] or starts[-1:]
 
     def status(self, config: dict[str, Any]) -> Status | None:
         """Return the status that the buffer server of the run gives, at most seconds old; None if none answers."""
-        address, keys = config.get("buffer", {}).get("address", ""), config.get("security", {}).get("keys")
+        address, keys = config.get("buffer.address", ""), config.get("security.keys")
         with self._lock:
             if time.monotonic() >= self._ask_at:
                 self._status = served_status(self.database, {"run": self.name, "address": address, "keys": keys})

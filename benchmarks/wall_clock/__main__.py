@@ -12,8 +12,10 @@ is how many times as fast a step can be at most, by the pace alone, and *ratio* 
 
 import argparse
 import math
+from pathlib import Path
 
 from benchmarks.harness import print_table
+from benchmarks.wall_clock.curves import draw_ratios
 from benchmarks.wall_clock.pace import PACES, step_ratio
 from benchmarks.wall_clock.runs import Outcome, run
 
@@ -30,7 +32,11 @@ def main() -> None:
     parser.add_argument("--accuracy", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pace", choices=PACES, default="short", help="length of the responses")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the bound over the constants, and run nothing")
     options = parser.parse_args()
+    if options.draw:
+        draw_ratios(options.draw)
+        return
     pace = PACES[options.pace]
     rows = []
     for searchers in options.searchers:

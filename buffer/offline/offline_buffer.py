@@ -19,7 +19,7 @@ from msgspec import structs
 from tba.buffer.offline.recorded_run import RecordedRun, copy_batch, overlay
 from tba.buffer.service.run_state import AsOf
 from tba.buffer.service.service import BufferService
-from tba.buffer.store.starts import OFFLINE, OfflineSource, recorded_source, refuse_other_runs
+from tba.buffer.store.starts import OFFLINE, OfflineSource, record_of, recorded_source, refuse_other_runs
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.common import run_files
@@ -111,7 +111,7 @@ class OfflineBuffer:
             newest_trajectory=recorded.newest_trajectory,
             replay=replay,
         )
-        settings = {**config.model_dump(mode="json"), OFFLINE: asdict(source)}
+        settings = {**record_of(config), OFFLINE: asdict(source)}
         run = self._store.open_run(
             config.run.name, seed=config.run.seed, config=settings, software=software(), origins=origins
         )

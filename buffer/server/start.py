@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import refuse_other_runs
+from tba.buffer.store.starts import record_of, refuse_other_runs
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
 from tba.common.config import Config
@@ -42,7 +42,7 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
         store = resources.enter_context(contextlib.closing(Store(config.database, durability=config.buffer.durability)))
         refuse_other_runs(config)
         refuse_other_work(config)
-        settings = {**config.model_dump(mode="json"), MODEL_WEIGHTS: model_weights(config)}
+        settings = {**record_of(config), MODEL_WEIGHTS: model_weights(config)}
         run = store.open_run(
             config.run.name, seed=config.run.seed, config=settings, software=software(), origins=origins
         )

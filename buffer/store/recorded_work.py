@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tba.buffer.store.reader import open_reader
-from tba.buffer.store.starts import IMPORT
+from tba.buffer.store.starts import DIRECTORY, IMPORT, record_of
 from tba.buffer.store.storage_errors import stored_config
 from tba.common.config import Config
+from tba.common.config.paths import absolute_paths
 from tba.common.errors import ConfigError, StorageError
 from tba.common.weights.model_files import model_here, weights_digest
 
@@ -73,12 +74,15 @@ def _recorded(config: Config) -> dict[str, Any]:
 
 def _differences(recorded: Mapping[str, Any], config: Config, evaluates: bool) -> Sequence[tuple[str, Any, Any]]:
     """Return (key, recorded value, value) of what differs. A key that was not recorded differs in nothing."""
-    old, new = recorded.get("task", {}), config.task.model_dump(mode="json")
+    new = record_of(config)
+    tasks = [(found.get("task", {}), found.get(DIRECTORY, "")) for found in (recorded, new)]
+    # As written, and as absolute paths: a run may have moved with its files, or be continued from another directory.
+    pairs = [[task for task, _ in tasks], [absolute_paths(*task) for task in tasks]]
     keys = _OF_TASK if evaluates else (*_OF_TASK, *_OF_PROMPTS)
     found = [
-        (f"task.{key}", old[key], new[key])
+        (f"task.{key}", recorded["task"][key], new["task"][key])
         for key in keys
-        if key in old and _comparable(key, old[key]) != _comparable(key, new[key])
+        if all(key in old and _comparable(key, old[key]) != _comparable(key, now[key]) for old, now in pairs)
     ]
     if _is_other_model(recorded, config):
         found.append((_MODEL, recorded["model"]["path"], config.model.path))

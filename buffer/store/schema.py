@@ -15,7 +15,7 @@ from tba.buffer.store.views import VIEWS
 from tba.common.errors import StorageError
 
 # Increment it with each change of a table, an index or a view. It is stored with "tba" as the file's application id.
-VERSION = 13
+VERSION = 14
 _APPLICATION = int.from_bytes(b"tba") << 8
 # What ANALYZE and Litestream make, without expressions that could compute anything.
 _OF_TOOLS = re.compile(r"CREATE TABLE (?:sqlite_stat\d|_litestream_(?:seq|lock)) ?\([^()]*\)")
@@ -79,6 +79,9 @@ CREATE TABLE consumption_rows (batch INTEGER NOT NULL REFERENCES batches (id), s
 CREATE INDEX idx_consumption_trajectory ON consumption_rows (trajectory);
 CREATE TABLE reference_logprobs (trajectory INTEGER NOT NULL REFERENCES trajectory_rows (id), reference TEXT NOT NULL,
     logprob REAL NOT NULL, PRIMARY KEY (trajectory, reference)) STRICT;
+CREATE TABLE rescored_logprobs (trajectory INTEGER NOT NULL REFERENCES trajectory_rows (id), version INTEGER NOT NULL,
+    logprob REAL NOT NULL, sampled_logprob REAL, max_difference REAL, logprobs BLOB,
+    PRIMARY KEY (trajectory, version)) STRICT;
 CREATE TABLE evaluation_rows (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id),
     version INTEGER NOT NULL, step INTEGER NOT NULL, prompts INTEGER NOT NULL, prompt_set TEXT NOT NULL,
     settings TEXT NOT NULL, evaluated_at REAL NOT NULL, seconds REAL NOT NULL, metrics TEXT NOT NULL,

@@ -1,32 +1,99 @@
-"""The table `starts`, read: the settings of a run, and the source that an offline run trains from."""
+"""The table `starts`, read: the settings of a run over its starts, and the source that an offline run trains from."""
 
+import contextlib
+import hashlib
+import os
 import sqlite3
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tba.buffer.store.reader import open_reader
-from tba.buffer.store.storage_errors import stored_config
+from tba.buffer.store.reader import open_reader, read_maps
+from tba.buffer.store.storage_errors import stored_config, stored_object
 from tba.common.config import Config
-from tba.common.config.layers import Resolved, secret_keys
+from tba.common.config.layers import Resolved, secret_keys, secrets_of
+from tba.common.config.paths import absolute_paths
 from tba.common.errors import StorageError, UsageError
 from tba.common.run_identity import RunIdentity, refuse_other_run
 from tba.common.terminal import ConfigOptions
 
 # Added to the recorded configuration of a start: its `OfflineSource`, or that it was an import without a server.
 OFFLINE, IMPORT = "offline", "import"
-# The newest start `s` of a server comes first, starts of imports come last.
-SERVED_FIRST = f"ORDER BY json_extract(s.config, '$.{IMPORT}') IS NOT NULL, s.id DESC"
-
+# Added to each: the directory that its relative paths refer to.
+DIRECTORY = "directory"
+# The starts of a run, at most so many (-1: all), each with the number of steps before it: `starts_of` reads them. The
+# newest start of a server comes first, imports come last.
+STARTS = f"""SELECT s.started_at, s.config, s.software, s.origins, COALESCE((SELECT b.step + 1 FROM batches b
+    WHERE b.run = s.run AND b.trained_at < s.started_at ORDER BY b.step DESC LIMIT 1), 0) AS step FROM starts s
+    WHERE s.run = ? ORDER BY json_extract(s.config, '$.{IMPORT}') IS NOT NULL, s.id DESC LIMIT ?"""  # noqa: S608
 _RUNS = f"""SELECT r.name, (SELECT json_extract(s.config, '$.{OFFLINE}.file') FROM starts s WHERE s.run = r.id
     ORDER BY s.id LIMIT 1) FROM runs r ORDER BY r.id"""  # noqa: S608
 
 # What says where a run is, which may be moved.
 _PLACES = ("run.dir", "buffer.database")
 
+# Two bytes tell a secret that was replaced from the same one, and are far too little to find it by.
+_SECRET_ROUNDS, _SECRET_BYTES = 100_000, 2
 # How many names of runs an error message lists.
 _SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start of a run at a Unix time, after `step` steps, with its settings by dotted key.
+
+    `software.torch` and the like are the versions of its software. `origins` says what set each key; None if that was
+    not recorded. `changes` are (key, value before, value) of what differs from the start before.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    directory: str = ""
+    at: float = 0.0
+    step: int = 0
+    origins: dict[str, str] | None = None
+    imported: bool = False
+    changes: Sequence[tuple[str, Any, Any]] = ()
+
+    def settings_here(self) -> dict[str, Any]:
+        """Return the settings as this process must read them: absolute paths if its directory is another one."""
+        return self.settings if self.directory == _here() else absolute_paths(self.settings, self.directory)
+
+
+def record_of(config: Config) -> dict[str, Any]:
+    """Return what a start records: the settings, a short digest of each secret, and the directory of this process."""
+    recorded = config.model_dump(mode="json")
+    for key, value in secrets_of(config).items():
+        section, name = key.split(".")
+        salt = f"{config.run.name} {key}".encode()
+        digest = hashlib.pbkdf2_hmac("sha256", value.encode(), salt, _SECRET_ROUNDS, _SECRET_BYTES)
+        recorded[section][name] += f" {digest.hex()}"
+    return {**recorded, DIRECTORY: _here()}
+
+
+def _here() -> str:
+    """Return the working directory, "" if it is deleted."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.getcwd()
+    return ""
+
+
+def starts_of(rows: Sequence[Mapping[str, Any]]) -> list[Start]:
+    """Return the starts of the rows of `STARTS`: imports without a server, then those of servers, oldest first."""
+    starts: list[Start] = []
+    for row in reversed(rows):
+        recorded, origins = stored_config(row["config"]), row["origins"]
+        start = Start(
+            settings=by_key({**recorded, "software": stored_object(row["software"])}),
+            directory=str(recorded.get(DIRECTORY, "")),
+            at=row["started_at"],
+            step=row["step"],
+            origins=None if origins is None else stored_object(origins),
+            imported=IMPORT in recorded,
+        )
+        before = starts[-1] if starts and not start.imported else start
+        starts.append(replace(start, changes=changed(before, start)))
+    return starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +124,32 @@ def recorded_source(database: Path) -> OfflineSource | None:
         raise StorageError(f"{database}: its source of an offline run is malformed: {error}") from error
 
 
-def recorded_settings(database: Path, run: str | None) -> dict[str, Any]:
-    """Return the settings, by dotted key, that a run was last served with. `run` None is the only run of the file.
+def last_start(connection: sqlite3.Connection, run: int | None) -> Start:
+    """Return the start that a run was last served with, or its last import; an empty one if there is neither."""
+    return next(iter(starts_of(read_maps(connection, STARTS, run, 1))), Start())
 
-    Settings of an import count only if no server ever served the run. Empty if there is no such run. Raises UsageError
-    if there is no file, or if `run` is None and there is not exactly one run.
+
+def recorded_start(database: Path, run: str | None) -> Start:
+    """Return the `last_start` of a run by its name; None is the only run of the file.
+
+    Raises UsageError if there is no file, or if `run` is None and there is not exactly one run.
     """
     with open_reader(database) as connection:
         run = run or choose_run(database, _run_names(connection), None, "--set run.name=NAME")
-        query = f"SELECT s.config FROM starts s JOIN runs r ON r.id = s.run WHERE r.name = ? {SERVED_FIRST} LIMIT 1"  # noqa: S608
-        row = connection.execute(query, (run,)).fetchone()
-    return by_key(stored_config(row[0] if row else None))
+        return last_start(connection, *connection.execute("SELECT MAX(id) FROM runs WHERE name = ?", (run,)).fetchone())
 
 
-def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (key, value before, value after) of the settings that both have and that differ, but for places."""
-    return [
-        (key, before[key], value)
-        for key, value in after.items()
-        if key in before and before[key] != value and key not in _PLACES
+def changed(before: Start, after: Start) -> list[tuple[str, Any, Any]]:
+    """Return (key, value before, value after) of the settings that both have and that differ, but for places.
+
+    A path that is written in another way, and leads to the same place, does not differ.
+    """
+    keys = [
+        key for key, value in after.settings.items() if key not in _PLACES and before.settings.get(key, value) != value
     ]
+    was, now = ({key: start.settings[key] for key in keys} for start in (before, after))
+    places = absolute_paths(was, before.directory), absolute_paths(now, after.directory)
+    return [(key, was[key], now[key]) for key in keys if places[0][key] != places[1][key]]
 
 
 def by_key(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,28 +176,35 @@ def as_recorded(resolved: Resolved) -> Config:
 
     Raises UsageError if the database holds several runs and none is named.
     """
+    return _on_recorded(resolved).config
+
+
+def _on_recorded(resolved: Resolved) -> Resolved:
     config, database = resolved.config, resolved.config.database
     if resolved.file is not None or not database.is_file():
-        return config
-    recorded = recorded_settings(database, config.run.name if "run.name" in resolved.origins else None)
+        return resolved
+    start = recorded_start(database, config.run.name if "run.name" in resolved.origins else None)
     # A secret was recorded as asterisks.
-    recorded = {key: value for key, value in recorded.items() if key not in secret_keys()}
+    recorded = {key: value for key, value in start.settings_here().items() if key not in secret_keys()}
+    if not recorded:
+        return resolved
     # The directory may have moved.
     here = {"run.dir": config.run.dir, "buffer.database": config.buffer.database}
-    return resolved.over({**recorded, **here}, f"recorded in {database}", needs="search") if recorded else config
+    config = resolved.over({**recorded, **here}, f"recorded in {database}", needs="search")
+    return replace(resolved, config=config, origins={**(start.origins or {}), **resolved.origins})
 
 
 def resolve_start(options: ConfigOptions, overrides: dict[str, Any] | None = None) -> Resolved:
     """As the method of `options`; the directory of a run stands for the settings with which it was last served."""
     if options.file is None or not options.file.is_dir():
         return options.resolve_start(overrides)
-    resolved = options.resolve_run(overrides)
-    return replace(resolved, config=as_recorded(resolved))
+    return _on_recorded(options.resolve_run(overrides))
 
 
 def changes_since_last_start(config: Config) -> list[tuple[str, Any, Any]]:
     """Return (key, value then, value now) of the settings that differ from those a run was last served with."""
-    return changed_settings(recorded_settings(config.database, config.run.name), by_key(config.model_dump(mode="json")))
+    now = record_of(config)
+    return changed(recorded_start(config.database, config.run.name), Start(by_key(now), now[DIRECTORY]))
 
 
 def _run_names(connection: sqlite3.Connection) -> list[str]:

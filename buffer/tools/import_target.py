@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.service.service import BufferService
-from tba.buffer.store.starts import IMPORT, refuse_other_runs
+from tba.buffer.store.starts import IMPORT, record_of, refuse_other_runs
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
 from tba.common.config import Config
@@ -66,7 +66,7 @@ class LocalTarget(ImportTarget):
     """A buffer service in this process, on a database that no server has open."""
 
     def __init__(self, store: Store, config: Config) -> None:
-        settings = {**config.model_dump(mode="json"), IMPORT: True}
+        settings = {**record_of(config), IMPORT: True}
         run = store.open_run(config.run.name, seed=config.run.seed, config=settings, software=software())
         self.run = run.uuid
         self._service = BufferService(store, run, config, SystemClock())

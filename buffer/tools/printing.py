@@ -56,7 +56,7 @@ def print_trajectory(known: dict[str, Any]) -> None:
     turns, pieces = known.pop("turns"), known.pop("pieces", [])
     texts = {name: known.pop(name) for name in ("prompt_text", "response_text", "text")}
     trained_by, references = known.pop("trained_by"), known.pop("reference_logprobs")
-    runs, absent = known.pop("version_runs") or [], known.pop("no_tokens")
+    runs, absent, rescored = known.pop("version_runs") or [], known.pop("no_tokens"), known.pop("rescored")
     known.pop("log_ratios")
     known.pop("received_at_text")
     fields = {name.replace("_", " "): _readable(name, value) for name, value in known.items()}
@@ -69,6 +69,7 @@ def print_trajectory(known: dict[str, Any]) -> None:
     fields |= {"turns": len(turns) or None, "contexts": len(tokens["segments"] or []) + 1 if turns else None}
     fields["masked tokens"] = (tokens["loss_mask"] or []).count(0)
     fields["sum of log-probabilities"] = sum(tokens["logprobs"]) if tokens["logprobs"] else None
+    fields |= {f"rescored at v{version}": value for version, value in rescored.items()}
     fields |= {f"reference {name}": value for name, value in references.items()}
     print_fields({name: value for name, value in fields.items() if value is not None and name != "reward parts"})
     _print_text("prompt", texts["prompt_text"], tokens["prompt_ids"] if absent is None else absent)

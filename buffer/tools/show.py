@@ -11,7 +11,7 @@ import numpy as np
 
 from tba.buffer.store.archives import Archives
 from tba.buffer.store.reader import open_reader, read_maps
-from tba.buffer.store.starts import SERVED_FIRST
+from tba.buffer.store.starts import last_start
 from tba.buffer.store.storage_errors import stored_list, stored_object
 from tba.common.errors import MissingExtra, StorageError, UsageError
 from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE, QUANTITIES
@@ -20,6 +20,7 @@ _POLL_SECONDS = 0.5
 _TRAINED_COLUMNS = ("step", "slot", "staleness", *QUANTITIES, "skipped", "trained_at")
 _STEPS = f"SELECT {', '.join(_TRAINED_COLUMNS)} FROM consumption WHERE trajectory = ? ORDER BY step, slot"  # noqa: S608
 _REFERENCES = "SELECT reference, logprob FROM reference_logprobs WHERE trajectory = ? ORDER BY reference"
+_RESCORED = "SELECT version, logprob FROM rescored_logprobs WHERE trajectory = ? ORDER BY version"
 _TURNS = "SELECT turns FROM trajectory_rows WHERE id = ?"
 _RATIOS = """SELECT b.step, c.slot, c.token_log_ratios FROM consumption_rows c JOIN batches b ON b.id = c.batch
     WHERE c.trajectory = ? AND c.token_log_ratios IS NOT NULL"""
@@ -59,6 +60,7 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
         row["turns"] = stored_list(connection.execute(_TURNS, (trajectory,)).fetchone()[0])
         steps = read_maps(connection, _STEPS, trajectory)
         references = dict(connection.execute(_REFERENCES, (trajectory,)).fetchall())
+        rescored = dict(connection.execute(_RESCORED, (trajectory,)).fetchall())
         blobs = connection.execute(_PAYLOAD, (trajectory,)).fetchone()
         ratios = read_log_ratios(connection, trajectory)
     row["no_tokens"] = "Its tokens were dropped by `tba buffer prune --tokens`." if blobs is None else None
@@ -78,7 +80,7 @@ def describe(path: Path, trajectory: int, decode: Callable[[list[int]], str] | N
         tokens["pieces"] = _pieces(tokens, {turn.get("start") for turn in row["turns"]}, decode)
     if row["prompt_text"] is not None:
         del tokens["prompt_text"]
-    return {**row, **tokens, "trained_by": steps, "reference_logprobs": references}
+    return {**row, **tokens, "trained_by": steps, "reference_logprobs": references, "rescored": rescored}
 
 
 def read_log_ratios(connection: sqlite3.Connection, trajectory: int) -> dict[tuple[int, int], bytes]:
@@ -88,11 +90,9 @@ def read_log_ratios(connection: sqlite3.Connection, trajectory: int) -> dict[tup
 
 def recorded_model(path: Path, trajectory: int) -> str:
     """Return `model.path` of a trajectory's run, as its server recorded it; empty if it is not known."""
-    starts = "starts s JOIN trajectory_rows t ON t.run = s.run WHERE t.id = ?"
-    sql = f"SELECT json_extract(s.config, '$.model.path') FROM {starts} {SERVED_FIRST} LIMIT 1"  # noqa: S608
     with open_reader(path) as connection:
-        row = connection.execute(sql, (trajectory,)).fetchone()
-    return str(row[0] or "") if row else ""
+        run = connection.execute("SELECT run FROM trajectory_rows WHERE id = ?", (trajectory,)).fetchone()
+        return str(last_start(connection, *(run or (None,))).settings_here().get("model.path") or "")
 
 
 def arrays_of_blobs(blobs: tuple[bytes, ...]) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from tba.buffer.store.reader import open_reader
-from tba.buffer.store.starts import SERVED_FIRST
+from tba.buffer.store.reader import open_reader, read_maps
+from tba.buffer.store.starts import last_start
 from tba.common import run_files
+from tba.common.config.layers import secret_keys
 
 # The trajectories of a batch count as trained on when its step is reported.
 _TRAINED = "FROM consumption_rows JOIN batches ON batches.id = batch WHERE run = ? AND trained_at IS NOT NULL"
@@ -43,40 +44,26 @@ def read_stats(path: Path) -> list[dict[str, Any]]:
     return [{"run": name, **numbers, **sizes} for (_, name), numbers in zip(runs, counts, strict=True)]
 
 
-_RUNS = "SELECT id, name, created_at, finished_step FROM runs ORDER BY id"
-_LAST_STEP = (
-    "SELECT step, trained_at, json_extract(metrics, '$.reward_mean') FROM batches WHERE run = ? "
-    "AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1"
-)
-_SERVED = f"""SELECT config ->> '$.train.steps', config ->> '$.buffer.address', config ->> '$.security.keys'
-    FROM starts s WHERE run = ? {SERVED_FIRST} LIMIT 1"""  # noqa: S608
-_SOURCE = "SELECT json_extract(config, '$.offline.file') FROM starts WHERE run = ? ORDER BY id LIMIT 1"
+_RESULTS = """SELECT r.id, r.name AS run, COALESCE(b.step + 1, 0) AS steps,
+    json_extract(b.metrics, '$.reward_mean') AS reward, COALESCE(b.trained_at, r.created_at) AS changed_at,
+    r.finished_step IS NOT NULL AS finished,
+    (SELECT json_extract(config, '$.offline.file') FROM starts WHERE run = r.id ORDER BY id LIMIT 1) AS source
+    FROM runs r LEFT JOIN batches b ON b.run = r.id AND b.step = (SELECT step FROM batches WHERE run = r.id
+    AND trained_at IS NOT NULL ORDER BY step DESC LIMIT 1) ORDER BY r.id"""
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Return name, steps done and planned, last reward, last change and end of each run of a file.
 
-    `address` and `keys` are those of its server, `source` is the buffer file that an offline run trains from. Times are
-    Unix times. None where nothing is known. Raises UsageError or StorageError if the file cannot be read.
+    `address` and `keys` are those of its server, `secrets` the keys of those that it had, `source` is the buffer file
+    that an offline run trains from. Times are Unix times. None where nothing is known. Raises UsageError or
+    StorageError if the file cannot be read.
     """
     with open_reader(path) as connection:
-        results = []
-        for id_, name, created_at, finished_step in connection.execute(_RUNS).fetchall():
-            last = connection.execute(_LAST_STEP, (id_,)).fetchone()
-            planned, address, keys = connection.execute(_SERVED, (id_,)).fetchone() or (None, None, None)
-            source = connection.execute(_SOURCE, (id_,)).fetchone()
-            step, changed_at, reward = last or (-1, created_at, None)
-            results.append(
-                {
-                    "run": name,
-                    "steps": step + 1,
-                    "planned": planned,
-                    "address": address,
-                    "keys": keys,
-                    "reward": reward,
-                    "changed_at": changed_at,
-                    "finished": finished_step is not None,
-                    "source": source[0] if source else None,
-                }
-            )
+        results = read_maps(connection, _RESULTS)
+        for result in results:
+            served = last_start(connection, result.pop("id")).settings_here()
+            keys = {"planned": "train.steps", "address": "buffer.address", "keys": "security.keys"}
+            result |= {name: served.get(key) for name, key in keys.items()}
+            result["secrets"] = [key for key in sorted(secret_keys()) if served.get(key)]
     return results

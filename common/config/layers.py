@@ -5,6 +5,7 @@ Each layer is a flat map from dotted keys (`train.learning_rate`) to values with
 
 import contextlib
 import difflib
+import functools
 import os
 import sys
 import tomllib
@@ -117,9 +118,21 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
             yield f"{section_name}.{name}", field
 
 
+@functools.cache
+def removed() -> dict[str, dict[str, str]]:
+    """Return what earlier builds had, `keys` and `commands`, each with what is in its place."""
+    return tomllib.loads(Path(__file__).with_name("removed.toml").read_text(encoding="utf-8"))
+
+
 def secret_keys() -> set[str]:
     """Return the dotted keys whose values are neither shown nor recorded."""
     return {key for key, field in fields() if field.annotation is SecretStr}
+
+
+def secrets_of(config: Config) -> dict[str, str]:
+    """Return the secrets that are set, by dotted key."""
+    values = {key: value_of(config, key).get_secret_value() for key in secret_keys()}
+    return {key: value for key, value in values.items() if value}
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -248,6 +261,9 @@ def _parse(key: str, text: str) -> Any:
 
 def _unknown(key: str, origin: str, known: Sequence[str]) -> str:
     """Return a sentence on a key that does not exist."""
+    gone = removed()["keys"]
+    if instead := gone.get(key) or gone.get(key.partition(".")[0]):
+        return f"{key} ({origin}) is no longer a key: {instead}"
     # Without a section it may be meant in each that has it.
     near = " or ".join(other for other in known if other.endswith(f".{key}")) or _nearest(key, known)
     hint = f"did you mean {near}?" if near else "`tba config show` lists all keys"

@@ -1,8 +1,9 @@
 """Checks that what a configuration names exists and goes together. No directory is created."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tba.common.config import Config, TaskSection
 from tba.common.config.search import check_arguments, installed_arguments
@@ -12,6 +13,9 @@ from tba.common.system.devices import CPU, Gpu, searcher_gpus, shared_gpus
 from tba.common.weights.model_files import check_model, is_hub_name
 from tba.common.wire.socket_files import is_local
 
+# The last parts of keys whose texts may be paths, of tables whose texts may be, and of those that are in any case.
+_MAY_BE_PATHS, _MAY_HOLD_PATHS = ("path", "name", "train", "test", "embedder"), ("options", "vllm")
+_ARE_PATHS = ("spool_dir", "weights_dir", "keys")
 # The largest share of a GPU that an engine may have if a trainer uses it too.
 SHARED_UTILIZATION = 0.5
 
@@ -122,6 +126,29 @@ def hub_data(task: TaskSection) -> list[str]:
     named = [name for source in task.sources if source.reads_files for name in (source.train, source.test)]
     remote = [name for name in named if name and not is_data_file(name) and is_hub_name(name)]
     return list(dict.fromkeys(remote))
+
+
+def absolute_paths(settings: Mapping[str, Any], directory: str) -> dict[str, Any]:
+    """Return settings, by key or by section, with the paths that exist in a directory made absolute.
+
+    A name of the hub, and a file that is gone, stay as they are. So does everything if the directory does not exist.
+    """
+    return {key: _absolute(value, key.rpartition(".")[2], directory) for key, value in settings.items()}
+
+
+def _absolute(value: Any, key: str, directory: str) -> Any:
+    if isinstance(value, Mapping):
+        holds = key in _MAY_HOLD_PATHS
+        return {name: _absolute(inner, key if holds else name, directory) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_absolute(inner, key, directory) for inner in value]
+    if not (isinstance(value, str) and value and os.path.isdir(directory)):
+        return value
+    # A task of one's own is a file with the name of its class.
+    file = value.partition(":")[0] if key == "name" else value
+    may_be = key in (*_MAY_BE_PATHS, *_MAY_HOLD_PATHS) and (key != "name" or file.endswith(".py"))
+    is_path = key in _ARE_PATHS or (may_be and os.path.exists(os.path.join(directory, file)))
+    return os.path.normpath(os.path.join(directory, value)) if is_path else value
 
 
 def nearest_existing(path: Path) -> Path:

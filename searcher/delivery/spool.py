@@ -14,16 +14,15 @@ back, about 30 s. What a power cut destroys was not acknowledged; its prompts ar
 """
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgpack
 import xxhash
 
 from tba.common.errors import ConfigError, RecordLost, StorageError
@@ -37,8 +36,7 @@ _LOCK, _OWNER, _ASIDE = "lock", "owner.json", "aside"
 _PUT_SUFFIX = ".put"
 # A file takes whole blocks of the file system; counting them keeps the limit honest for small puts.
 _BLOCK_BYTES = 4096
-# The first bytes of a file: xxh3 of the rest, which is the number of frames (uint32), the length of each (uint64), and
-# the frames.
+# The first bytes of a file: xxh3 of the rest, which are the frames in msgpack.
 _CHECKSUM_BYTES = 8
 # A put this old was not delivered, though a searcher delivers within seconds, unless the buffer is away.
 _UNDELIVERED_SECONDS = 600.0
@@ -242,20 +240,12 @@ def _storage_errors(path: Path) -> Iterator[None]:
 
 
 def _encode(frames: Frames) -> list[bytes]:
-    """The content of a put's file in parts. The frames are not copied."""
-    lengths = struct.pack(f"<I{len(frames)}Q", len(frames), *map(len, frames))
-    digest = xxhash.xxh3_64(lengths)
-    for frame in frames:
-        digest.update(frame)
-    return [digest.digest(), lengths, *frames]
+    """The content of a put's file in parts."""
+    body = msgpack.packb(frames)
+    return [xxhash.xxh3_64_digest(body), body]
 
 
 def _decode(content: bytes) -> Frames | None:
     """The frames of a put; None if the content is damaged."""
-    body = memoryview(content)[_CHECKSUM_BYTES:]
-    if content[:_CHECKSUM_BYTES] != xxhash.xxh3_64_digest(body):
-        return None
-    (count,) = struct.unpack_from("<I", body)
-    lengths = struct.unpack_from(f"<{count}Q", body, 4)
-    ends = list(itertools.accumulate(lengths, initial=4 + 8 * count))
-    return [bytes(body[start:end]) for start, end in itertools.pairwise(ends)]
+    digest, body = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+    return msgpack.unpackb(body) if digest == xxhash.xxh3_64_digest(body) else None

@@ -8,13 +8,12 @@ import contextlib
 import hashlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
@@ -28,19 +27,18 @@ from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.node_store import PinnedSnapshot
 from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
-from tba.common.wire.episode import one_turn
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
-from tba.common.wire.messages import Visit, WeightsRef
-from tba.common.wire.trajectory import STOP_EOS, Trajectory
-from tba.searcher.build import context_of, load, make_engine, make_rewards, mean_tokens
+from tba.common.wire.messages import MAX_RESPONSES, MAX_STORED_TEXT, Visit, WeightsRef
+from tba.common.wire.trajectory import Trajectory
+from tba.searcher.build import LoadedTask, context_of, load, make_engine, make_rewards, mean_tokens
 from tba.searcher.engines.engine import Engine, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
-from tba.searcher.episodes import Ask, Episodes, Limits
+from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.evaluation import measure
-from tba.searcher.evaluation.answers import Answer, Question, answer, for_storage
-from tba.searcher.pipeline import Exploration
+from tba.searcher.pipeline import Exploration, GenerationStage, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import storable
 from tba.searcher.tasks.task import (
     Prompt,
     Task,
@@ -112,20 +110,99 @@ def read_subject(config: Config) -> Subject:
     return Subject(task, renderer, stopping, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
 
 
+_WAIT_SECONDS = 1.0
+# Limit of the texts of an evaluation, which must fit the header of a message.
+_STORED_BYTES = 8 << 20
+
+
+class Question(NamedTuple):
+    """A request for one answer to the prompt with this key."""
+
+    key: str
+    sampling: SamplingSettings
+
+
+class Answering:
+    """Asks the same questions of one snapshot after the other. Responses that are cut off are scored as they are."""
+
+    def __init__(
+        self,
+        config: Config,
+        loaded: LoadedTask,
+        prompts: Sequence[Prompt],
+        engine: Engine,
+        rewards: Rewards,
+        questions: Sequence[Question],
+    ) -> None:
+        task, renderer, stopping = loaded
+        self._task, self._engine, self.questions = task, engine, questions
+        # The lease of a visit is the number of its question, from 1 on.
+        self._visits = [Visit(lease=n, epoch=0, prompt_key=one.key) for n, one in enumerate(questions, 1)]
+        self._generation = GenerationStage(
+            engine, task, prompts, renderer, lambda visit, _: questions[visit.lease - 1].sampling, samples=1
+        )
+        limits, version = Limits.of(config), lambda: engine.weights_version
+        episodes = Episodes(self._generation.ask, rewards, renderer, stopping, limits, version)
+        self._scoring = ScoringStage(rewards, stopping, "score", episodes)
+
+    def answer(self, go_on: Callable[[int], bool] = lambda _: True) -> list[Trajectory] | None:
+        """Return the answers in the order of the questions, as rows; those with an error have their least reward.
+
+        `go_on` is called with the number of finished answers; returns None if it returned False.
+        """
+        waiting, rows = deque(self._visits), dict[int, Trajectory]()
+        while len(rows) < len(self._visits):
+            # One load in the engine and one behind it, as in a searcher.
+            while waiting and self._has_room:
+                for episode in self._generation.submit(waiting.popleft()):
+                    self._scoring.play(*episode)
+            for response in self._generation.done():
+                self._scoring.submit(response)
+            is_busy = self._generation.waiting or (waiting and self._has_room)
+            for group in self._scoring.done(0.0 if is_busy else _WAIT_SECONDS):
+                (row,) = group.done
+                if row.error is not None:
+                    # Where every reward is negative, 0 would be better than any answer.
+                    row = replace(row, reward=least_reward_for(self._task, group.prompt), reward_parts={})
+                rows[row.lease] = row
+            if not go_on(len(rows)):
+                return None
+        return [rows[visit.lease] for visit in self._visits]
+
+    @property
+    def _has_room(self) -> bool:
+        load = max(self._engine.in_flight, len(self._scoring.episodes))
+        return load < 2 * self._engine.max_in_flight
+
+
+def for_storage(texts: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    """Return the first responses as fields of `HeldOutResponse`: one per text of a prompt, as many as there is room."""
+    found, size = [], 0
+    for text, prompt, one in zip(texts[:MAX_RESPONSES], prompts, answers, strict=False):
+        # What a response comes to is at its end.
+        cut = [storable(part[-MAX_STORED_TEXT:]) for part in (text, prompt.answer, one.text or "")]
+        size += sum(len(part.encode()) for part in cut)
+        if size > _STORED_BYTES:
+            break
+        fields = dict(zip(("prompt_text", "answer", "response"), cut, strict=True))
+        score = {"reward": one.reward, "reward_parts": one.reward_parts, "error": one.error}
+        found.append({"prompt": prompt.key, **fields, **score})
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Evaluates one snapshot after the other. `open_evaluator` makes it and frees what it holds.
 
-    `asked` are the questions of every evaluation, `texts` the rendered prompts whose responses are stored. `serving`
-    releases the snapshot that the engine serves.
+    `answering` asks the questions of every evaluation, `texts` are the rendered prompts whose responses are stored.
+    `serving` releases the snapshot that the engine serves.
     """
 
     config: Config
     subject: Subject
-    asked: Sequence[Question]
     texts: Sequence[str]
     engine: Engine
-    rewards: Rewards
+    answering: Answering
     references: LogprobsOf | None
     embed: measure.Embed | None
     serving: contextlib.ExitStack
@@ -136,7 +213,7 @@ class Evaluator:
         Returns None if `report` returned False. Raises SnapshotError if the engine refuses the snapshot.
         """
         manifest, started = snapshot.manifest, time.monotonic()
-        doing, total = f"v{manifest.version}", len(self.asked)
+        doing, total = f"v{manifest.version}", len(self.answering.questions)
 
         def step(finished: int) -> bool:
             watchdog.beat(warm=finished > 0)
@@ -155,16 +232,7 @@ class Evaluator:
             # Until then the one before stays pinned: the engine reads it again after an error.
             self.serving.pop_all().close()
             self.serving.callback(pinned.release)
-            answers = answer(
-                self.engine,
-                self.rewards,
-                self.subject.stopping.scored_text,
-                self.subject.prompts,
-                self.asked,
-                step,
-                partial(least_reward_for, self.subject.task),
-                self._play,
-            )
+            answers = self.answering.answer(step)
         finally:
             watchdog.stop()
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
@@ -173,11 +241,7 @@ class Evaluator:
         row = self._row(manifest, measured, time.monotonic() - started)
         return row | {"responses": for_storage(self.texts, self.subject.prompts, answers)}
 
-    def _play(self, ask: Ask) -> Episodes:
-        subject, engine, limits = self.subject, self.engine, Limits.of(self.config)
-        return Episodes(ask, self.rewards, subject.renderer, subject.stopping, limits, lambda: engine.weights_version)
-
-    def _measure(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> measure.Measured | None:
+    def _measure(self, answers: Sequence[Trajectory], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples
         measured = measure.Measured(self.config.run.seed)
         names = [name_of(self.subject.task, prompt) for prompt in self.subject.prompts]
@@ -188,23 +252,16 @@ class Evaluator:
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
         measure.measure_sampled(measured, groups, tasks)
         if self.references is not None:
-            found = self._reference_logprobs(answers[prompts:], go_on)
-            if found is None:
-                return None
+            found: list[float | None] = []
+            for start in range(prompts, len(answers), _REFERENCE_ROWS):
+                if not go_on():
+                    return None
+                found += self.references(answers[start : start + _REFERENCE_ROWS])
             references = [found[start : start + samples] for start in range(0, len(found), samples)]
             measure.measure_divergence(measured, groups, references)
         if self.embed is not None:
             measure.measure_diversity(measured, groups, self.embed, tasks=tasks, go_on=go_on)
         return measured if go_on() else None
-
-    def _reference_logprobs(self, answers: Sequence[Answer], go_on: Callable[[], bool]) -> list[float | None] | None:
-        assert self.references is not None
-        found: list[float | None] = []
-        for start in range(0, len(answers), _REFERENCE_ROWS):
-            if not go_on():
-                return None
-            found += self.references([_as_row(one) for one in answers[start : start + _REFERENCE_ROWS]])
-        return found
 
     def _row(self, manifest: Manifest, measured: measure.Measured, seconds: float) -> Row:
         return {
@@ -224,18 +281,13 @@ class Evaluator:
 
 def questions(config: Config, subject: Subject) -> list[Question]:
     """Return the greedy question of every prompt, then `eval.samples` sampled ones of each."""
-    prompts, section = subject.prompts, config.eval
-    ids = [
-        np.asarray([] if has_environment(subject.task, prompt) else subject.renderer.ids(prompt), np.int32)
-        for prompt in prompts
-    ]
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=config.search.max_tokens)
-    asked = [Question(number, ids[number], greedy) for number in range(len(prompts))]
-    sampled = {"temperature": section.temperature, "top_p": 1.0}
+    asked = [Question(prompt.key, greedy) for prompt in subject.prompts]
+    sampled = {"temperature": config.eval.temperature, "top_p": 1.0}
     exploration = Exploration(config.search.model_copy(update=sampled), run_seed=config.run.seed, searcher="eval")
-    for number, prompt in enumerate(prompts):
+    for prompt in subject.prompts:
         visit = Visit(lease=NO_VISIT, epoch=_EPOCH, prompt_key=prompt.key)
-        asked += [Question(number, ids[number], exploration.settings(visit, n)) for n in range(section.samples)]
+        asked += [Question(prompt.key, exploration.settings(visit, n)) for n in range(config.eval.samples)]
     return asked
 
 
@@ -275,13 +327,13 @@ def open_evaluator(
             from tba.searcher.evaluation.models import SentenceEncoder
 
             embed = SentenceEncoder(config.eval.embedder, device=device).embed
+        loaded = LoadedTask(subject.task, subject.renderer, subject.stopping)
         evaluator = Evaluator(
             config=config,
             subject=subject,
-            asked=questions(config, subject),
             texts=[subject.renderer.text(prompt) for prompt in subject.prompts[: config.eval.stored_responses]],
             engine=engine,
-            rewards=rewards,
+            answering=Answering(config, loaded, subject.prompts, engine, rewards, questions(config, subject)),
             references=references,
             embed=embed,
             serving=serving,
@@ -360,21 +412,4 @@ def ref_of(path: Path) -> WeightsRef:
     manifest = read(path).manifest
     return WeightsRef(
         version=manifest.version, step=manifest.step, path=str(path), manifest_sha256=sha256_of(path / MANIFEST)
-    )
-
-
-def _as_row(one: Answer) -> Trajectory:
-    """Return an answer as what a reference model scores."""
-    whole = one_turn(one.question.ids, one.response_ids, np.zeros(0, np.float32), np.zeros((0, 2), np.int32))
-    tokens = whole if one.episode is None else one.episode.tokens()
-    return Trajectory(
-        prompt_key="",
-        lease=NO_VISIT,
-        **tokens._asdict(),
-        reward=0.0,
-        reward_parts={},
-        stop_reason=STOP_EOS,
-        sampling={},
-        created_at=0.0,
-        generation_seconds=0.0,
     )

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from tba.common.evaluations import why_not_measured
 from tba.common.wire.messages import MAX_NOT_MEASURED
-from tba.searcher.evaluation.answers import Answer
+from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Int32, Trajectory
+from tba.searcher.episodes import CUT_OFF
 from tba.searcher.tasks.task import CORRECT
 
 Floats = npt.NDArray[np.float64]
@@ -26,6 +27,7 @@ _PASS_AT = (1, 4, 16, 64)
 NEAR_DUPLICATE_DISTANCE = 0.2
 _RESAMPLES = 1000
 _CONFIDENCE = 0.95
+_CUT_OFF = (STOP_LENGTH, *CUT_OFF)
 
 # The embeddings [n, E] of some texts.
 Embed = Callable[[Sequence[str]], Floats]
@@ -70,7 +72,7 @@ class Measured:
             self.intervals[name] = math.exp(low), math.exp(min(high, math.log(1e300)))
 
 
-def measure_greedy(measured: Measured, answers: Sequence[Answer], tasks: Sequence[str] = ()) -> None:
+def measure_greedy(measured: Measured, answers: Sequence[Trajectory], tasks: Sequence[str] = ()) -> None:
     """Add the metrics of the greedy answers, one per prompt. `tasks` are the tasks of a mixture that they belong to."""
     groups = [[answer] for answer in answers]
     graded = _graded(groups, tasks)
@@ -80,12 +82,12 @@ def measure_greedy(measured: Measured, answers: Sequence[Answer], tasks: Sequenc
         own = [answer for answer, name in zip(answers, tasks, strict=True) if name == task]
         if not measured.has_scores(f"responses of {task}", _errors([own], [_has_correct(own)])[0]):
             continue
-        measured.add(f"reward_of_{task}", [answer.reward.total for answer in own])
+        measured.add(f"reward_of_{task}", [answer.reward for answer in own])
         if _has_correct(own):
             measured.add(f"accuracy_of_{task}", [_correct(answer) for answer in own])
 
 
-def measure_sampled(measured: Measured, groups: Sequence[Sequence[Answer]], tasks: Sequence[str] = ()) -> None:
+def measure_sampled(measured: Measured, groups: Sequence[Sequence[Trajectory]], tasks: Sequence[str] = ()) -> None:
     """Add the metrics of the sampled answers, n per prompt. `tasks` are the tasks of a mixture, one per prompt."""
     graded = _graded(groups, tasks)
     has_scores = _measure_rewards(measured, groups, graded, "sampled_")
@@ -99,11 +101,11 @@ def measure_sampled(measured: Measured, groups: Sequence[Sequence[Answer]], task
         if has_scores:
             measured.add("distinct_correct", found, graded)
         for n in _GRAMS:
-            _add_known(measured, f"distinct_{n}", [distinct([a.response_ids.tolist() for a in g], n) for g in groups])
+            _add_known(measured, f"distinct_{n}", [distinct([_sampled(a).tolist() for a in g], n) for g in groups])
 
 
 def measure_divergence(
-    measured: Measured, groups: Sequence[Sequence[Answer]], references: Sequence[Sequence[float | None]]
+    measured: Measured, groups: Sequence[Sequence[Trajectory]], references: Sequence[Sequence[float | None]]
 ) -> None:
     """Add the KL divergence from the reference, estimated as the mean of log mu - log pi_ref over the samples.
 
@@ -116,12 +118,12 @@ def measure_divergence(
         return
     ratios, logprobs, tokens, counts, prompts = [], [], [], [], []
     for group, found in zip(groups, references, strict=True):
-        pairs = [(a, r) for a, r in zip(group, found, strict=True) if r is not None and math.isfinite(a.logprob)]
-        ratios.append(sum(a.logprob - r for a, r in pairs))
+        pairs = [(a, r) for a, r in zip(group, found, strict=True) if r is not None and np.isfinite(a.logprobs).all()]
+        ratios.append(sum(float(a.logprobs.sum(dtype=np.float64)) - r for a, r in pairs))
         logprobs.append(-sum(r for _, r in pairs))
-        tokens.append(sum(len(a.response_ids) for a, _ in pairs))
+        tokens.append(sum(len(_sampled(a)) for a, _ in pairs))
         counts.append(len(pairs))
-        prompts.append(sum(len(a.episode.tokens().prompt_ids if a.episode else a.question.ids) for a, _ in pairs))
+        prompts.append(sum(len(a.prompt_ids) for a, _ in pairs))
     measured.add("kl", ratios, counts)
     measured.add("kl_per_token", ratios, tokens)
     measured.add("reference_nll", logprobs, tokens)
@@ -133,7 +135,7 @@ def measure_divergence(
 
 def measure_diversity(
     measured: Measured,
-    groups: Sequence[Sequence[Answer]],
+    groups: Sequence[Sequence[Trajectory]],
     embed: Embed,
     *,
     tasks: Sequence[str] = (),
@@ -148,13 +150,13 @@ def measure_diversity(
     for group in groups:
         if not go_on():
             return
-        answers = [answer for answer in group if answer.text.strip()]
-        embeddings_nE = embed([answer.text for answer in answers]) if answers else np.zeros((0, 1))
+        answers = [answer for answer in group if (answer.text or "").strip()]
+        embeddings_nE = embed([answer.text or "" for answer in answers]) if answers else np.zeros((0, 1))
         distances.append(cosine_distance(embeddings_nE))
         right: dict[str, int] = {}
         for number, answer in enumerate(answers):
             if _correct(answer) >= 1:
-                right.setdefault(answer.text, number)
+                right.setdefault(answer.text or "", number)
         found.append(len(without_near_duplicates(embeddings_nE[list(right.values())], NEAR_DUPLICATE_DISTANCE)))
     _add_known(measured, "embedding_distance", distances)
     graded = _graded(groups, tasks)
@@ -163,26 +165,28 @@ def measure_diversity(
 
 
 def _measure_rewards(
-    measured: Measured, groups: Sequence[Sequence[Answer]], graded: Sequence[bool], prefix: str
+    measured: Measured, groups: Sequence[Sequence[Trajectory]], graded: Sequence[bool], prefix: str
 ) -> bool:
     """Add the means over answers. Returns False, without those of rewards, if too many have none."""
     size, errors = [len(group) for group in groups], _errors(groups, graded)
-    measured.add(f"{prefix}response_tokens", [sum(len(a.response_ids) for a in group) for group in groups], size)
-    measured.add(f"{prefix}unfinished", [sum(a.unfinished for a in group) for group in groups], size)
+    measured.add(f"{prefix}response_tokens", [sum(len(_sampled(a)) for a in group) for group in groups], size)
+    measured.add(f"{prefix}unfinished", [sum(a.stop_reason in _CUT_OFF for a in group) for group in groups], size)
     measured.add(f"{prefix}failed", [sum(error is not None for error in group) for group in errors], size)
     _measure_episodes(measured, groups, prefix)
     if not measured.has_scores("sampled responses" if prefix else "responses", list(chain(*errors))):
         return False
-    measured.add(f"{prefix}reward", [sum(a.reward.total for a in group) for group in groups], size)
-    for part in sorted({part for group in groups for answer in group for part in answer.reward.parts}):
+    measured.add(f"{prefix}reward", [sum(a.reward for a in group) for group in groups], size)
+    for part in sorted({part for group in groups for answer in group for part in answer.reward_parts}):
         have = [[value for a in group if (value := _part(a, part)) is not None] for group in groups]
         measured.add(f"{prefix}reward_part_{part}", [sum(h) for h in have], [len(h) for h in have])
     return True
 
 
-def _measure_episodes(measured: Measured, groups: Sequence[Sequence[Answer]], prefix: str) -> None:
+def _measure_episodes(measured: Measured, groups: Sequence[Sequence[Trajectory]], prefix: str) -> None:
     """Add the mean number of turns, and the share of each reason why an episode ended, over all episodes."""
-    episodes = [[answer.episode for answer in group if answer.episode is not None] for group in groups]
+    # One that failed before its first turn has no turns.
+    single = STOP_EOS, STOP_LENGTH, STOP_ERROR
+    episodes = [[answer for answer in group if answer.turns or answer.stop_reason not in single] for group in groups]
     if not any(episodes):
         return
     counts = [len(group) for group in episodes]
@@ -192,12 +196,12 @@ def _measure_episodes(measured: Measured, groups: Sequence[Sequence[Answer]], pr
         measured.add(f"{prefix}stopped_{reason}", ended, counts)
 
 
-def _errors(groups: Sequence[Sequence[Answer]], graded: Sequence[bool]) -> list[list[str | None]]:
+def _errors(groups: Sequence[Sequence[Trajectory]], graded: Sequence[bool]) -> list[list[str | None]]:
     """Return why each answer has no score, or lacks the part that others of its task have; None if it has."""
     lacks = f"the reward has no part `{CORRECT}`"
     return [
         # The parts of an episode are sums over its turns, in which one that is not given is 0.
-        [a.error or (lacks if demanded and CORRECT not in a.reward.parts and not a.episode else None) for a in group]
+        [a.error or (lacks if demanded and CORRECT not in a.reward_parts and not a.turns else None) for a in group]
         for group, demanded in zip(groups, graded, strict=True)
     ]
 
@@ -206,29 +210,34 @@ def _add_known(measured: Measured, name: str, values: Sequence[float | None]) ->
     measured.add(name, [value or 0.0 for value in values], [value is not None for value in values])
 
 
-def _graded(groups: Sequence[Sequence[Answer]], tasks: Sequence[str]) -> list[bool]:
+def _graded(groups: Sequence[Sequence[Trajectory]], tasks: Sequence[str]) -> list[bool]:
     """Return for each prompt whether its task says what is correct."""
     names = tasks or [""] * len(groups)
-    by_task: dict[str, list[Answer]] = {name: [] for name in names}
+    by_task: dict[str, list[Trajectory]] = {name: [] for name in names}
     for group, name in zip(groups, names, strict=True):
         by_task[name] += group
     graded = {name: _has_correct(answers) for name, answers in by_task.items()}
     return [graded[name] for name in names]
 
 
-def _has_correct(answers: Sequence[Answer]) -> bool:
+def _has_correct(answers: Sequence[Trajectory]) -> bool:
     """Whether the task says what is correct, or every answer failed, so that it is unknown."""
-    return any(CORRECT in a.reward.parts for a in answers) or all(a.error is not None for a in answers)
+    return any(CORRECT in a.reward_parts for a in answers) or all(a.error is not None for a in answers)
 
 
-def _part(answer: Answer, name: str) -> float | None:
+def _part(answer: Trajectory, name: str) -> float | None:
     """Return a part of the reward. Those of an episode are sums over its turns, in which one that is not given is 0."""
-    is_sum = answer.episode is not None and answer.error is None
-    return answer.reward.parts.get(name, 0.0 if is_sum else None)
+    is_sum = answer.turns and answer.error is None
+    return answer.reward_parts.get(name, 0.0 if is_sum else None)
 
 
-def _correct(answer: Answer) -> float:
-    return answer.reward.parts.get(CORRECT, 0.0)
+def _sampled(answer: Trajectory) -> Int32:
+    """Return the tokens that the policy sampled."""
+    return answer.response_ids[answer.loss_mask != 0] if len(answer.loss_mask) else answer.response_ids
+
+
+def _correct(answer: Trajectory) -> float:
+    return answer.reward_parts.get(CORRECT, 0.0)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

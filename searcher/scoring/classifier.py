@@ -3,7 +3,7 @@
 The score of a pair does not depend on the batch that it is computed in, beyond rounding: padding is on the right and
 masked. Shape suffixes: N pairs, T tokens of the longest.
 
-`python -m tba.searcher.scoring.classifier FD` is the reward model's process, started by `model_scorer.py`. Its messages
+`python -m tba.searcher.scoring.classifier FD` is the reward model's process, started by `rewards.py`. Its messages
 are those of `worker_pool.py`: `begin` before each forward pass, and one `results` after each batch. An error of the
 model other than a lack of memory ends the process: a CUDA context does not survive one.
 """

@@ -7,7 +7,7 @@
 With template = "chat", `messages` replaces `input`. `use_activation` false asks for the logit; by default vLLM applies
 a sigmoid to a single label. All in vLLM 0.32, vllm/entrypoints/pooling.
 
-`python -m tba.searcher.scoring.http_model FD` is the process that asks it, started by `model_scorer.py`. Its messages
+`python -m tba.searcher.scoring.http_model FD` is the process that asks it, started by `rewards.py`. Its messages
 are those of `worker_pool.py`. A failure of the server is an error of the responses that waited for it, never the end of
 the process. It needs httpx2, which transformers and vLLM depend on too.
 """

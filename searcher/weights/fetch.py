@@ -7,9 +7,10 @@ computed while receiving.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 from blake3 import blake3
 
@@ -193,8 +194,8 @@ class Fetcher:
             )
         return frames[0], message.file_bytes
 
-    def _wait(self, what: str, received_at: float) -> float:
-        """Report a silent server and return the seconds of silence. Raises SnapshotOutdated, or SnapshotError."""
+    def _wait(self, what: str, received_at: float) -> None:
+        """Report a silent server. Raises SnapshotOutdated, or SnapshotError."""
         silent = self._clock.monotonic() - received_at
         if silent > _REPORT_SECONDS:
             why = self._channel.trouble or f"silent for {silent:.0f} s"
@@ -202,9 +203,9 @@ class Fetcher:
         self._progress.check(what)
         if self._patience is not None and silent > self._patience:
             raise SnapshotError(f"{self._who} did not send {what} for {silent:.0f} s")
-        return silent
 
 
+@dataclass(slots=True)
 class Nodes:
     """Other nodes, then the trainer: where the files of one snapshot and its ancestors come from. Used by one thread.
 
@@ -212,32 +213,28 @@ class Nodes:
     fetched again, because it had another hash, comes from the trainer.
     """
 
-    remote = True
-
-    def __init__(
-        self, nodes: Sequence[str], trainer: str, clock: Clock, progress: Progress, own: KeyPair | None
-    ) -> None:
-        self._own = own
-        self._nodes = [*nodes]
-        self._trainer = trainer
-        self._clock = clock
-        self._progress = progress
-        self._fetchers: dict[str, Fetcher] = {}
-        self._fetched: set[tuple[int, str]] = set()
+    nodes: list[str]
+    trainer: str
+    clock: Clock
+    progress: Progress
+    own: KeyPair | None
+    _fetchers: dict[str, Fetcher] = field(default_factory=dict)
+    _fetched: set[tuple[int, str]] = field(default_factory=set)
+    remote: ClassVar = True
 
     def fetch(self, version: int, name: str, target: Path, size: int | None = None) -> str:
         """Download a file as `Fetcher.fetch` does."""
         again = (version, name) in self._fetched
         self._fetched.add((version, name))
-        while self._nodes and not (again or size is None or name == DELTA):
+        while self.nodes and not (again or size is None or name == DELTA):
             try:
-                return self._fetcher(self._nodes[0], _NODE_SECONDS).fetch(version, name, target, size)
+                return self._fetcher(self.nodes[0], _NODE_SECONDS).fetch(version, name, target, size)
             except SnapshotOutdated:
                 raise
             except (SnapshotError, ConfigError) as error:
                 log.info("another source is asked", file=name, version=version, reason=str(error))
-                del self._nodes[0]
-        return self._fetcher(self._trainer, None).fetch(version, name, target, size)
+                del self.nodes[0]
+        return self._fetcher(self.trainer, None).fetch(version, name, target, size)
 
     def close(self) -> None:
         """Close all connections."""
@@ -246,7 +243,7 @@ class Nodes:
 
     def _fetcher(self, address: str, patience: float | None) -> Fetcher:
         if address not in self._fetchers:
-            self._fetchers[address] = Fetcher(address, self._clock, self._progress, patience, self._own)
+            self._fetchers[address] = Fetcher(address, self.clock, self.progress, patience, self.own)
         return self._fetchers[address]
 
 

@@ -114,12 +114,6 @@ class Preparation:
         """The engine has loaded or refused what was taken: the next snapshot may be prepared."""
         self._thread = self._result = None
 
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait for a result to take; False after the timeout."""
-        if self._thread is not None:
-            self._thread.join(timeout_seconds)
-        return self._result is not None
-
     def close(self) -> None:
         """End the thread, after the work in progress unless that only waits. Releases results not taken."""
         self.progress.outdated = True

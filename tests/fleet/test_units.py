@@ -5,11 +5,10 @@ Each test leaves all roles at work.
 
 import contextlib
 import re
-import sqlite3
-from contextlib import closing
 
 import pytest
 
+from tba.tests.helpers.buffer import steps_trained
 from tba.tests.helpers.installed import ENVIRONMENT, UNITS, install, run_tba, write
 from tba.tests.helpers.nodes import Node, wait_until
 
@@ -70,13 +69,7 @@ class Units:
         return self.node.run("journalctl", "--no-pager", "--output=cat", selected).stdout
 
     def steps(self) -> int:
-        path = self.node.root / self.directory.lstrip("/") / "buffer.sqlite"
-        try:
-            with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as database:
-                return int(database.execute("SELECT COUNT(trained_at) FROM batches").fetchone()[0])
-        # The buffer has not made it yet.
-        except sqlite3.OperationalError:
-            return 0
+        return steps_trained(self.node.root / self.directory.lstrip("/") / "buffer.sqlite")
 
     def wait_for_steps(self) -> None:
         seen = self.steps()

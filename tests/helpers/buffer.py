@@ -24,9 +24,17 @@ from tba.tests.helpers.puts import make_trajectory, put_message, reference
 
 
 def ask(path: Path, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-    """Return the rows of a statement on a database file."""
-    with closing(sqlite3.connect(path)) as connection:
+    """Return the rows of a query of a database file, which a server may be writing to."""
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as connection:
         return connection.execute(sql, values).fetchall()
+
+
+def steps_trained(path: Path) -> int:
+    """Return the number of trained steps, 0 as long as there is no database."""
+    try:
+        return int(ask(path, "SELECT COUNT(trained_at) FROM batches")[0][0])
+    except sqlite3.OperationalError:
+        return 0
 
 
 def change(path: Path, *statements: str | tuple[str, list[Any]]) -> None:

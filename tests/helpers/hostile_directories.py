@@ -29,6 +29,7 @@ LIMIT_SECONDS = 100
 DEEP = "[" * 100_000
 CRASHING = "json_set('{}', '$.' || replace(hex(zeroblob(100000)), '00', 'a.'), 1)"
 CPU = ("--set", "search.engine=transformers", "--set", "search.gpus=cpu", "--set", "train.gpu=cpu")
+FEW = ("--set", "task.held_out_limit=4")
 Commands = dict[str, Callable[[Path], object]]
 
 
@@ -354,7 +355,7 @@ READ_A_RUN: Commands = {
     "report, a picture": tba("report", "RUN", "--out", "RUN/../plot.png"),
     "report": tba("report", "RUN", "--out", "RUN/../report.html"),
     "ui": open_pages,
-    "eval": tba("eval", *CPU, "--set", "run.dir=RUN", "--set", f"model.path={EXAMPLE_MODEL}", "--cpu"),
+    "eval": tba("eval", *CPU, *FEW, "--set", "run.dir=RUN", "--set", f"model.path={EXAMPLE_MODEL}", "--cpu"),
     "export-model": tba("export-model", "RUN", "RUN/../exported"),
     "resume": resume,
     "launch": launch,

@@ -6,14 +6,13 @@
 import json
 import os
 import re
-import sqlite3
 import subprocess
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tba.tests.helpers.buffer import ask, steps_trained
 from tba.tests.helpers.nodes import Fleet, Node, wait_until
 from tba.tests.helpers.source_files import ROOT
 
@@ -96,14 +95,10 @@ class Site:
         return sum(changed for changed, *_ in results), done.stdout
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
-        with closing(sqlite3.connect(f"file:{self.database}?mode=ro", uri=True, timeout=30)) as database:
-            return database.execute(sql, values).fetchall()
+        return ask(self.database, sql, *values)
 
     def steps(self) -> int:
-        try:
-            return int(self.query("SELECT COUNT(trained_at) FROM batches")[0][0])
-        except sqlite3.OperationalError:
-            return 0
+        return steps_trained(self.database)
 
     def wait_for_steps(self, more: int = 3) -> None:
         """Wait until training goes on."""

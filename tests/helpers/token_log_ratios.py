@@ -1,13 +1,12 @@
 """A check of the log-ratios of tokens that a run has stored."""
 
-import contextlib
-import sqlite3
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tba.common.wire.trajectory import LOG_RATIO_DTYPE
+from tba.tests.helpers.buffer import ask
 
 _ROWS = """
 SELECT c.log_ratio, c.mismatch, t.response_tokens, c.token_log_ratios, p.loss_mask
@@ -19,8 +18,7 @@ WHERE b.trained_at IS NOT NULL
 
 def check_token_log_ratios(database: Path) -> None:
     """Check that every trained row has one log-ratio per token, which agree with the numbers of the row."""
-    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-        rows = connection.execute(_ROWS).fetchall()
+    rows = ask(database, _ROWS)
     assert rows
     for log_ratio, mismatch, tokens, blob, mask in rows:
         ratio_R = np.frombuffer(blob, LOG_RATIO_DTYPE).astype(float)

@@ -284,8 +284,12 @@ class FakeSearcher:
         rng = np.random.default_rng(seed)
         group = [self._response(key, n, version, rng) for n, key in enumerate(self.keys) for _ in range(samples)]
         group = [replace(one, reward=1e9 * one.reward) if one.prompt_key in broken else one for one in group]
-        message, frames = put_message(group, self._sequence)
-        self._sequence += len(group)
+        self.put(group)
+
+    def put(self, rows: Sequence[Trajectory]) -> None:
+        """Put trajectories, and wait for the reply."""
+        message, frames = put_message(rows, self._sequence)
+        self._sequence += len(rows)
         posted = self.client.post(message, frames)
         while not any(reply.header.id == posted for reply in self.client.poll(1.0)):
             pass

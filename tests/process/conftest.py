@@ -3,11 +3,9 @@
 import json
 import os
 import socket
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ import zmq
 from tba.common.system.process import PARENT_VARIABLE
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.announcer import Announcer
+from tba.tests.helpers.buffer import ask, steps_trained
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,15 +36,11 @@ class RunConfig:
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """Return the rows of a query of the database, which a buffer may be writing to."""
-        with closing(sqlite3.connect(f"file:{self.database}?mode=ro", uri=True)) as database, database:
-            return database.execute(sql, values).fetchall()
+        return ask(self.database, sql, *values)
 
     def steps_trained(self) -> int:
         """Return the number of trained steps, 0 as long as there is no database."""
-        try:
-            return int(self.query("SELECT COUNT(trained_at) FROM batches")[0][0])
-        except sqlite3.OperationalError:
-            return 0
+        return steps_trained(self.database)
 
     def lines(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """Return the complete lines of a file of the run: the last one may still be being written."""

@@ -1,6 +1,7 @@
 """`tba buffer archive` is killed at any moment: the tokens of each trajectory are always in exactly one place."""
 
 import contextlib
+import itertools
 import random
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tba.tests.process.conftest import clean_environment
 from tba.tests.runner import size
 
 # Of each of the two tests.
-KILLS, ROWS, SAMPLEABLE = size(4, 10), 4000, 16
+KILLS, ROWS, SAMPLEABLE = size(4, 10), size(1600, 4000), 16
 # Files of a few trajectories, so that there are many moments at which a command has just done something.
 _PROGRAM = """
 from tba.buffer.tools import archive
@@ -69,9 +70,9 @@ def test_after_any_kill_tokens_are_in_exactly_one_place(config, make_config, sta
         start_tba("buffer", "serve", "--config", config.file)
     command = [sys.executable, "-c", _PROGRAM, "buffer", "archive", "old", "--config", config.file, "--keep-steps", "0"]
     rng, moved, killed = random.Random(1), [0], 0
-    while len(moved) <= KILLS:
+    for moment in itertools.islice(itertools.cycle((dropped, unfinished, finished)), KILLS):
         with subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE) as process:
-            look = partial(rng.choice((unfinished, finished, dropped)), tmp_path, config.database)
+            look = partial(moment, tmp_path, config.database)
             before_it = look()
             wait_until(lambda: look() != before_it or process.poll() is not None)  # noqa: B023
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -49,9 +49,9 @@ def test_the_demo_gains_25_points_on_held_out_problems(tba, tmp_path, pytestconf
 def test_the_demo_gains_points_on_vllm(tba, tmp_path, pytestconfig):
     directory = tmp_path / "demo"
     # A searcher less starts an engine less, and the first and the last snapshot are enough to evaluate.
-    small = ("train.steps=40", "train.keep_snapshot_every=40", "search.cpu_searchers=1")
+    small = ("train.steps=25", "train.keep_snapshot_every=25", "search.cpu_searchers=1")
     result = run_demo(tba, directory, pytestconfig.rootpath, "search.engine=vllm", *size(small, ()))
-    check_gain(result, directory, points=size(10, 25))
+    check_gain(result, directory, points=size(5, 25))
     with closing(sqlite3.connect(directory / "buffer.sqlite")) as database, database:
         assert database.execute("SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows").fetchone()[0] > 3
 

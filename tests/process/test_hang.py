@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from tba.common.system.process import NotifySocket
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.whole_run import PROMPTS, log_of, small_sections, starts_of
 
@@ -18,7 +17,7 @@ if "search" in sys.orig_argv and "--index" in sys.orig_argv:
 
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
-            if name != "tba.searcher.run":
+            if name != "tba.searcher.loop":
                 return None
             sys.meta_path.remove(self)
             from tba.searcher.engines.transformers_engine import TransformersEngine
@@ -64,22 +63,3 @@ def test_a_searcher_whose_engine_hangs_is_restarted_and_its_prompts_are_answered
     assert output.count("this process exits exit_code=75 limit=search.step_seconds") == 1
     assert output.count("Timeout (0:00:0") == 1
     assert output.count("in hanging_step") >= 2
-
-
-def test_the_loops_of_all_roles_report_to_systemd(make_config, start_tba):
-    """tests/process/test_fleet.py has several searchers."""
-    run = make_config(**small_sections(train={"steps": 100_000}))
-    heard: dict[tuple[str, ...], list[str]] = {}
-    sockets = {}
-    for role in (("buffer", "serve"), ("search", "--cpu", "1"), ("train", "--processes", "2")):
-        sockets[role], heard[role] = NotifySocket(), []
-        start_tba(*role, "--config", run.file, NOTIFY_SOCKET=sockets[role].address)
-
-    def all_reported():
-        for role, systemd in sockets.items():
-            heard[role] += systemd.receive()
-        return all(lines.count("WATCHDOG=1") >= 2 and "READY=1" in lines for lines in heard.values())
-
-    wait_until(all_reported)
-    for systemd in sockets.values():
-        systemd.close()

@@ -100,11 +100,11 @@ def test_a_reader_of_the_same_batch_does_not_stop_ingest(server, config, raw):
 
 
 def test_a_client_that_asks_for_large_replies_and_does_not_read_costs_little_memory(server, config, raw):
-    """A thousand clients with long reasons make the status of many megabytes."""
+    """Hundreds of clients with long reasons make the status of megabytes."""
     metrics = {f"{n:064}": 0.0 for n in range(64)}
     snow = "\N{SNOWMAN}" * 1000
     beat = messages.Heartbeat(activity="x", reason=snow, warning=snow, weights_version=None, metrics=metrics)
-    for n in range(1000):
+    for n in range(300):
         raw.send_multipart(encode_request(beat, id=n, role="searcher", sender=f"fat{n}.1", run=""))
         assert raw.poll(PATIENCE_SECONDS * 1000)
         raw.recv_multipart()
@@ -112,14 +112,14 @@ def test_a_client_that_asks_for_large_replies_and_does_not_read_costs_little_mem
     raw.send_multipart(ask)
     assert raw.poll(PATIENCE_SECONDS * 1000)
     reply = raw.recv_multipart()
-    assert sum(map(len, reply)) > 5 << 20
+    assert sum(map(len, reply)) > 1 << 20
     before = psutil.Process(server.pid).memory_info().rss
-    for _ in range(100):
+    for _ in range(60):
         raw.send_multipart(ask)
         time.sleep(0.05)
     put_four(config)
     grown = psutil.Process(server.pid).memory_info().rss - before
-    # Two replies are on their way, some are being encoded. Without the limit a hundred would wait.
+    # Two replies are on their way, some are being encoded. Without the limit all would wait.
     assert grown < 20 * sum(map(len, reply)), f"{grown >> 20} MiB"
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from tba.common.config import Config, TaskSection
 from tba.common.errors import ConfigError, HttpRefused, WorkerLost
-from tba.searcher.checks import check_reward_model
-from tba.searcher.scoring.model_scorer import ModelScorer
-from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.build import check_reward_model
+from tba.searcher.scoring.rewards import ModelScorer, Rewards
 from tba.searcher.scoring.scoring import Scored
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt
@@ -124,7 +123,7 @@ def test_a_server_that_is_no_reward_model_is_refused_at_the_start_and_one_that_i
 ):
     with pytest.raises(ConfigError, match="answered with status 401: wrong key"):
         rewards(server.url, api_key="other")
-    monkeypatch.setattr("tba.searcher.scoring.model_scorer.LOAD_SECONDS", 0.2)
+    monkeypatch.setattr("tba.searcher.scoring.rewards.LOAD_SECONDS", 0.2)
     with pytest.raises(WorkerLost, match=r"reward_model.url does not answer: .*ConnectError"):
         rewards("http://127.0.0.1:9")
 

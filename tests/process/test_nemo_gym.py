@@ -9,13 +9,12 @@ dependencies, of which the suite imports none; its folder is enough:
 """
 
 import asyncio
-import sqlite3
-from contextlib import closing
 
 import pytest
 
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.messages import PutAck, Welcome
+from tba.tests.helpers.buffer import ask
 from tba.tests.helpers.checks import PATIENCE_SECONDS
 from tba.tests.helpers.puts import make_trajectory, put_message
 
@@ -27,8 +26,7 @@ conformance = pytest.importorskip("nemo_gym.token_id_capture.conformance")
 def rows_of(database, rollout, after=0):
     """Return (id, text, error) of the rows of a rollout, in the order of their commits."""
     query = "SELECT id, text, error FROM trajectories WHERE prompt = ? AND id > ? ORDER BY id"
-    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-        return connection.execute(query, (rollout, after)).fetchall()
+    return ask(database, query, rollout, after)
 
 
 class BufferCapture:

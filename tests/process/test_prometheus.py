@@ -1,4 +1,4 @@
-"""What a run shows to Prometheus has everything that deploy/prometheus asks for."""
+"""What all roles report to systemd, and to Prometheus: everything that deploy/prometheus asks for."""
 
 import contextlib
 import urllib.error
@@ -8,6 +8,7 @@ import urllib.request
 import pytest
 
 from tba.common.errors import Refused
+from tba.common.system.process import NotifySocket
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.tests.helpers.checks import wait_until
@@ -25,27 +26,34 @@ def scrape(port: int) -> str:
 
 
 @pytest.mark.torch
-def test_a_run_exposes_every_metric_of_the_dashboard_and_the_alerts(make_config, start_tba, tmp_path):
+def test_all_roles_report_to_systemd_and_to_prometheus_every_metric_of_the_dashboard_and_the_alerts(
+    make_config, start_tba
+):
+    """tests/process/test_fleet.py has several searchers."""
     port = free_port()
     metrics = {"prometheus": port, "tensorboard": False}
-    run = make_config(
-        **arithmetic(metrics=metrics, search={"cpu_searchers": 2}, train={"steps": 10_000}, buffer={"max_staleness": 4})
-    )
-    process = start_tba("run", run.file)
+    run = make_config(**arithmetic(metrics=metrics, train={"steps": 100_000}, buffer={"max_staleness": 4}))
+    heard: dict[tuple[str, ...], list[str]] = {}
+    sockets = {}
+    for role in (("buffer", "serve"), ("search", "--cpu", "1"), ("train", "--processes", "2")):
+        sockets[role], heard[role] = NotifySocket(), []
+        start_tba(*role, "--config", run.file, NOTIFY_SOCKET=sockets[role].address)
 
-    def all_there() -> bool:
-        assert process.poll() is None
-        text = scrape(port)
-        swapped = text.count("\ntba_searcher_swap_pause_seconds{") == 2
-        return "tba_trainer_loss" in text and "tba_buffer_rejected" in text and swapped
+    def all_reported() -> bool:
+        for role, systemd in sockets.items():
+            heard[role] += systemd.receive()
+        return all(lines.count("WATCHDOG=1") >= 2 and "READY=1" in lines for lines in heard.values())
 
-    wait_until(lambda: "tba_buffer_epoch" in scrape(port), what="the buffer's endpoint")
+    wait_until(all_reported)
     # A request that is refused: a monitor leases nothing.
     lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
     with contextlib.closing(BufferClient(run.address, role="monitor", name="test")) as client, pytest.raises(Refused):
         client.call(lease, messages.Leases, deadline_seconds=60.0)
-    wait_until(all_there, 120, "a step and a swap of weights")
+    shown = ("tba_trainer_loss", "tba_buffer_rejected", "\ntba_searcher_swap_pause_seconds{")
+    wait_until(lambda: all(name in scrape(port) for name in shown), what="a step and a swap of weights")
     text = scrape(port)
     missing = {title: names for title, expr in expressions().items() if (names := names_in(expr) - names_in(text))}
     assert not missing
+    for systemd in sockets.values():
+        systemd.close()
     promtool("check", "metrics", stdin=text)

@@ -139,12 +139,12 @@ def search(make_config, serve_weights, start_tba, tmp_path, monkeypatch):
     monkeypatch.setenv("HOSTILE_FOLDER", str(tmp_path / "misdeeds"))
     monkeypatch.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
 
-    def start(task: str, *options: str) -> tuple[RunConfig, subprocess.Popen[bytes]]:
+    def start(task: str) -> tuple[RunConfig, subprocess.Popen[bytes]]:
         limits = {"reward_workers": 2, "reward_seconds": 3.0, "reward_memory_mib": 256}
         named = {"name": f"hostile_task:{task}"} | limits
         run = make_config(**arithmetic(train={"prompts_per_step": 1}, task=named, search={"max_in_flight": 16}))
         serve_weights(run)
-        return run, start_tba("search", "--config", run.file, *options)
+        return run, start_tba("search", "--config", run.file)
 
     return start
 
@@ -182,10 +182,9 @@ def test_each_faulty_reward_is_a_row_with_an_error_and_the_search_continues(sear
     assert "reward worker replaced" in log
 
 
-# One searcher, or two under a supervisor, which is killed then.
-@pytest.mark.parametrize("options", [(), ("--cpu", "2")])
-def test_workers_and_programs_that_a_reward_started_end_with_the_killed_searcher(search, tmp_path, options):
-    run, searcher = search("Starter", *options)
+# test_fleet.py kills searchers under a supervisor, and the supervisor.
+def test_workers_and_programs_that_a_reward_started_end_with_the_killed_searcher(search, tmp_path):
+    run, searcher = search("Starter")
     pids = tmp_path / "misdeeds/pids"
     wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
     wait_until(lambda: rows_of(run))

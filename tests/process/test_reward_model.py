@@ -11,8 +11,7 @@ import pytest
 from tba.common.config import Config
 from tba.common.errors import EXIT_FAILED, WorkerLost
 from tba.searcher.scoring.classifier import RewardModel
-from tba.searcher.scoring.model_scorer import ModelScorer
-from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.rewards import ModelScorer, Rewards
 from tba.searcher.scoring.scoring import Scored
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Reward

@@ -5,15 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
 from tba.common.config import TaskSection
-from tba.common.errors import EngineError, TaskError
-from tba.searcher.engines.engine import Generation, SamplingSettings
-from tba.searcher.evaluation.answers import Question, answer
-from tba.searcher.evaluation.measure import Measured, measure_greedy
+from tba.common.errors import TaskError
 from tba.searcher.scoring import task_scorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
@@ -141,71 +137,6 @@ def test_a_coroutine_that_blocks_its_worker_is_an_error_and_the_others_are_score
     assert [scored.error for scored in found] == [None, "reward of hostile: timed out after 8 s", None]
     assert [scored.interrupted for scored in found] == [False, True, False]
     scorer.close()
-
-
-class EchoEngine:
-    """Answers a prompt with its own tokens, two prompts per step; those in capital letters are cut off."""
-
-    def __init__(self) -> None:
-        self._requests: list[Any] = []
-
-    def submit(self, request) -> None:
-        if not len(request.prompt_ids):
-            raise EngineError("the prompt has no tokens")
-        self._requests.append(request)
-
-    max_in_flight = 4
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._requests)
-
-    def step(self) -> list[Generation]:
-        some, self._requests = self._requests[:2], self._requests[2:]
-        none, runs = np.zeros(0, np.float32), np.zeros((0, 2), np.int32)
-        return [
-            Generation(one.id, one.prompt_ids, none, runs, "length" if one.prompt_ids[0] < 97 else "eos", 0.0)
-            for one in some
-        ]
-
-
-class Letters:
-    """A tokenizer of code points."""
-
-    bos_token_id = None
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))
-
-
-def evaluate(scorer, texts, go_on=lambda _: True, least=0.0) -> dict[str, float] | None:
-    greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
-    prompts = [Prompt(f"p{n}", text, "") for n, text in enumerate(texts)]
-    questions = [Question(n, np.asarray(Letters().encode(text), np.int32), greedy) for n, text in enumerate(texts)]
-    engine: Any = EchoEngine()
-    decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
-    answers = answer(engine, scorer, decode, prompts, questions, go_on, lambda _: least)
-    if answers is None:
-        return None
-    measured = Measured(seed=0)
-    measure_greedy(measured, answers)
-    return measured.metrics
-
-
-def test_an_evaluation_counts_everything_that_cannot_be_answered_or_scored(scorer):
-    texts = ["good", "", "GOOD", *(misdeed for misdeed in MISDEEDS if misdeed != "prints")]
-    found = evaluate(scorer, texts, least=-1.0)
-    assert found is not None
-    assert not {"accuracy", "reward"} & found.keys()
-    assert found["unfinished"] == pytest.approx(1 / 15)
-    assert found["failed"] == pytest.approx(13 / 15)
-
-
-def test_an_evaluation_can_be_given_up(scorer):
-    assert evaluate(scorer, ["good"] * 9, go_on=lambda finished: finished < 2) is None
 
 
 SECONDS = 5.0

@@ -16,7 +16,7 @@ from tba.tests.helpers.namespaces import address, cut, inside, namespaces
 from tba.tests.helpers.trainer import TrainRun
 from tba.tests.process.test_train_ranks import STEPS, assert_same_training, children_of, train_here
 
-TRAIN: dict[str, Any] = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 40, "checkpoint_every": 10}
+TRAIN: dict[str, Any] = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 24, "checkpoint_every": 6}
 # One of two ranks, which works until it loses the other. It allows a node 4 seconds of silence.
 RANK = """
 import sys, torch
@@ -90,7 +90,7 @@ def test_a_killed_node_ends_the_other_and_one_node_resumes_the_same_training(nod
     while nodes.unit.recv(100) != b"READY=1":
         pass
     run.feed()
-    wait_until(lambda: len(run.lines()) >= 30)
+    wait_until(lambda: len(run.lines()) >= 15)
     for pid in children_of(second.pid).values():
         os.kill(pid, signal.SIGKILL)
     assert (first.wait(PATIENCE_SECONDS), second.wait(PATIENCE_SECONDS)) == (1, 1)
@@ -108,7 +108,7 @@ def test_two_nodes_that_share_one_model_are_stopped_and_resume_without_a_shared_
     train_here(straight, tba_here)
     started = nodes.start(run, "--set", "train.sharding=all")
     run.feed()
-    wait_until(lambda: len(run.lines()) >= 30)
+    wait_until(lambda: len(run.lines()) >= 15)
     started[0].send_signal(signal.SIGTERM)
     assert [node.wait(PATIENCE_SECONDS) for node in started] == [0, 0]
     assert [node.wait(PATIENCE_SECONDS) for node in nodes.start(run, "--set", "train.sharding=all", "--resume")] == [

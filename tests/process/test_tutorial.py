@@ -61,6 +61,8 @@ def test_the_commands_of_the_tutorial_train_a_model(shell, tmp_path):
         assert process.returncode == 0, f"{block}{output}"
         shown += output
     assert "the model is in models/warm" in shown
+    # `tba config show` shows what the reader has just changed.
+    assert re.search(r"train\.steps +60? +tba\.toml", shown)
     evaluations = [
         json.loads(line) for line in (tmp_path / "tba-tutorial/runs/reverse/eval.jsonl").read_text().splitlines()
     ]

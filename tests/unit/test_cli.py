@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from tba.cli import app
-from tba.common.config.layers import resolve
+from tba.common.config.layers import removed, resolve
 from tba.common.system.devices import list_gpus
 
 NO_GPU = pytest.mark.skipif(bool(list_gpus()), reason="this machine has a GPU")
@@ -28,6 +28,12 @@ def refused(outcome, exit_code: int, *words: str) -> None:
 def settings(**values: object) -> list[str]:
     """Options of a command that set keys of the configuration; a dot is written as two underscores."""
     return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+def test_a_removed_command_is_refused_with_what_is_in_its_place(tba_here):
+    for command, instead in removed()["commands"].items():
+        done = tba_here(*command.split(), "x")
+        assert (done.exit_code, done.message) == (2, f"there is no `tba {command}` any more: {instead}")
 
 
 def test_version_is_printed(tba_here):
@@ -108,9 +114,9 @@ def broken(tmp_path_factory):
     from tba.tests.conftest import EXAMPLE_MODEL
 
     folder = tmp_path_factory.mktemp("broken")
-    for name, removed in (("no-tokenizer", "tokenizer*"), ("no-weights", "*.safetensors"), ("half", "nothing"),
+    for name, missing in (("no-tokenizer", "tokenizer*"), ("no-weights", "*.safetensors"), ("half", "nothing"),
                           ("no-index", "nothing")):  # fmt: skip
-        shutil.copytree(EXAMPLE_MODEL, folder / name, ignore=shutil.ignore_patterns(removed))
+        shutil.copytree(EXAMPLE_MODEL, folder / name, ignore=shutil.ignore_patterns(missing))
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (folder / "half/model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "no-index/model.safetensors.index.json").write_text("<html>")

@@ -8,7 +8,6 @@ import psutil
 import pytest
 
 from tba.common.errors import ConfigError, EngineError, MissingExtra
-from tba.searcher.engines.engine import GenerationRequest, SamplingSettings
 from tba.searcher.engines.vllm import running
 from tba.searcher.engines.vllm.running import LoadFailed
 
@@ -43,13 +42,8 @@ def test_an_engine_whose_step_failed_refuses_all_further_work(lab, old, monkeypa
     engine.close()
 
 
-def test_a_second_request_of_an_id_and_a_score_that_is_missing_are_engine_errors(lab, old, monkeypatch):
+def test_a_score_that_is_missing_is_an_engine_error(lab, old, monkeypatch):
     engine = lab.engine(old)
-    request = GenerationRequest(-1, np.asarray([1, 2, 3], np.int32), SamplingSettings(0.0, 1.0, 4))
-    engine.submit(request)
-    with pytest.raises(EngineError, match="request -1 is already in flight"):
-        engine.submit(request)
-    assert lab.finish(engine).keys() == {-1}
     params = running._params
     monkeypatch.setattr(running, "_params", lambda **settings: params(**settings | {"prompt_logprobs": None}))
     with pytest.raises(EngineError, match="no log-probabilities for a sequence to score"):

@@ -6,7 +6,7 @@ R response tokens of all of them.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,23 +161,27 @@ def _rows(batch: Batch, frames: Sequence[memoryview]) -> list[Row]:
     arrays = unpack_arrays(columns, frames)
     rows = []
     for i, id_ in enumerate(batch.trajectory_ids):
-        response = arrays["response_ids"][i]
-        mask = arrays["loss_mask"][i]
-        if len(arrays["prompt_ids"][i]) == 0:
-            raise WireError(f"trajectory {id_} has an empty prompt: nothing predicts its first response token")
-        rows.append(
-            Row(
-                id=id_,
-                prompt_ids=arrays["prompt_ids"][i],
-                response_ids=response,
-                sampling_logprobs=arrays["logprobs"][i],
-                loss_mask=mask if len(mask) else np.ones(len(response), np.uint8),
-                on_policy=batch.staleness[i] == 0 and batch.policy_version[i] >= 0 and batch.temperature[i] > 0,
-                temperature=batch.temperature[i],
-                segments=arrays["segments"][i],
-            )
-        )
+        temperature = batch.temperature[i]
+        on_policy = batch.staleness[i] == 0 and batch.policy_version[i] >= 0 and temperature > 0
+        rows.append(row_of_arrays(id_, {name: arrays[name][i] for name in arrays}, temperature, on_policy=on_policy))
     return rows
+
+
+def row_of_arrays(id_: int, arrays: Mapping[str, Any], temperature: float, *, on_policy: bool = False) -> Row:
+    """Return the row of a trajectory whose arrays are those of ARRAY_KINDS. Raises WireError for an empty prompt."""
+    if len(arrays["prompt_ids"]) == 0:
+        raise WireError(f"trajectory {id_} has an empty prompt: nothing predicts its first response token")
+    response, mask = arrays["response_ids"], arrays["loss_mask"]
+    return Row(
+        id=id_,
+        prompt_ids=arrays["prompt_ids"],
+        response_ids=response,
+        sampling_logprobs=arrays["logprobs"],
+        loss_mask=mask if len(mask) else np.ones(len(response), np.uint8),
+        on_policy=on_policy,
+        temperature=temperature,
+        segments=arrays["segments"],
+    )
 
 
 def pack_batch(batch: TrainBatch) -> bytes:

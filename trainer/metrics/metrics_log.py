@@ -4,23 +4,278 @@ Invariant: every step has one line. A resumed run drops the lines of the steps t
 
 A full disk does not end training: lines wait in memory until there is space. No checkpoint is written before them, so a
 run that dies meanwhile repeats their steps. The buffer has the metrics too.
+
+Sinks, TensorBoard and trackers, get them in addition. Each is in a thread of its own: it can neither stop training nor
+slow it down.
 """
 
 import json
 import os
+import queue
+import secrets
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch.utils.tensorboard import SummaryWriter
 
 from tba.common import jsonl, run_files
+from tba.common.config import Config
 from tba.common.errors import CheckpointError, TbaError, quantity
 from tba.common.log import get_logger
+from tba.common.system.background import Background
 from tba.common.system.durable import open_regular, write_text
-from tba.trainer.metrics.sinks import Answer, BackgroundSink
+from tba.common.terminal import need
+from tba.common.weights.model_files import model_directory, read_json
+from tba.common.weights.pretrained import load_tokenizer
+from tba.common.wire.trajectory import Int32
+from tba.trainer.batch.batch import TrainBatch
 
 log = get_logger(__name__)
+
+
+COLUMNS = ["trajectory", "prompt", "response", "reward", "staleness"]
+# An endless answer must not fill a tracker.
+_MAX_CHARACTERS = 10_000
+# Records queued for a slow sink; newer ones are dropped.
+_MAX_QUEUED = 1000
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A trajectory that was trained on. `staleness` is in optimiser steps."""
+
+    trajectory: int
+    prompt_ids: Int32
+    response_ids: Int32
+    reward: float
+    staleness: int
+
+
+def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
+    """Return `count` answers spread evenly over the batch, or all of a smaller batch.
+
+    Their arrays are copies: those of the batch are views of whole messages.
+    """
+    rewards, staleness = batch.reward_BK.flatten().tolist(), batch.staleness_BK.flatten().tolist()
+    count = min(count, len(batch.rows))
+    answers = []
+    for slot in (number * len(batch.rows) // count for number in range(count)):
+        row = batch.rows[slot]
+        ids = row.prompt_ids.copy(), row.response_ids.copy()
+        answers.append(Answer(row.id, *ids, reward=rewards[slot], staleness=int(staleness[slot])))
+    return answers
+
+
+def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:
+    """Return one row of `COLUMNS` for each answer. Long texts are cut."""
+
+    def text(ids: Int32) -> str:
+        decoded: str = tokenizer.decode(ids.tolist())
+        return decoded if len(decoded) <= _MAX_CHARACTERS else f"{decoded[:_MAX_CHARACTERS]}..."
+
+    return [
+        [one.trajectory, text(one.prompt_ids), text(one.response_ids), one.reward, one.staleness] for one in answers
+    ]
+
+
+_Record = tuple[int, float, dict[str, float], Sequence[Answer]]
+
+
+class Sink(Protocol):
+    """Receives the metrics of one step after another, and some of its answers. May raise anything."""
+
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BackgroundSink:
+    """Runs a sink in a thread. Its first failure is logged, all are counted in `lost`.
+
+    A sink that cannot be opened receives nothing. One that failed on a record receives the next one. Records that do
+    not fit into the queue are lost.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        self.name = name
+        self.lost = 0
+        # Until opening it has failed.
+        self._opened = True
+        self._open = open_sink
+        self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_QUEUED)
+        self._thread = Background(f"metrics-{name}", self._work)
+        self._thread.start()
+
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer] = ()) -> None:
+        """Queue the metrics of a step, without waiting."""
+        if self._opened:
+            self._put((step, time, numbers, answers))
+        else:
+            self.lost += 1
+
+    def close(self) -> None:
+        """Let the sink process its queue, within ten seconds."""
+        if self._opened and self._put(None):
+            self._thread.join(_CLOSE_SECONDS)
+        if self.lost or self._thread.running:
+            log.warning("a metrics sink lost steps or did not end in time", sink=self.name, lost=self.lost)
+
+    def _put(self, record: _Record | None) -> bool:
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._failed("its queue is full")
+            return False
+        return True
+
+    def _work(self) -> None:
+        try:
+            sink = self._open()
+        # A sink's library may raise anything. It is logged and counted.
+        except Exception as error:  # noqa: BLE001
+            self._opened = False
+            self._failed(f"it cannot be opened: {error}")
+            self.lost += self._queue.qsize()
+            return
+        while (record := self._queue.get()) is not None:
+            self._attempt(sink.record, *record)
+        self._attempt(sink.close)
+
+    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except Exception as error:  # noqa: BLE001
+            self._failed(f"{type(error).__name__}: {error}")
+
+    def _failed(self, reason: str) -> None:
+        if not self.lost:
+            log.warning(
+                "a metrics sink failed; training continues, metrics.jsonl has all", sink=self.name, reason=reason
+            )
+        self.lost += 1
+
+
+class TensorBoardSink:
+    """Writes events under `directory`. Those that an earlier start wrote for `first_step` and later are hidden."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        self._events = SummaryWriter(str(directory), purge_step=first_step)
+
+    def record(self, step: int, time: float, numbers: dict[str, float], _: Sequence[Answer] = ()) -> None:
+        """Write one scalar per metric, to disk: after a crash only the steps since the checkpoint are repeated."""
+        for name, value in numbers.items():
+            self._events.add_scalar(name, value, step, walltime=time)
+        self._events.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._events.close()
+
+
+class _TrackerSink:
+    """One run of a tracker for one tba run, over all its starts.
+
+    A file `NAME.json` has the tracker's id for this run and the next step to send. A resumed trainer repeats steps, on
+    a CPU with the same metrics; they are not sent again, since none may appear twice. `tokenizer` decodes the answers,
+    which are sent as a table; without it none are.
+    """
+
+    # What the tracker calls the time of a step, and options of its `log`.
+    _time, _options = "time", dict[str, Any]()
+
+    def __init__(self, tracker: Any, directory: Path, tokenizer: Any) -> None:
+        self._tracker, self._tokenizer = tracker, tokenizer
+        self._state = directory / f"{tracker.__name__}.json"
+        saved = read_json(self._state)
+        self._id = str(saved.get("id") or secrets.token_hex(8))
+        self._next = int(saved.get("next_step", 0))
+        self._run: Any = None
+
+    def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer] = ()) -> None:
+        """Send a step, unless an earlier start did."""
+        if step < self._next:
+            return
+        values: dict[str, Any] = {**numbers, self._time: time}
+        if self._tokenizer is not None and answers:
+            rows = answer_rows(self._tokenizer, answers)
+            values["responses"] = self._tracker.Table(columns=COLUMNS, data=rows)
+        self._run.log(values, step=step, **self._options)
+        self._next = step + 1
+        write_text(self._state, json.dumps({"id": self._id, "next_step": self._next}))
+
+    def close(self) -> None:
+        """Wait until the tracker has received everything."""
+        self._run.finish()
+
+
+class WandbSink(_TrackerSink):
+    """Weights & Biases, online or (WANDB_MODE=offline) as files to send later."""
+
+    _options = {"commit": True}  # noqa: RUF012
+
+    def __init__(
+        self, project: str, directory: Path, name: str, settings: dict[str, Any], tokenizer: Any = None
+    ) -> None:
+        import wandb
+
+        super().__init__(wandb, directory, tokenizer)
+        self._run = wandb.init(
+            project=project, name=name, id=self._id, resume="allow", dir=str(directory), config=settings
+        )
+
+
+class TrackioSink(_TrackerSink):
+    """Trackio: a local database of runs, a Hugging Face Space (TRACKIO_SPACE_ID), or a server (TRACKIO_SERVER_URL).
+
+    Trackio identifies runs by name, so the id is a part of it, and reserves the name `time`.
+    """
+
+    _time = "wall_time"
+
+    def __init__(
+        self, project: str, directory: Path, name: str, settings: dict[str, Any], tokenizer: Any = None
+    ) -> None:
+        import trackio
+
+        super().__init__(trackio, directory, tokenizer)
+        # No metrics of the machine: only those of the steps.
+        self._run = trackio.init(
+            project=project,
+            name=f"{name}-{self._id}",
+            resume="allow",
+            config=settings,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+
+def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
+    """Open the sinks of [metrics] for steps from `first_step` on.
+
+    Raises MissingExtra, and ConfigError if answers are to be sent and the model has no tokenizer.
+    """
+    metrics, directory = config.metrics, config.run.dir
+    tokenizer = None
+    if metrics.trace_answers and (metrics.wandb or metrics.trackio):
+        tokenizer = load_tokenizer(model_directory(config.model.path))
+    run = directory, config.run.name, config.model_dump(mode="json"), tokenizer
+    sinks = []
+    if metrics.tensorboard:
+        sinks.append(BackgroundSink("tensorboard", partial(TensorBoardSink, directory / "tensorboard", first_step)))
+    if metrics.wandb:
+        need("wandb", "wandb")
+        sinks.append(BackgroundSink("wandb", partial(WandbSink, metrics.wandb, *run)))
+    if metrics.trackio:
+        need("trackio", "trackio")
+        sinks.append(BackgroundSink("trackio", partial(TrackioSink, metrics.trackio, *run)))
+    return sinks
 
 
 class MetricsLog:

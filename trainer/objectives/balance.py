@@ -112,7 +112,7 @@ def _log_z_of_histories(turns: Turns, own_S: Tensor, learned_S: Tensor) -> tuple
     return log_z_S, next_S
 
 
-def optimal_advantage(responses: Responses, *, beta: float, value_beta: float) -> Terms:
+def optimal_advantage(responses: Responses, beta: float, value_beta: float) -> Terms:
     """Return the OAPL loss: regression on the optimal advantage (Ritter et al. 2026, arXiv 2602.19362).
 
         V_i  = value_beta * log( 1/K sum_j exp(r_ij / value_beta) )

@@ -95,7 +95,10 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
     if config.name == "online_dpo":
         return objective(terms=pg.online_dpo)
     if config.name == "oapl":
-        return objective(terms=partial(_optimal_advantage, config))
+        own = config.value_beta
+        return objective(
+            terms=lambda responses, beta: optimal_advantage(responses, beta, beta if own == "beta" else own)
+        )
     chosen = _policy_gradient(config, longest_response)
     return objective(
         terms=partial(_with_advantage, config, chosen),
@@ -164,9 +167,3 @@ def _truncation(
     weight_R = pg.ratio_weight(responses.log_ratio_R, advantage_R, chosen.bounds, clips=chosen.clips)
     total_N = row_totals(torch.where(responses.mask_R, weight_R, 0.0), responses.lengths)
     return total_N.view_as(advantage_bK) / responses.tokens_bK.clamp(min=1)
-
-
-def _optimal_advantage(config: ObjectiveSection, responses: Responses, beta: float) -> Terms:
-    return optimal_advantage(
-        responses, beta=beta, value_beta=beta if config.value_beta == "beta" else config.value_beta
-    )

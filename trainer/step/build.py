@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -16,6 +17,8 @@ from tba.common.errors import ConfigError
 from tba.common.log import get_logger
 from tba.common.system.devices import why_no_cuda
 from tba.common.weights.model_files import eos_ids, model_directory
+from tba.common.wire.trajectory import ARRAY_KINDS, Float32
+from tba.trainer.batch.batch import row_of_arrays
 from tba.trainer.distributed import ALONE, Ranks, shard
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.adapters import add_adapters, base_digest
@@ -31,7 +34,8 @@ from tba.trainer.model.scorer import (
     to_bfloat16,
 )
 from tba.trainer.objectives.from_config import Objective, make_objective
-from tba.trainer.preflight.check import Report, require
+from tba.trainer.preflight.check import Report, examine
+from tba.trainer.preflight.shape import meta_model, shape_of
 from tba.trainer.step.host_optimizer import take_masters
 from tba.trainer.step.learner import Learner, Measured, Models
 
@@ -97,7 +101,11 @@ def require_memory(config: Config, device: torch.device, ranks: Ranks, *, superv
     if total is not None:
         # Otherwise ranks with other GPUs could choose another way to shard.
         total = ranks.least(total)
-    report = require(config, files, ranks=ranks.size, nodes=ranks.nodes, gpu_total=total, supervised=supervised)
+    # Of the files only config.json is read.
+    shape = shape_of(meta_model(files), config.lora.targets)
+    report = examine(config, shape, ranks=ranks.size, nodes=ranks.nodes, gpu_total=total, supervised=supervised)
+    if config.train.check_memory:
+        report.check()
     log.info("memory", estimate=report.sentence())
     if report.setup.replicas > 1:
         ranks.replicate()
@@ -204,13 +212,37 @@ def end_ids(config: Config, files: Path) -> frozenset[int] | None:
     return frozenset([*eos_ids(files), *(one for one in config.search.stop if isinstance(one, int))])
 
 
+def open_scorer(files: Path, config: Config, device: str) -> Callable[[Sequence[Mapping[str, Any]]], list[Float32]]:
+    """Load a model. Returns what computes, as the trainer does, log-probabilities of the response tokens of records.
+
+    A record has an `id`, a `temperature` (0 counts as 1) and the lists of ARRAY_KINDS. Raises ConfigError, OutOfMemory.
+    """
+    prepare(config, device)
+    place = torch.device(device)
+    half, model = in_half(place, config.model.dtype), load_model(files, place).requires_grad_(False)
+    packed = packs(config.train.packing, model, place.type, half=half)
+    if half:
+        to_bfloat16(model)
+    scorer = Scorer(model, autocast=half, packed=packed, exact_logits=config.model.head_dtype == "float32")
+
+    @torch.no_grad()
+    def score(records: Sequence[Mapping[str, Any]]) -> list[Float32]:
+        arrays = [{kind.name: np.asarray(one[kind.name], kind.dtype) for kind in ARRAY_KINDS} for one in records]
+        rows = [row_of_arrays(one["id"], each, one["temperature"]) for one, each in zip(records, arrays, strict=True)]
+        found = scorer.score(rows, tempered=True).tempered_R.float().cpu().numpy()
+        return np.split(found, np.cumsum([len(row.response_ids) for row in rows])[:-1])
+
+    return score
+
+
 def lineage_of(config: Config) -> str:
     """Return a hash of the settings that determine the weights of each step, given its batch."""
     included: dict[str, Any] = dict.fromkeys(("model", "train", "objective", "reference"), True)
     if config.objective.name == "dr_grpo":
         # Its loss is divided by this.
         included["search"] = {"max_tokens"}
-    determining = config.model_dump_json(include=included, exclude={"train": _NOT_DETERMINING})
+    # The same model may be named by another path; another model is refused.
+    determining = config.model_dump_json(include=included, exclude={"train": _NOT_DETERMINING, "model": {"path"}})
     return xxhash.xxh32_hexdigest(determining.encode())
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tba.trainer.distributed import Ranks, local_part, shard_of_rank_0
+from tba.trainer.distributed import Ranks, local_part
 from tba.trainer.model.host_buffers import host_tensor, own_stream
 from tba.trainer.model.scorer import to_bfloat16
 
@@ -65,7 +65,7 @@ class HostAdamW(torch.optim.AdamW):
     ) -> None:
         self._parameters = list(parameters)
         self.masters = [
-            nn.Parameter(local_part(shard_of_rank_0(parameter, master)).cpu())
+            nn.Parameter(local_part(ranks.from_rank_0(master, parameter)).cpu())
             for parameter, master in zip(parameters, masters, strict=True)
         ]
         super().__init__(policy_groups(self.masters), fused=True, **settings)

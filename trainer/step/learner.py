@@ -21,7 +21,7 @@ from tba.common.errors import ConfigError, OutOfMemory, first_line
 from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
 from tba.common.wire.fields import LARGEST_REWARD
-from tba.common.wire.trajectory import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, RowNumbers
+from tba.common.wire.trajectory import RowNumbers
 from tba.trainer.batch.batch import Row, TrainBatch, measured
 from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
 from tba.trainer.distributed import ALONE, Ranks, full_tensor
@@ -123,7 +123,7 @@ class Learner:
         # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
         self._just_computed: tuple[str, dict[int, float]] = ("", {})
         self._learning_rate = learning_rate_schedule(config)
-        self._warned: set[str] = set()
+        self._warned = False
         self._states_fill = report is not None and report.states_fill
         keeps = config.sharding != "all" if report is None else report.setup.gathered
         self._retain_gathered = ranks.size > 1 and keeps
@@ -175,7 +175,6 @@ class Learner:
         """
         self._check_tokens(batch)
         self._check_floor(batch)
-        self._check_report(batch)
         with self._watch.phase("reference"):
             reference_BK, computed, of_tokens = self._complete_reference(batch)
         finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
@@ -393,25 +392,13 @@ class Learner:
     def _check_floor(self, batch: TrainBatch) -> None:
         """Log once that a reward is below the least reward that the objective counts from."""
         least, floor = float(batch.reward_BK.min()), self._objective.reward_floor
-        if least < floor and "floor" not in self._warned:
-            self._warned.add("floor")
+        if least < floor and not self._warned:
+            self._warned = True
             log.warning(
                 "a reward is below objective.reward_floor, so bad answers are imitated too little or pushed away: set "
                 "it to the least reward of the task",
                 reward=least,
                 reward_floor=floor,
-                step=batch.step,
-            )
-
-    def _check_report(self, batch: TrainBatch) -> None:
-        """Log once that the log-ratios of the tokens of all rows do not fit the report of the step."""
-        size = LOG_RATIO_DTYPE.itemsize * sum(len(row.response_ids) for row in batch.rows if row.temperature > 0)
-        if size > MAX_LOG_RATIO_BYTES and "report" not in self._warned:
-            self._warned.add("report")
-            log.info(
-                "the log-ratios of the tokens of some rows are left out of the report: they fit no message",
-                bytes=size,
-                limit=MAX_LOG_RATIO_BYTES,
                 step=batch.step,
             )
 

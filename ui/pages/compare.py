@@ -48,7 +48,7 @@ def _side(site: Site, run: Run, chosen: Sequence[str]) -> dict[str, Any]:
     with run.rows() as rows:
         known = describe(run, rows) | {"names": metrics.names(rows)}
         found = metrics.charts(rows, chosen)
-        shown = settings(run.config(rows), None, run.starts(rows))
+        shown = settings(run.starts(rows))
     ends = {(chart.title, one.label): _end(one.values, dots=one.dots) for chart in found.charts for one in chart.series}
     started, trained = known["about"]["created_at"], known["trained_at"]
     seconds = trained - started if trained else None

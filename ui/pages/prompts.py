@@ -105,6 +105,8 @@ def held_out(request: Request) -> Response:
     with run.rows() as rows:
         evaluations = rows.all(_HELD_OUT, run.id)
         chosen = next((one for one in evaluations if wanted in (0, one["id"])), None)
+        if chosen is None and wanted:
+            raise missing(f"evaluation {wanted} of run {run.name}")
         responses = rows.all(_HELD_OUT_RESPONSES, chosen["id"], _PAGE_ROWS, first) if chosen else []
     return site_of(request).page(
         "held_out.html", run=run, evaluations=evaluations, chosen=chosen, responses=responses, first=first

@@ -1,7 +1,7 @@
 """The page of a run: charts, what it does now, its clients, and its configuration."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,13 +9,14 @@ import xxhash
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tba.buffer.store.starts import Start
 from tba.buffer.tools.query import PageRows
 from tba.common.config import Config
 from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
 from tba.common.evaluations import read_evaluations
 from tba.common.wire.messages import Status
 from tba.deploy.run_list import state_of
-from tba.ui.runs import Run, Start, value_over_steps
+from tba.ui.runs import Run, value_over_steps
 from tba.ui.site import run_of, site_of
 
 _CLIENTS = 200
@@ -71,14 +72,14 @@ def config(request: Request) -> Response:
     run = run_of(request)
     with run.rows() as rows:
         starts = run.starts(rows)
-        keys = settings(run.config(rows), run.origins(rows), starts)
+        keys = settings(starts)
     return site_of(request).page("config.html", run=run, keys=keys, starts=starts)
 
 
 def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     """Return the facts of a run: totals, clients, and what its server says if one answers."""
-    sections = run.config(rows)
-    status = run.status(sections)
+    recorded = run.config(rows)
+    status = run.status(recorded)
     # Without a server, `tba eval` writes its results into the directory only.
     last = rows.all(_HELD_OUT, run.name) or read_evaluations(run.directory, run.name)[-1:]
     batch = rows.first(_NEWEST_BATCH, run.id)
@@ -96,9 +97,9 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "steps_done": batch["step"] + 1 if batch else 0,
         "trained_at": batch["trained_at"] if batch else None,
         "reward": batch["reward"] if batch else None,
-        "steps": sections.get("train", {}).get("steps"),
-        "objective": sections.get("objective", {}).get("name"),
-        "model": sections.get("model", {}).get("path"),
+        "steps": recorded.get("train.steps"),
+        "objective": recorded.get("objective.name"),
+        "model": recorded.get("model.path"),
         "newest": newest,
         "totals": rows.first(_TOTALS, run.id),
         "held_out": {**dict.fromkeys(("accuracy", "reward", "not_measured")), **last[0]} if last else None,
@@ -124,25 +125,24 @@ def _version(run: Run, rows: PageRows, status: Status | None, state: tuple[str, 
     return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}-{reason}"
 
 
-def settings(
-    sections: dict[str, dict[str, Any]], origins: Mapping[str, str] | None, starts: Sequence[Start]
-) -> list[dict[str, Any]]:
+def settings(starts: Sequence[Start]) -> list[dict[str, Any]]:
     """Return the recorded values by key, with their origins, and whether each differs from the default of this release.
 
-    The value of a setting that a start changed is a sentence. The origin is None where `origins` is.
+    The value of a setting that a start changed is a sentence. The origin is None if origins were not recorded.
     """
     default = Config()
     changed = {key for start in starts for key, _, _ in start.changes}
     known = {key for key, _ in fields()}
     keys = []
-    for section, content in sections.items():
-        for name, value in content.items():
-            key = f"{section}.{name}"
-            usual = value_of(default, key) if key in known else None
-            is_set = key in changed or key not in known or str(value) != str(usual if usual is None else _plain(usual))
-            origin = None if origins is None else origins.get(key, DEFAULT_ORIGIN)
-            shown = value_over_steps(starts, key) if key in changed else value
-            keys.append({"key": key, "value": shown, "default": _plain(usual), "is_set": is_set, "origin": origin})
+    newest = starts[-1] if starts else None
+    for key, value in newest.settings.items() if newest else ():
+        if key.startswith("software."):
+            continue
+        usual = value_of(default, key) if key in known else None
+        is_set = key in changed or key not in known or str(value) != str(usual if usual is None else _plain(usual))
+        origin = None if newest is None or newest.origins is None else newest.origins.get(key, DEFAULT_ORIGIN)
+        shown = value_over_steps(starts, key) if key in changed else value
+        keys.append({"key": key, "value": shown, "default": _plain(usual), "is_set": is_set, "origin": origin})
     return keys
 
 

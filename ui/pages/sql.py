@@ -9,7 +9,7 @@ import io
 import re
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tba.buffer.tools.printing import csv_value
 from tba.buffer.tools.query import query_limited
 from tba.buffer.tools.query_process import MAX_QUERY_ROWS, QueryResult
 from tba.common.errors import StorageError, UsageError
+from tba.ui.formats import column
 from tba.ui.runs import Run
 from tba.ui.site import run_of, site_of
 
@@ -85,6 +86,7 @@ def page(request: Request) -> Response:
         run=run,
         sql=sql,
         result=result,
+        numbers=_numbers(result.rows) if result is not None else {},
         sentence=sentence,
         name=name,
         built_in=list(built_in),
@@ -93,6 +95,17 @@ def page(request: Request) -> Response:
         directory=run.directory / DIRECTORY,
         seconds=SECONDS,
     )
+
+
+def _numbers(rows: Sequence[Sequence[Any]]) -> dict[int, list[str]]:
+    """Return the columns of numbers by their place, the others of a column with a fraction with as many decimals."""
+    found = {}
+    for place, values in enumerate(zip(*rows, strict=True)):
+        kinds = {type(value) for value in values} - {type(None)}
+        if kinds and kinds <= {int, float}:
+            shown = column(rows, place) if float in kinds else [str(value) for value in values]
+            found[place] = [text.replace(",", "") for text in shown]
+    return found
 
 
 def csv_file(request: Request) -> Response:

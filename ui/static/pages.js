@@ -127,8 +127,11 @@ function width(box) {
 }
 
 function draw(place, box, chart) {
-  // Charts of several runs lead to no step.
-  const open = (x) => { if (place.dataset.steps) location.href = place.dataset.steps + runs[0].steps[runs[0][view.axis].indexOf(x)]; };
+  // Charts of several runs lead to no step, and after the last step there are only evaluations.
+  const open = (x) => {
+    const step = runs[0].steps[runs[0][view.axis].indexOf(x)];
+    if (place.dataset.steps) location.href = step <= runs[0].last ? place.dataset.steps + step : place.dataset.evaluations;
+  };
   charts.push({ box, plot: new uPlot(options(chart, width(box), open), chart.data, box) });
 }
 

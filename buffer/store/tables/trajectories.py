@@ -215,13 +215,14 @@ class Trajectories:
         return dict(self._database.all(f"SELECT t.id, t.payload_bytes {tables} WHERE t.run = ?", run.id))
 
     def drop_payloads(self, trajectories: Sequence[int], now: float) -> None:
-        """Delete payloads and the log-ratios of their tokens, and set `compacted_at` of their trajectories."""
+        """Delete payloads and what else is stored of their tokens, and set `compacted_at` of their trajectories."""
         ids = [(id_,) for id_ in trajectories]
         self.count_logged(_ROW_BYTES * len(ids))
         self._database.execute_many("DELETE FROM payloads WHERE trajectory = ?", ids)
         dropped = [(now, id_) for id_ in trajectories]
         self._database.execute_many("UPDATE trajectory_rows SET compacted_at = ? WHERE id = ?", dropped)
         self._database.execute_many("UPDATE consumption_rows SET token_log_ratios = NULL WHERE trajectory = ?", ids)
+        self._database.execute_many("UPDATE rescored_logprobs SET logprobs = NULL WHERE trajectory = ?", ids)
 
     def with_payload(self, after: int, count: int) -> list[int]:
         """Return the next ids of trajectories with a payload, of all runs, oldest first."""

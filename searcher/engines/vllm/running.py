@@ -27,7 +27,7 @@ from tba.common.errors import EngineError, EngineFaulty, SnapshotError, raised_a
 from tba.common.log import get_logger
 from tba.common.rotation import Rotation
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32
-from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings, fit_request, in_vocabulary
+from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings, fit_request
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.engines.vllm.start import most_in_flight
 
@@ -205,11 +205,9 @@ class RunningVllm:
         return len(self._in_flight)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises EngineError if the prompt does not fit the context, or the id is in flight."""
+        """Queue a request. Raises EngineError if the prompt does not fit the context."""
         self.check()
         request = fit_request(request, vocabulary=self.vocabulary, context=self.context)
-        if request.id in self._in_flight:
-            raise EngineError(f"request {request.id} is already in flight")
         self._in_flight[request.id] = _InFlight(request, self._params(request.sampling), time.perf_counter())
         (self._queue.appendleft if request.first else self._queue.append)(request.id)
 
@@ -224,17 +222,14 @@ class RunningVllm:
         return finished
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
-        """Teacher-forced log-probabilities at temperature 1: see `Engine.score`."""
+        """Teacher-forced log-probabilities at temperature 1: see `Engine.score`.
+
+        The sequences are of the vocabulary, and shorter than the context: vLLM samples one token after them.
+        """
         self.check()
-        # vLLM samples one token after the prompt, which needs a position in the context.
-        if too_long := [len(ids) for ids in sequences if len(ids) >= self.context]:
-            raise EngineError(f"cannot score {too_long[0]} tokens: at most {self.context - 1} fit the engine")
         waiting = {}
         for index, ids in enumerate(sequences):
             if len(ids) > 1:
-                # vLLM checks this only if it has a tokenizer. Without the check the step fails, and all requests.
-                if not in_vocabulary(ids, self.vocabulary):
-                    raise EngineError(f"a sequence to score has token ids outside 0 to {self.vocabulary - 1}")
                 self._scorings += 1
                 waiting[f"score{self._scorings}"] = index
                 params = _params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -24,6 +24,16 @@ def test_query_prints_a_table_for_people(tba_buffer, filled, sql, words):
     assert tba_buffer("query", sql, "-b", filled).output.split() == words
 
 
+def test_a_table_has_its_numbers_on_the_right_and_the_start_of_a_long_text(tba_buffer, filled):
+    sql = "SELECT id * 100 AS id, 'x' AS text FROM trajectories WHERE id IN (1, 2) UNION ALL SELECT 7, NULL"
+    assert tba_buffer("query", sql, "-b", filled).output.splitlines() == [" id  text", "100  x", "200  x", "  7"]
+    # Laid out in full, it would take half a minute.
+    long = tba_buffer("query", "SELECT 7, printf('%.*c', 16000000, 'x')", "-b", filled).output
+    assert (long.count("x") < 20_000, "… (16000000 characters)" in long.replace("\n", "")) == (True, True)
+    machine = tba_buffer("query", "SELECT printf('%.*c', 16000000, 'x') AS text", "-b", filled, "--json").json
+    assert len(machine[0]["text"]) == 16_000_000
+
+
 def test_a_query_without_an_answer_says_so_to_people_only(tba_buffer, filled):
     sql = "SELECT id FROM trajectories WHERE reward > 9"
     done = tba_buffer("query", sql, "-b", filled)
@@ -83,6 +93,7 @@ def test_two_columns_of_the_same_name_are_no_json_object(tba_buffer, filled):
         "CREATE TEMP TABLE t (a)",
         "PRAGMA journal_mode = DELETE",
         "PRAGMA query_only = OFF",
+        "PRAGMA hard_heap_limit = 0",
         "VACUUM INTO 'copy.sqlite'",
         "SELECT load_extension('x')",
         "BEGIN",
@@ -106,6 +117,7 @@ def test_query_only_reads(sql, tba_buffer, filled, tmp_path):
         ("SELECT 1; SELECT 2", "one statement at a time"),
         ("", "returns no rows"),
         ("SELECT json('{')", "malformed JSON"),
+        ("SELECT zeroblob(2000000000)", "too big"),
     ],
 )
 def test_wrong_sql_gives_one_sentence(sql, words, tba_buffer, filled):

@@ -34,6 +34,9 @@ LEFT = "SELECT trajectory FROM payloads ORDER BY trajectory"
 
 
 def test_prune_of_tokens_drops_tokens_that_cannot_be_sampled(capped, tba_buffer):
+    change(
+        capped, "INSERT INTO rescored_logprobs VALUES (1, 0, -1.0, NULL, NULL, x'00'), (9, 0, -1.0, NULL, NULL, x'00')"
+    )
     done = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0, "--json").json
     assert (done["trajectories_compacted"], done["trajectories_kept"]) == (8, 2)
     assert done["file_bytes_after"] < done["file_bytes_before"]
@@ -41,6 +44,7 @@ def test_prune_of_tokens_drops_tokens_that_cannot_be_sampled(capped, tba_buffer)
     assert ask(capped, "SELECT COUNT(*), COUNT(compacted_at), COUNT(reward) FROM trajectories") == [(10, 8, 10)]
     # The log-ratios of tokens that are gone are dropped too, the numbers of the rows stay.
     assert ask(capped, "SELECT COUNT(*), COUNT(skipped), COUNT(token_log_ratios) FROM consumption_rows") == [(2, 2, 0)]
+    assert ask(capped, "SELECT trajectory, logprobs FROM rescored_logprobs") == [(1, None), (9, b"\0")]
 
 
 def test_prune_of_tokens_keeps_batches_that_a_resumed_trainer_may_repeat(capped, tba_buffer, harness):

@@ -16,7 +16,7 @@ from tba.buffer.sampling.index import Entry, SamplingIndex, keyed_hash
 from tba.buffer.sampling.rules import Limits, SamplingRules, Shortage
 from tba.buffer.sampling.sampler import Sampler
 from tba.tests.helpers.index import add, block_of
-from tba.tests.runner import slow
+from tba.tests.runner import size, slow
 
 
 def index_of(rows: list[tuple[int, float]], **limits: Any) -> SamplingIndex:
@@ -202,7 +202,9 @@ class IndexMachine(RuleBasedStateMachine):
         return {prompt: group for prompt, group in groups.items() if len(group) >= need}
 
 
-IndexMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None, derandomize=True)
+IndexMachine.TestCase.settings = settings(
+    max_examples=size(80, 250), stateful_step_count=40, deadline=None, derandomize=True
+)
 TestAnySequence = pytest.mark.slow(IndexMachine.TestCase)
 
 

@@ -19,7 +19,7 @@ from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.curve import new_pair
-from tba.common.wire.keys import AUTHORIZED, OWN, KeyPair, own_pair, server_keys, write_pair
+from tba.common.wire.keys import OWN, KeyPair, own_pair, server_keys, write_pair
 from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.weights.fetch import Fetcher, Progress
 from tba.tests.helpers.buffer import BufferThread
@@ -102,41 +102,6 @@ def test_a_revoked_key_is_refused_on_an_open_connection(buffer, keyring, caplog)
         with pytest.raises(BufferUnavailable, match="not authorised any more"):
             status_or_obstacle(client)
         assert lines(caplog, "request refused")[0]["role"] == "searcher"
-
-
-def give_role(file, old, new):
-    file.write_text(file.read_text().replace(old, new))
-
-
-HANDS = {
-    "a file with another role": (lambda keys, _: give_role(keys / "node1.pub", "searcher", "monitor"),
-                                 lambda keys, _: give_role(keys / "node1.pub", "monitor", "searcher")),
-    "a file that a group may write": (lambda keys, _: keys.joinpath("node1.pub").chmod(0o664),
-                                      lambda keys, _: keys.joinpath("node1.pub").chmod(0o644)),
-    "a file that others may write": (lambda keys, _: keys.joinpath("node1.pub").chmod(0o666),
-                                     lambda keys, _: keys.joinpath("node1.pub").chmod(0o600)),
-    "a file that was moved": (lambda keys, aside: keys.joinpath("node1.pub").rename(aside),
-                              lambda keys, aside: aside.rename(keys / "node1.pub")),
-    "a directory that was moved": (lambda keys, aside: keys.rename(aside), lambda keys, aside: aside.rename(keys)),
-    "a directory that was replaced by a file": (lambda keys, aside: (keys.rename(aside), keys.write_text("")),
-                                                lambda keys, aside: (keys.unlink(), aside.rename(keys))),
-    "a directory that was replaced": (lambda keys, aside: (keys.rename(aside), keys.mkdir()),
-                                      lambda keys, aside: (keys.rmdir(), aside.rename(keys))),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("hand", "repair"), HANDS.values(), ids=HANDS)
-def test_a_key_that_was_made_unreadable_is_refused_and_admitted_again_after_the_repair(
-    buffer, keyring, tmp_path, hand, repair
-):
-    keys = keyring.client("node1", "searcher")
-    with connect(buffer, keys) as client:
-        status(client)
-        hand(keyring.directory / AUTHORIZED, tmp_path / "aside")
-        with pytest.raises(BufferUnavailable, match="not authorised any more|the key of node1 is for monitor only"):
-            status_or_obstacle(client)
-        repair(keyring.directory / AUTHORIZED, tmp_path / "aside")
-        status(client)
 
 
 def test_a_key_is_for_its_roles_only(buffer, keyring, caplog):

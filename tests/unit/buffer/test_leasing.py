@@ -329,15 +329,6 @@ def test_an_epoch_skips_what_is_solved_and_ends_with_what_never_passed(harness):
     ]
 
 
-def test_without_settings_every_epoch_has_every_prompt_and_no_decision_is_stored(harness):
-    buffer = start(harness, solved="off", unsolved_last=False)
-    searching = Searching(buffer, {"p1": 4, "p5": 0})
-    epochs = [searching.visit(8) for _ in range(3)]
-    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
-    assert len(set(epochs[0])) == 8
-    assert buffer.store.database.all("SELECT * FROM curriculum_rows") == []
-
-
 @pytest.mark.parametrize("visited", [8, 9, 11, 14])
 def test_a_restart_within_an_epoch_keeps_its_order_and_what_the_next_one_decides(harness, tmp_path, visited):
     passes = {"p1": 4, "p2": 3, "p5": 0, "p6": 0}

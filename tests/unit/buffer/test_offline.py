@@ -17,12 +17,7 @@ from tba.buffer.offline.recorded_run import read_recorded_run
 from tba.buffer.server.start import serve
 from tba.buffer.store.archives import NAME_KEY
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import (
-    IMPORT,
-    as_recorded,
-    changes_since_last_start,
-    resolve_start,
-)
+from tba.buffer.store.starts import IMPORT, as_recorded, changes_since_last_start, record_of, resolve_start
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
 from tba.buffer.tools.export import archive_record, archive_schema
@@ -387,9 +382,9 @@ def config_of(directory, path, **sections) -> Config:
 
 def start(config: Config, *, lease: bool, **added) -> None:
     """Record a start, and lease a prompt to a searcher."""
-    settings = {**config.model_dump(mode="json"), MODEL_WEIGHTS: model_weights(config), **added}
+    settings = {**record_of(config), MODEL_WEIGHTS: model_weights(config), **added}
     with closing(Store(config.database, durability="process")) as store:
-        run = store.open_run(config.run.name, seed=0, config=settings, software={})
+        run = store.open_run(config.run.name, seed=0, config=settings, software={}, origins={"model.path": "tba.toml"})
         with store.transaction():
             if lease:
                 store.prompts.add(run, 0, ["p0"], [None])
@@ -423,10 +418,48 @@ def test_without_a_file_a_run_is_read_with_its_recorded_configuration(run, tmp_p
     same = resolve_start(ConfigOptions(moved, ["search.max_tokens=7"])).config
     assert (same.database, same.model.path, same.search.max_tokens) == (moved / "buffer.sqlite", "here", 7)
     changes = {key: (was, now) for key, was, now in changes_since_last_start(same)}
-    assert changes == {"search.max_tokens": (Config().search.max_tokens, 7), "reward_model.api_key": ("**********", "")}
+    key = changes.pop("reward_model.api_key")
+    assert (changes, key[1]) == ({"search.max_tokens": (Config().search.max_tokens, 7)}, "")
     file = tmp_path / "own.toml"
     file.write_text("[search]\nmax_tokens = 9\n")
     assert as_recorded(resolve(file, environment={}, assignments=sets)).model.path == ""
+
+
+def test_the_settings_of_a_run_mean_in_every_directory_what_they_meant_in_that_of_its_start(
+    tmp_path, monkeypatch, example_model
+):
+    shutil.copytree(example_model, tmp_path / "base")
+    for name in ("own.py", "rows.jsonl", "easy.txt"):
+        (tmp_path / name).touch()
+    task = {"name": "own.py:Own", "train": "rows.jsonl", "options": {"words": "easy.txt", "level": "easy"}}
+    monkeypatch.chdir(tmp_path)
+    start(config_of("run", "base", task=task, search={"spool_dir": "spool"}), lease=True)
+    monkeypatch.chdir(tmp_path.parent)
+    resolved = resolve_start(ConfigOptions(tmp_path / "run", []))
+    found = resolved.config
+    assert [resolved.origin(key) for key in ("model.path", "task.limit")] == ["tba.toml", "default"]
+    assert (found.task.name, found.task.train) == (f"{tmp_path}/own.py:Own", f"{tmp_path}/rows.jsonl")
+    assert found.task.options == {"words": f"{tmp_path}/easy.txt", "level": "easy"}
+    assert (found.model.path, found.spool) == (f"{tmp_path}/base", tmp_path / "spool")
+    # Nothing has changed, for who is told of changes and for who refuses other work.
+    assert changes_since_last_start(found) == []
+    refuse_other_work(found)
+
+
+def test_a_secret_that_was_replaced_is_a_change_and_is_not_recorded(tmp_path):
+    def with_key(key: str) -> Config:
+        return config_of(tmp_path / "run", "here", reward_model={"url": "http://a", "api_key": key})
+
+    start(with_key("s3cret"), lease=False)
+    assert changes_since_last_start(with_key("s3cret")) == []
+    ((key, was, now),) = changes = changes_since_last_start(with_key("other"))
+    # Too short to be guessed by.
+    assert (key, [len(shown) for shown in (was, now)]) == ("reward_model.api_key", [len("********** 3f2a")] * 2)
+    start(with_key("other"), lease=False)
+    (run,) = find_runs([tmp_path / "run"], pytest.fail)
+    with run.rows() as rows:
+        assert run.starts(rows)[1].changes == changes
+    assert b"s3cret" not in (tmp_path / "run/buffer.sqlite").read_bytes()
 
 
 CHANGES: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ from tba.common.errors import UsageError
 from tba.tests.helpers.buffer import ask
 
 RECENT = {"recency_fraction": 1.0, "recency_window": 0}
+ADD_RESCORED = "INSERT INTO rescored_logprobs (trajectory, version, logprob, logprobs) VALUES (?, 0, -1.0, x'00')"
 OLD = ("--before-step", 2, "--keep-steps", 2)
 
 
@@ -28,6 +29,7 @@ def trained(harness, trajectory, tmp_path):
         buffer.put(group, first_sequence=2 * step)
         buffer.sample(step, prompts=1, samples=2)
         buffer.report(step, [2 * step + 1], [-1.0])
+    buffer.store.database.execute_many(ADD_RESCORED, [(id_,) for id_ in range(1, 9)])
     buffer.store.close()
     return buffer.store.path
 
@@ -46,6 +48,7 @@ def test_old_trajectories_and_their_batches_are_deleted(prune, trained):
     assert ask(trained, "SELECT id FROM trajectories") == [(5,), (6,), (7,), (8,)]
     assert ask(trained, "SELECT DISTINCT step FROM consumption") == [(2,), (3,)]
     assert ask(trained, "SELECT trajectory FROM reference_logprobs") == [(5,), (7,)]
+    assert ask(trained, "SELECT trajectory FROM rescored_logprobs") == [(5,), (6,), (7,), (8,)]
     assert {finding["result"] for finding in check(trained)} == {"ok"}
 
 

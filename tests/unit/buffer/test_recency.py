@@ -70,7 +70,7 @@ def mean_staleness(config: Config, lag: int, **arguments: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [4, *slow(0, 1, 16)])
+@pytest.mark.parametrize("lag", [4, *slow(0, 16)])
 def test_staleness_grows_with_the_lag_by_no_cliff(lag):
     """The settings of node.toml: after 300 steps, the twentieth that is drawn from all history adds 7 to the mean."""
     assert node().buffer.recency_window == "auto"
@@ -78,7 +78,7 @@ def test_staleness_grows_with_the_lag_by_no_cliff(lag):
     assert mean_staleness(node(recency_fraction=1.0), lag) <= lag + node().train.publish_every
 
 
-@pytest.mark.parametrize("lag", [4, *slow(0, 3, 5, 16)])
+@pytest.mark.parametrize("lag", [4, *slow(16)])
 def test_a_window_that_is_too_short_for_the_lag_makes_no_cliff_either(lag):
     assert mean_staleness(node(recency_window=3), lag) <= lag + 8
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import Config
-from tba.common.config.layers import fields, resolve, value_of
+from tba.common.config.layers import fields, removed, resolve, value_of
 from tba.common.config.paths import check_data, check_directories, check_gpus_apart, nearest_existing
 from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
@@ -32,6 +32,17 @@ def refusal(file: Path | None = None, **arguments) -> str:
         resolve(file, environment=arguments.pop("environment", {}), **arguments)
     assert caught.value.exit_code == 78
     return str(caught.value)
+
+
+def test_a_removed_key_is_refused_with_what_is_in_its_place(tmp_path):
+    known = {key for key, _ in fields()}
+    for key, instead in removed()["keys"].items():
+        name = key if "." in key else f"{key}.any"
+        assert name not in known
+        assert refusal(assignments=[f"{name}=1"]) == f"{name} (--set) is no longer a key: {instead}"
+    # A file of an earlier build names all of them at once.
+    file = write(tmp_path, "[train]\nprefetch = 2\nkeep_checkpoints = 3")
+    assert refusal(file).count("is no longer a key") == 2
 
 
 def test_flag_wins_over_environment_over_file_over_default(tmp_path):

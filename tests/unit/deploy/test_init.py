@@ -6,6 +6,7 @@ import pytest
 
 from tba.common.config.layers import resolve
 from tba.deploy.new_configuration import _text, write_configuration
+from tba.tests.helpers.hub import Hub, serve_hub
 
 
 @pytest.mark.slow
@@ -67,6 +68,32 @@ class Typed(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def test_a_name_of_the_hub_is_checked_when_it_is_given_and_without_a_hub_that_is_said(
+    example_model, tmp_path, monkeypatch, capsys
+):
+    def answer(*answers: str) -> str:
+        (tmp_path / "tba.toml").unlink(missing_ok=True)
+        monkeypatch.setattr("sys.stdin", Typed("".join(f"{one}\n" for one in answers)))
+        write_configuration(tmp_path / "tba.toml", None, "arithmetic", (None, None), "cpu", None)
+        return capsys.readouterr().err
+
+    constants = "huggingface_hub.constants"
+    monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", tmp_path / "cache")
+    with serve_hub(Hub({"org/tiny": example_model})) as hub:
+        monkeypatch.setattr(f"{constants}.ENDPOINT", hub.address)
+        pages = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", pages)
+        said = answer("org/none", "org/tiny")
+        assert "'org/none' is neither a directory nor a model the hub gives" in said
+        assert "not checked" not in said
+    # Nothing answers there.
+    monkeypatch.setattr(f"{constants}.ENDPOINT", "http://127.0.0.1:9")
+    assert "not checked: model.path 'org/other' is not a local directory, and it cannot be downloaded" in answer(
+        "org/other"
+    )
+    assert 'path = "org/other"' in (tmp_path / "tba.toml").read_text()
 
 
 def test_an_answer_on_a_terminal_is_checked_when_it_is_given(example_model, tmp_path, monkeypatch, capsys):

@@ -167,6 +167,8 @@ def test_the_status_says_how_an_offline_run_and_one_whose_trainer_waits_go_on(ma
     offline = "`tba train --offline --buffer runs/a/buffer.sqlite --resume` continues it"
     assert offline in told(source="runs/a/buffer.sqlite")
     assert f"run {folder} --resume` continues it" in told()
+    again = "--resume` (set TBA_SEARCH__SERVE_TOKEN again: a secret is not recorded) continues it"
+    assert again in told(secrets=["search.serve_token"])
     assert f"run {folder} --resume --set train.steps=16` extends it" in told(finished=True)
     with exclusive_lock(folder / "trainer.lock", ""):
         assert "its trainer waits for the buffer: `tba buffer serve`" in told()

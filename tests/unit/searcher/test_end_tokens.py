@@ -10,7 +10,7 @@ from tba.common.config import Config, TaskSection
 from tba.common.errors import ConfigError
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.model_files import eos_ids
-from tba.searcher.checks import check_task_and_prompts
+from tba.searcher.build import check_task_and_prompts
 from tba.searcher.engines.stopping import Stopping, unstopped_turn
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer

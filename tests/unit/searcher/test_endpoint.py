@@ -18,7 +18,7 @@ from tba.searcher import endpoint as module
 from tba.searcher.build import LoadedTask
 from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Generation, GenerationRequest
-from tba.searcher.run import open_endpoint
+from tba.searcher.loop import open_endpoint
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.engines import cpu_engine
@@ -409,7 +409,7 @@ def test_each_searcher_takes_the_first_free_port_and_without_one_the_run_goes_on
         endpoints = [opened(), opened()]
         ports = [int(endpoint.url.rpartition(":")[2].removesuffix("/v1")) for endpoint in endpoints if endpoint]
         assert port < ports[0] < ports[1] < port + 64
-        monkeypatch.setattr("tba.searcher.run.ENDPOINT_PORTS", 1)
+        monkeypatch.setattr("tba.searcher.loop.ENDPOINT_PORTS", 1)
         assert opened() is None
     for endpoint in filter(None, endpoints):
         endpoint.close()

@@ -1,6 +1,7 @@
 """Environments of other libraries as tasks, and episodes in mixtures: played here, without workers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 
 from tba.common.config import Config, TaskSection
 from tba.common.errors import ConfigError, TaskError
-from tba.searcher.build import check_scored
-from tba.searcher.checks import check_task_and_prompts
+from tba.searcher.build import check_scored, check_task_and_prompts
 from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import Scored
+from tba.searcher.task_check import _results, _Trial
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.environments import action_in
-from tba.searcher.tasks.task import has_environment, is_random
+from tba.searcher.tasks.task import Reward, has_environment, is_random
 
 OWN = """
 from tba.searcher.tasks.task import Prompt, Turn
@@ -124,6 +126,19 @@ def test_an_episode_task_needs_no_score_and_a_task_needs_one_of_both(load):
     assert said(play(task, task.prompts()[0], "a", "stop")) == [["p"], ["p a"], ["p stop"]]
     with pytest.raises(TaskError, match=r"Echo, which has no score; .* `tba task new` writes"):
         load(OWN.replace("def environment", "def other"))
+
+
+def test_the_speed_of_a_check_is_that_of_the_scorer_or_the_environment_alone(load):
+    task = load(OWN)
+    scripts = [(task.prompts()[0], ["a", "stop"])]
+    # What the workers took, with the time in which they waited for the next question.
+    trial = _Trial(scripts, [[Scored(0, None, Reward(1.0, {}), None)] * 3], seconds=1e9)
+    findings = {one["check"]: one["detail"] for one in _results(TaskSection(), task, trial, plays=True)}
+    assert int(findings["speed"].removesuffix(" turns per second, resets included")) > 0
+    sums = load_task(TaskSection())
+    scored = replace(trial, scripts=[(sums.prompts()[0], ["1"])], results=[trial.results[0][:1]])
+    findings = {one["check"]: one["detail"] for one in _results(TaskSection(), sums, scored, plays=False)}
+    assert float(findings["speed"].removesuffix(" ms per response")) < 1e9
 
 
 def test_the_environment_of_the_docs_is_complete_and_runs(load):

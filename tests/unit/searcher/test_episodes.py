@@ -232,7 +232,7 @@ def groups_of(game, task, samples, workers, kind=Stopping):
     engine = cpu_engine(directory, stopping=stopping, max_in_flight=8)
     rewards, delivery = Rewards(task, config.task), Delivered()
     exploration = Exploration(config.search, run_seed=0, searcher="s")
-    generation = GenerationStage(engine, task, renderer, exploration, samples)
+    generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, samples)
     episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 5)
     pipeline = Pipeline(generation, ScoringStage(rewards, stopping, "score", episodes), cast(Any, delivery))
     pipeline.submit(Visit(lease=n + 1, epoch=0, prompt_key=prompt.key) for n, prompt in enumerate(task.prompts()[:3]))

@@ -15,15 +15,15 @@ from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.config.layers import resolve
 from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
-from tba.common.rendering import PromptRenderer
 from tba.common.run_snapshots import check_export, find_source
 from tba.common.weights.node_store import pin_path
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import WeightsRef
+from tba.common.wire.trajectory import Trajectory
+from tba.searcher.build import load
 from tba.searcher.engines.engine import SamplingSettings
-from tba.searcher.evaluation.answers import Answer, Question, for_storage
-from tba.searcher.evaluation.evaluator import _prepared, open_evaluator, read_subject
+from tba.searcher.evaluation.evaluator import Answering, Question, _prepared, for_storage, open_evaluator, read_subject
 from tba.searcher.evaluation.follower import Follower
 from tba.searcher.evaluation.measure import (
     Measured,
@@ -38,10 +38,13 @@ from tba.searcher.evaluation.measure import (
     without_near_duplicates,
 )
 from tba.searcher.generate import Generator
-from tba.searcher.tasks.task import Prompt, Reward
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
 from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.engines import cpu_engine
+from tba.tests.helpers.puts import make_trajectory
 from tba.tests.helpers.weights import WEIGHTS, RandomWeights, flip_a_byte
 
 
@@ -131,8 +134,7 @@ def test_a_delta_is_deleted_before_its_base(trainer, monkeypatch):
 
 def test_what_is_stored_of_responses_is_cut_to_their_ends_and_to_a_number_of_bytes():
     prompts = [Prompt(f"p{number}", "text", "42") for number in range(3000)]
-    greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
-    one = Answer(Question(0, np.zeros(1, np.int32), greedy), text="é" * 9000 + "so it is 41\ud800", error="reward: no")
+    one = make_trajectory(text="é" * 9000 + "so it is 41\ud800", error="reward: no")
     stored = for_storage(["text"] * 3000, prompts, [one] * 3000)
     assert 8 << 19 < sum(len(row["response"].encode()) for row in stored) < 8 << 20
     assert (len(stored[0]["response"]), stored[0]["response"][-12:]) == (4000, "so it is 41?")
@@ -157,7 +159,7 @@ def test_the_engine_of_an_evaluation_learns_how_long_its_prompts_are(tmp_path, m
         pass
 
 
-def test_what_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp_path, example_model, monkeypatch):
+def test_what_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp_path, example_model):
     """The engine restores its weights from these files."""
     settings = {"run": {"dir": str(tmp_path)}, "model": {"path": str(example_model)}, "task": {"reward_workers": 0}}
     settings |= {"search": {"engine": "transformers"}}
@@ -165,13 +167,28 @@ def test_what_serves_stays_pinned_when_the_next_snapshot_is_refused(trainer, tmp
     served, refused = (not_none(pin_path(path)) for path in list_snapshots(trainer.directory)[:2])
     with open_evaluator(config, read_subject(config), device="cpu", name="eval") as (evaluator, _):
         evaluator.serving.callback(served.release)
-        # Prompts are tokenized when the evaluator opens, not for each snapshot.
-        monkeypatch.delattr(PromptRenderer, "ids")
         # Of another model than the engine's.
         with pytest.raises(SnapshotError):
             evaluator.evaluate(read(refused.path), refused)
         assert (served._descriptor is None, refused._descriptor is None) == (False, True)
     assert served._descriptor is None
+
+
+def test_an_answer_that_cannot_be_generated_has_the_least_reward_and_an_evaluation_can_be_given_up(example_model):
+    config = Config.model_validate({"model": {"path": str(example_model)}, "task": {"reward_workers": 0}})
+    loaded, greedy = load(config), SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
+    vars(loaded.task)["least_reward"] = -1.0
+    prompts = [*loaded.task.held_out()[:3], Prompt("long", ids=[6] * 999)]
+    questions = [Question(prompt.key, greedy) for prompt in prompts]
+    engine = cpu_engine(example_model, stopping=loaded.stopping)
+    with closing(Rewards(loaded.task, config.task)) as rewards:
+        answering = Answering(config, loaded, prompts, engine, rewards, questions)
+        *good, long = not_none(answering.answer())
+        for row, prompt in zip(good, prompts, strict=False):
+            assert (row.prompt_key, row.error) == (prompt.key, None)
+            assert row.reward_parts["correct"] == (row.text == prompt.answer)
+        assert (long.reward, long.reward_parts, str(long.error)[:13]) == (-1.0, {}, "not generated")
+        assert answering.answer(lambda finished: finished < 2) is None
 
 
 @pytest.mark.slow
@@ -239,11 +256,11 @@ def test_the_cosine_distance_is_the_mean_over_pairs():
     assert cosine_distance(rows[:1]) is None
 
 
-def answered(tokens, *, correct=0.0, logprob=0.0, text="t", error=None) -> Answer:
-    sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=8)
-    question = Question(0, np.zeros(1, np.int32), sampling)
-    parts = {} if error else {"correct": correct}
-    return Answer(question, np.asarray(tokens, np.int32), logprob, False, text, Reward(correct, parts), error)
+def answered(tokens, *, correct=0.0, logprob=0.0, **fields: Any) -> Trajectory:
+    logprobs = np.full(len(tokens), logprob / len(tokens), np.float32)
+    row = {"prompt_ids": np.zeros(1, np.int32), "logprobs": logprobs, "text": "t", "reward": correct}
+    parts = {} if "error" in fields else {"correct": correct}
+    return make_trajectory(tokens=tokens, **row | {"reward_parts": parts} | fields)
 
 
 def test_the_metrics_of_sampled_answers_by_hand():
@@ -271,8 +288,7 @@ def test_each_task_of_a_mixture_has_its_own_accuracy():
 
 
 def test_answers_of_a_task_that_says_nothing_of_correct_are_not_wrong():
-    ungraded = answered([1])
-    ungraded.reward = Reward(0.5, {})
+    ungraded = answered([1], reward=0.5, reward_parts={})
     groups = [[answered([1], correct=1.0)], [ungraded]]
     measured = Measured(seed=0)
     measure_greedy(measured, [answer for group in groups for answer in group], ["a", "b"])
@@ -350,9 +366,7 @@ def test_near_duplicates_of_correct_answers_count_once(monkeypatch):
 
 
 def test_a_task_without_right_and_wrong_has_no_count_of_correct_answers():
-    ungraded = [answered([1], text="a"), answered([1], text="b")]
-    for answer in ungraded:
-        answer.reward = Reward(0.5, {})
+    ungraded = [answered([1], text=text, reward=0.5, reward_parts={}) for text in ("a", "b")]
     measured = Measured(seed=0)
     measure_diversity(measured, [ungraded], lambda texts: np.eye(len(texts)))
     assert "distinct_correct_by_embedding" not in measured.metrics

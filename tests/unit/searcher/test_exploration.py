@@ -166,7 +166,7 @@ def make():
         opened.append(rewards)
         exploration = Exploration(config.search, run_seed=0, searcher="s")
         renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ())
-        generation = GenerationStage(engine, task, renderer, exploration, SAMPLES)
+        generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, SAMPLES)
         episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
         scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes)
         return Pipeline(generation, scoring, delivery), scoring, delivery
@@ -206,16 +206,6 @@ def test_a_thousand_failures_in_a_row_end_the_searcher(make):
     pipeline.submit(visits(500))
     with pytest.raises(EngineError, match="1000 rollouts in a row failed, the last one: not generated: too long"):
         pipeline.step(generate=True, wait_seconds=0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stop_reason", "warnings"), [("length", 1), ("eos", 0)])
-def test_responses_of_which_most_reach_the_length_limit_are_told_once(make, caplog, stop_reason, warnings):
-    pipeline, _, _ = make(FakeEngine(stop_reason=stop_reason), FakeTokenizer())
-    for _ in range(3):
-        pipeline.submit(visits(100))
-        pipeline.step(generate=True, wait_seconds=0.0)
-    assert [record.getMessage() for record in caplog.records].count("responses do not end") == warnings
 
 
 @pytest.mark.slow

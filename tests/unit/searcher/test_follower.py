@@ -19,6 +19,7 @@ from tba.common.system.durable import sha256_of
 from tba.common.weights.snapshot import MANIFEST, read_error
 from tba.searcher.engines.transformers_engine import TransformersEngine
 from tba.searcher.weights.follower import Preparation, WeightsFollower
+from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.weights import WEIGHTS, flip_a_byte
@@ -49,7 +50,7 @@ class Follower:
         refused = self.weights._refused
         self.weights.update(newest)
         while self.weights.current != newest and self.weights._refused is refused:
-            self.preparation.wait(60)
+            wait_until(lambda: self.preparation._thread is None or not self.preparation._thread.running)
             self.weights.update(newest)
         return self.weights.current == newest
 
@@ -96,7 +97,7 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     flip_a_byte(file)
     follower.weights.update(newest)
     # Too early for a retry: nothing is prepared.
-    assert not follower.preparation.wait(0.3)
+    assert follower.preparation._thread is None
     follower.clock.advance(60)
     assert follower.settle(newest)
     assert (follower.weights.reason, follower.weights.refused_version) == ("", None)
@@ -198,7 +199,7 @@ def test_the_files_that_serve_are_pinned_and_older_ones_are_released(lab, follow
 def test_a_snapshot_that_became_ready_between_take_and_want_is_not_prepared_again(lab, follower):
     newest = lab.publish(0)
     follower.weights.update(newest)
-    assert follower.preparation.wait(60)
+    wait_until(follower.preparation.take)
     follower.preparation.want(newest, refresh=False)
     assert follower.settle(newest)
     assert len(follower.engine.given) == 1
@@ -207,7 +208,7 @@ def test_a_snapshot_that_became_ready_between_take_and_want_is_not_prepared_agai
 def test_a_snapshot_that_is_ready_is_loaded_before_a_newer_one_is_prepared(lab, follower):
     first, second = lab.publish(0), lab.publish(1)
     follower.weights.update(first)
-    assert follower.preparation.wait(60)
+    wait_until(follower.preparation.take)
     flip_a_byte(lab.config.snapshots / "v00000001" / WEIGHTS)
     follower.preparation.want(second, refresh=False)
     follower.weights.update(second)
@@ -280,7 +281,7 @@ def test_a_snapshot_assembled_during_close_is_not_passed_to_the_engine(lab, foll
     follower.preparation._make_ready = prepared.append
     first, second = lab.publish(0), lab.publish(1)
     follower.weights.update(first)
-    assert follower.preparation.wait(60)
+    wait_until(follower.preparation.take)
     follower.preparation.want(second, refresh=False)
     follower.weights.close()
     assert not follower.preparation._thread.running

@@ -355,7 +355,8 @@ def test_a_chat_prompt_with_stop_strings_is_trained_on_with_what_ended_it_and_sc
     assert text == f"+{key}=-"
 
 
-def test_every_metric_of_a_heartbeat_has_a_name_at_prometheus_or_is_a_rate(search):
+def test_every_metric_of_a_heartbeat_has_a_name_at_prometheus_or_is_a_rate(search, monkeypatch):
+    monkeypatch.setattr("tba.searcher.loop._HEARTBEAT_SECONDS", 0.0)
     _, client = search(steps=100)
     shown = {name for one in client._buffer.service.status().clients for name in one.metrics}
     swap = LoadReport(Mismatch(0.0, 0.0, 0.0), "", 0.0, 0.0, 0.0, 0.0)

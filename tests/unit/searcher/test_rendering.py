@@ -20,9 +20,8 @@ from tba.common.errors import ConfigError, TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.messages import Visit
-from tba.searcher.checks import check_task_and_prompts
+from tba.searcher.build import check_task_and_prompts
 from tba.searcher.engines.stopping import Stopping
-from tba.searcher.evaluation.evaluator import Subject, questions
 from tba.searcher.pipeline import Exploration, GenerationStage
 from tba.searcher.tasks.task import Prompt, Reward, check_rendering, fingerprint
 from tba.tests.conftest import EXAMPLE_MODEL
@@ -64,14 +63,9 @@ class OneTask:
 def ids_of_search(prompt: Prompt, renderer: PromptRenderer) -> list[int]:
     engine: Any = RecordingEngine()
     exploration = Exploration(Config().search, run_seed=0, searcher="s")
-    GenerationStage(engine, OneTask(prompt), renderer, exploration, 1).submit(Visit(lease=1, epoch=0, prompt_key="p"))
+    stage = GenerationStage(engine, OneTask(prompt), [prompt], renderer, exploration.settings, 1)
+    stage.submit(Visit(lease=1, epoch=0, prompt_key="p"))
     return engine.prompts[0]
-
-
-def ids_of_eval(prompt: Prompt, renderer: PromptRenderer) -> list[int]:
-    stopping = Stopping(renderer.tokenizer, (), ())
-    subject = Subject(OneTask(prompt), renderer, stopping, [prompt], prompt_set="", settings="")
-    return questions(Config(), subject)[0].ids.tolist()
 
 
 def ids_of_sft(prompt: Prompt, renderer: PromptRenderer, folder) -> list[int]:
@@ -94,7 +88,7 @@ def row_of_sft(prompt: Prompt, renderer: PromptRenderer, folder, *end_ids: int) 
         ("qwen 3", {"template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
     ],
 )
-def test_a_chat_has_the_ids_of_the_template_in_search_eval_and_sft(tmp_path, kind, settings, variables):
+def test_a_chat_has_the_ids_of_the_template_in_search_and_sft(tmp_path, kind, settings, variables):
     tokenizer = chat_tokenizer(kind)
     messages = [{"role": "user", "content": QUESTION}]
     if "system" in settings:
@@ -104,7 +98,7 @@ def test_a_chat_has_the_ids_of_the_template_in_search_eval_and_sft(tmp_path, kin
     )
     renderer = PromptRenderer(tokenizer, TaskSection(**settings))
     prompt = Prompt("p", messages=[("user", QUESTION)])
-    assert ids_of_search(prompt, renderer) == ids_of_eval(prompt, renderer) == expected
+    assert ids_of_search(prompt, renderer) == expected
     assert ids_of_sft(prompt, renderer, tmp_path) == expected
     assert tokenizer.decode(expected) == renderer.text(prompt)
     assert expected.count(tokenizer.bos_token_id) <= 1

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,23 @@ from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, save_tiny_model
 from tba.trainer.batch.micro_batches import GPU_PASS_TOKENS, forward_passes, micro_batches
 from tba.trainer.checkpoint import tensors_of
+from tba.trainer.distributed import ALONE
 from tba.trainer.metrics.flops import ModelFlops
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.scorer import Scorer
 from tba.trainer.preflight import before_start
 from tba.trainer.preflight.before_start import check_memory, trainer_memory
-from tba.trainer.preflight.check import Report, examine, require
-from tba.trainer.preflight.memory import Setup, device_bytes, host_bytes, layer_activation_bytes, state_bytes
+from tba.trainer.preflight.check import (
+    Report,
+    Setup,
+    device_bytes,
+    examine,
+    host_bytes,
+    layer_activation_bytes,
+    state_bytes,
+)
 from tba.trainer.preflight.shape import ModelShape, shape_of
+from tba.trainer.step.build import require_memory
 from tba.trainer.step.host_optimizer import HostAdamW
 
 H100 = 85_000_000_000
@@ -469,16 +479,19 @@ def test_without_a_gpu_only_the_host_counts():
     assert "on the host" in small.sentence()
 
 
-def test_the_trainer_is_refused_before_it_loads_anything_and_may_be_started_all_the_same(tmp_path):
+def test_the_trainer_is_refused_before_it_loads_anything_and_may_be_started_all_the_same(tmp_path, monkeypatch):
     model = save_tiny_model(tmp_path / "model")
     (model / "model.safetensors").unlink()
     sections = {"model": {"path": str(model)}, "task": {"train": "t"}}
+    least = SimpleNamespace(total_memory=2 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: least)
     with pytest.raises(ConfigError, match="does not fit: .* of the 0.0 MB usable .*check_memory = false") as error:
-        require(Config.model_validate(sections), model, ranks=1, gpu_total=2 * GIB)
+        require_memory(Config.model_validate(sections), torch.device("cuda"), ALONE)
     assert error.value.exit_code == 78
     allowed = Config.model_validate(sections | {"train": {"check_memory": False}})
-    assert not require(allowed, model, ranks=1, gpu_total=2 * GIB).fits
-    assert require(Config.model_validate(sections), model, ranks=1, gpu_total=H100).fits
+    assert not require_memory(allowed, torch.device("cuda"), ALONE).fits
+    least.total_memory = H100
+    assert require_memory(Config.model_validate(sections), torch.device("cuda"), ALONE).fits
 
 
 def test_tba_run_and_doctor_look_at_the_memory_that_nvidia_smi_tells(tmp_path, monkeypatch):

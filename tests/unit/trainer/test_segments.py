@@ -16,8 +16,8 @@ from tba.tests.helpers.trainer import make_batch, make_learner, make_row, object
 from tba.tests.helpers.two_turns import BETA, Policy, gain, gain_of, group_of, make_sampler, make_world, train
 from tba.trainer.batch.batch import Row, TrainBatch, counted, decode
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
+from tba.trainer.step.accumulate import turns_of
 from tba.trainer.step.learner import Measured
-from tba.trainer.step.turns import turns_of
 
 MODEL: dict[str, Any] = {"vocabulary": 10, "layers": 2}
 EPISODE = make_episode()

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -208,12 +209,12 @@ USER = {"role": "user", "content": "1"}
         (json.dumps({"messages": [USER, {"role": "assistant", "content": ""}]}), "empty"),
         ('{"prompt_ids": [3], "response_ids": [4], "stop_reason": "length"}', "not finished \\(length\\)"),
         ('{"prompt_ids": [3], "response_ids": 5}', "lists of token ids"),
-        ('{"prompt_ids": [3], "response_ids": [4, 1], "text": 5}', "has no `text`"),
+        ('{"prompt_ids": [3], "response_ids": [4, 1], "text": 5}', "no `text`"),
         ('{"prompt_ids": [3], "response_ids": [4, 3, 4], "loss_mask": [1, 0, 1]}', "is an episode"),
         ('{"prompt_ids": [3], "response_ids": [4, 1], "error": "boom"}', "has an error"),
-        ('{"prompt_ids": [3], "response_ids": [4, 1], "text": "no"}', "another tokenizer made them"),
+        ('{"prompt_ids": [3], "response_ids": [4, 1], "text": "2"}', "no `prompt`"),
         ('{"prompt_ids": [3], "response_ids": [16]}', "ids below 16"),
-        ('{"prompt_ids": null, "response_ids": [4], "text": ""}', "the prompt has no tokens"),
+        ('{"prompt_ids": null, "response_ids": [1], "text": "", "prompt": ""}', "nothing is left of the response"),
     ],
 )
 def test_an_invalid_row_is_reported_with_file_and_line(encoder, tmp_path, line, words):
@@ -234,6 +235,32 @@ def test_a_chat_template_that_changes_or_rejects_the_prompt_is_reported(encoder,
         encoder.renderer.tokenizer.chat_template = template
         with pytest.raises(TaskError, match=words):
             read_rows([file], encoder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, ""),
+        # What a string of search.stop leaves out of the text.
+        ({"text": "1", "response_ids": "1=="}, ""),
+        ({"text": "1"}, "do not spell its text, '1'"),
+        ({"text": ""}, "do not spell its text, ''"),
+        ({"text": "1", "response_ids": "1=2"}, "do not spell its text"),
+        ({"prompt": "1+1"}, "do not spell its prompt, '1\\+1'"),
+        ({"prompt_ids": "1+1=="}, "do not spell its prompt"),
+    ],
+)
+def test_an_exported_row_is_used_if_its_ids_spell_all_of_its_prompt_and_text(encoder, tmp_path, change, words):
+    encode = encoder.renderer.tokenizer.encode
+    row = {"prompt": "1+1=", "prompt_ids": "1+1=", "text": "12", "response_ids": "12<eos>"} | change
+    ids = {key: encode(text) for key, text in row.items() if key.endswith("_ids")}
+    file = write(tmp_path / "rows.jsonl", json.dumps(row | ids))
+    encoder = replace(encoder, stop=["=="])
+    if words:
+        with pytest.raises(TaskError, match=words):
+            read_rows([file], encoder)
+    else:
+        assert [row.response_ids.tolist()[-1] for row in read_rows([file], encoder)] == [1]
 
 
 def test_a_tokenizer_of_another_model_is_reported(encoder, tmp_path):

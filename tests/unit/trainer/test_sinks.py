@@ -21,13 +21,13 @@ from tba.common.errors import MissingExtra
 from tba.common.weights.pretrained import load_tokenizer
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.trainer import make_batch, make_row, tiny_model
-from tba.trainer.metrics import sinks
+from tba.trainer.metrics import metrics_log
 from tba.trainer.metrics.flops import ModelFlops, peak_flops
-from tba.trainer.metrics.metrics_log import MetricsLog
-from tba.trainer.metrics.sinks import (
+from tba.trainer.metrics.metrics_log import (
     COLUMNS,
     Answer,
     BackgroundSink,
+    MetricsLog,
     TrackioSink,
     WandbSink,
     answer_rows,
@@ -110,7 +110,7 @@ def test_answers_are_spread_over_the_batch(example_model, count, slots):
 def test_an_answer_is_a_row_with_its_texts_and_a_long_one_is_cut(example_model, monkeypatch):
     tokenizer, answers = answers_of(example_model, 4)
     assert answer_rows(tokenizer, answers)[3] == [3, "5+5=", "1", 0.25, 0]
-    monkeypatch.setattr(sinks, "_MAX_CHARACTERS", 2)
+    monkeypatch.setattr(metrics_log, "_MAX_CHARACTERS", 2)
     assert answer_rows(tokenizer, answers)[2][:3] == [2, "5+...", "10"]
 
 

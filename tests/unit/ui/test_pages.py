@@ -239,6 +239,17 @@ def test_sql_reads_this_file_only_and_within_its_time(filled, monkeypatch, sql, 
     assert filled.read_bytes() == before
 
 
+def test_numbers_of_sql_are_aligned_to_the_right_and_by_their_decimals(filled):
+    sql = "SELECT 1 AS id, 0.5 AS share, 'a' AS word, NULL AS none UNION ALL SELECT 1000, NULL, 'b', 7"
+    page = client(filled).get("/r/test/sql", params={"sql": sql}).text
+    table = page[page.index("<thead>") :]
+    assert re.findall(r'<th( class="n")?>(\w+)', table) == [(' class="n"', "id"), (' class="n"', "share"), ("", "word"),
+                                                           (' class="n"', "none")]  # fmt: skip
+    assert re.findall(r'<td class="n">(?:<span class="quiet">)?([\w.]*)', table) == [
+        "1", "0.5000", "NULL", "1000", "NULL", "7"
+    ]  # fmt: skip
+
+
 def test_sql_returns_csv_in_which_no_text_is_a_formula(filled):
     reply = client(filled).get("/r/test/sql.csv", params={"sql": "SELECT id, text FROM trajectories WHERE id < 3"})
     assert reply.text == "id,text\n1,answer 00\n2,answer 01\n"
@@ -249,7 +260,14 @@ def test_sql_returns_csv_in_which_no_text_is_a_formula(filled):
 
 
 @pytest.mark.parametrize(
-    "address", ["/r/no", "/r/test/steps/7", "/r/test/prompts/99", "/r/test/trajectories/99999999999999999999999"]
+    "address",
+    [
+        "/r/no",
+        "/r/test/steps/7",
+        "/r/test/prompts/99",
+        "/r/test/trajectories/99999999999999999999999",
+        "/r/test/held-out?evaluation=999",
+    ],
 )
 def test_an_address_of_nothing_says_so(filled, address):
     page = client(filled).get(address)
@@ -316,8 +334,15 @@ def test_a_database_with_odd_values_hides_no_other_run_of_the_list(filled, tmp_p
         (tmp_path / "runs" / folder).mkdir(parents=True)
         shutil.copy(filled, tmp_path / "runs" / folder / "buffer.sqlite")
     change(tmp_path / "runs/b/buffer.sqlite", odd)
-    listed = client(tmp_path / "runs").get("/")
+    browser = client(tmp_path / "runs")
+    listed = browser.get("/")
     assert (listed.status_code, listed.text.count('type="checkbox"')) == (200, 2)
+    # Its own pages are there, or say what is wrong, with the way to the others.
+    for address in ("/r/test~b", "/r/test~b/steps", "/r/test~b/config", "/r/test~b/compare?b=test"):
+        page = browser.get(address)
+        assert page.status_code in (200, 503), page.text
+        assert page.status_code == 200 or "<h1>Run test cannot be read</h1>" in page.text
+        assert 'href="/r/test~b/sql"' in page.text
 
 
 def test_a_server_is_asked_only_while_it_has_the_database_open(filled):
@@ -418,6 +443,13 @@ def test_totals_count_every_client_and_the_trainer_is_listed(harness, trajectory
         facts = describe(run, rows)
     assert facts["totals"] == {"trajectories": 4, "errors": 0, "response_tokens": 4, "mean_reward": 1.5}
     assert [client["role"] for client in facts["clients"]] == ["trainer", "searcher"]
+    # Charts come first, and clients that are not connected are folded.
+    text = client(buffer.store.path).get("/r/test").text
+    assert (
+        text.index('id="charts"')
+        < text.index("Clients</h2>")
+        < text.index('<details id="gone"><summary>2 not connected')
+    )
 
 
 def test_a_report_is_one_file_without_scripts(filled, tmp_path):

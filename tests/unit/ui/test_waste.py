@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tba.common.evaluations import record_evaluations
 from tba.tests.helpers.browser import client, select
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import log_ratios, numbers_of
@@ -173,18 +174,28 @@ def test_charts_have_other_axes_restarts_and_the_metrics_that_the_address_asks_f
         buffer.report(step)
     buffer.store.close()
     again = "INSERT INTO starts (run, started_at, config, software) VALUES (1, 3601, '{}', '{}')"
-    metrics = "json_object('reward_mean', step / 4.0, 'tokens', 10, 'seconds_wait', 1.5)"
+    metrics = """json_object('reward_mean', step / 4.0, 'tokens', 10, 'seconds_wait', 1.5, 'learning_rate', 1e-5,
+        'reuse_mean', step * 0.5)"""
     change(buffer.store.path, f"UPDATE batches SET trained_at = 1800 * (step + 1), metrics = {metrics}", again)
     browser = client(buffer.store.path)
     found = browser.get("/r/test/charts.json?metric=seconds_wait&metric=none").json()
     assert [found[name] for name in ("steps", "tokens", "restarts")] == [[0, 1, 2], [10, 20, 30], [2]]
     assert found["hours"] == [0, 0.5, 1]
     assert {chart["title"]: chart["series"][0]["values"] for chart in found["charts"]} == {
-        "Reward": [0, 0.25, 0.5], "seconds_wait": [1.5, 1.5, 1.5]
+        "Reward": [0, 0.25, 0.5], "Learning rate": [1e-5] * 3, "Reuse of data": [0, 0.5, 1], "seconds_wait": [1.5] * 3
     }  # fmt: skip
+    steps = browser.get("/r/test/steps").text
+    assert re.findall(r">reuse<", steps)
+    assert re.findall(r'<td class="n">(\d\.\d00)</td>\n<td class="n wide">', steps) == ["1.000", "0.500", "0.000"]
     page = browser.get("/r/test?metric=seconds_wait").text
     assert 'value="seconds_wait" checked' in page
     assert "A dashed line is a restart: at step 2." in re.sub(r"\s+", " ", page)
+    # After the last step there is no page of a step: a click there opens the evaluations.
+    last = {"run": "test", "version": 3, "step": 3, "prompts": 2, "accuracy": 0.5}
+    record_evaluations(buffer.store.path.parent, [last])
+    found = browser.get("/r/test/charts.json").json()
+    assert (found["steps"], found["last"], browser.get("/r/test/steps/3").status_code) == ([0, 1, 2, 3], 2, 404)
+    assert 'data-evaluations="/r/test/held-out"' in page
 
 
 @pytest.mark.parametrize("address", ["/r/test/compare?b=no", "/?b=no&b=test"])

@@ -149,10 +149,7 @@ def _launch(config: "Config", options: ConfigOptions, stop: "StopSignal", *, res
 
 
 def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None = None) -> None:
-    """Print the processes of a run and what all checks find. Raises ConfigError if the run would not start.
-
-    `assume` are the GPUs of a node that is not this one, such as `8x80`.
-    """
+    """Print the processes of a run and what all checks find. Raises ConfigError if the run would not start."""
     from tba.buffer.store.starts import resolve_start
 
     config = resolve_start(options).config

@@ -470,7 +470,7 @@ class GetStatus(Request, frozen=True):
 
 
 class ClientStatus(Message, frozen=True):
-    """One client of the buffer in `tba status`: rows since the server started, and seconds in its activity."""
+    """One client of the buffer in `tba status`: rows since the server started, and seconds in this activity."""
 
     role: Role
     sender: Name

@@ -1,6 +1,6 @@
 """Coverage of several right answers, on a task whose 125 responses can be enumerated.
 
-    python -m benchmarks.posterior [--seeds 5]
+    python -m benchmarks.posterior [--seeds 5] [--top-p 0.9 1.0]
 
 Eight responses to each of two prompts are right: four have reward 1, four 0.75. The optimum of KL-regularised RL is
 known (Eq. 2 of the paper): pi* ~ pi_ref exp(r / beta). The policy is a table of logits, one row for each prefix of a
@@ -8,7 +8,8 @@ response, trained by tba's objectives on data that is 0 or 64 steps stale. For e
 from pi*, the right answers found and the entropy, at the first step with nine tenths of the expected reward of pi*, and
 after the last step. All are computed from exact probabilities.
 
-An answer is found if it has at least half of its probability under pi*.
+An answer is found if it has at least half of its probability under pi*. Several top-p are used step after step. Below 1
+the distance is over the responses that the last policy keeps: both distributions are normalised over them.
 
 Shape suffixes: P prompts, Y responses, T tokens, K samples of a prompt.
 """
@@ -87,22 +88,31 @@ def make_rewards(rng: np.random.Generator) -> np.ndarray:
     return reward_PY
 
 
+def cut(logits: Tensor, top_p: float) -> Tensor:
+    """Return which tokens of each row of the tables are not in the nucleus."""
+    ranked, order = logits.sort(dim=2, descending=True)
+    chances = ranked.softmax(dim=2)
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(2, order, chances.cumsum(dim=2) - chances >= top_p)
+
+
 def loss_of_batch(
     objective: Objective,
     policy_PYT: Tensor,
+    tempered_PYT: Tensor,
     sampler_PYT: Tensor,
     reference_PYT: Tensor,
     reward_PY: np.ndarray,
     staleness: int,
     rng: np.random.Generator,
 ) -> Tensor:
-    """Return the loss of a batch that is drawn from the sampler."""
+    """Return the loss of a batch that is drawn from the sampler. `tempered_PYT` is the policy over its nucleus."""
     chances_PY = probabilities(sampler_PYT)
     pick_PK = torch.from_numpy(np.stack([rng.choice(len(RESPONSES), SAMPLES, p=chances) for chances in chances_PY]))
     prompt_P1 = torch.arange(PROMPTS)[:, None]
     rows = PROMPTS * SAMPLES
     responses = Responses(
         logprob_R=policy_PYT[prompt_P1, pick_PK].flatten(),
+        tempered_R=tempered_PYT[prompt_P1, pick_PK].flatten(),
         sampled_logprob_R=sampler_PYT[prompt_P1, pick_PK].flatten(),
         mask_R=torch.ones(rows * LENGTH, dtype=torch.bool),
         lengths=[LENGTH] * rows,
@@ -114,17 +124,20 @@ def loss_of_batch(
     return objective.loss(responses, BETA)
 
 
-def coverage(policy_PY: np.ndarray, optimum_PY: np.ndarray, reward_PY: np.ndarray) -> Coverage:
+def coverage(policy_PY: np.ndarray, optimum_PY: np.ndarray, reward_PY: np.ndarray, seen_PY: np.ndarray) -> Coverage:
+    ours, best = (np.where(seen_PY, one, 0) for one in (policy_PY, optimum_PY))
+    apart = ours / ours.sum(axis=1, keepdims=True) - best / best.sum(axis=1, keepdims=True)
+    variation = float(0.5 * np.abs(apart).sum(axis=1).mean())
     found_PY = (reward_PY > 0) & (policy_PY >= optimum_PY / 2)
     return Coverage(
         reward=float((policy_PY * reward_PY).sum(axis=1).mean()),
-        variation=float(0.5 * np.abs(policy_PY - optimum_PY).sum(axis=1).mean()),
+        variation=variation,
         found=float(found_PY.sum(axis=1).mean()),
         entropy=float(-(policy_PY * np.log(np.maximum(policy_PY, 1e-300))).sum(axis=1).mean()),
     )
 
 
-def run(name: str, staleness: int, seed: int) -> tuple[Coverage | None, Coverage, Coverage]:
+def run(name: str, staleness: int, seed: int, top_ps: list[float]) -> tuple[Coverage | None, Coverage, Coverage]:
     """Train once. Returns the coverage at equal reward (None if never reached), at the end, and of the optimum."""
     objective = make_objective(objective_section(name), longest_response=LENGTH)
     rng = np.random.default_rng(seed)
@@ -134,21 +147,30 @@ def run(name: str, staleness: int, seed: int) -> tuple[Coverage | None, Coverage
     reference_PYT = token_logprobs(logits).detach()
     optimum_PY = probabilities(reference_PYT) * np.exp(reward_PY / BETA)
     optimum_PY /= optimum_PY.sum(axis=1, keepdims=True)
-    best = coverage(optimum_PY, optimum_PY, reward_PY)
+    best = coverage(optimum_PY, optimum_PY, reward_PY, optimum_PY > 0)
     optimizer = torch.optim.Adam([logits], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    past, equal = deque([reference_PYT], maxlen=staleness + 1), None
+    past, equal = deque([logits.detach().clone()], maxlen=staleness + 1), None
+
+    def measure() -> Coverage:
+        seen_PY = token_logprobs(past[-1].masked_fill(cut(past[-1], min(top_ps)), -torch.inf)).sum(dim=2) > -torch.inf
+        seen_PY = seen_PY if max(top_ps) < 1 else torch.ones_like(seen_PY)
+        return coverage(probabilities(token_logprobs(past[-1])), optimum_PY, reward_PY, seen_PY.numpy())
+
     for step in range(1, STEPS + 1):
-        policy_PYT = token_logprobs(logits)
+        outside = cut(past[0], top_ps[step % len(top_ps)])
+        sampler_PYT, tempered_PYT = (token_logprobs(one.masked_fill(outside, -torch.inf)) for one in (past[0], logits))
         optimizer.zero_grad()
-        loss_of_batch(objective, policy_PYT, past[0], reference_PYT, reward_PY, staleness, rng).backward()
+        loss_of_batch(
+            objective, token_logprobs(logits), tempered_PYT, sampler_PYT, reference_PYT, reward_PY, staleness, rng
+        ).backward()
         optimizer.step()
         schedule.step()
-        past.append(token_logprobs(logits).detach())
+        past.append(logits.detach().clone())
         if equal is None and step % MEASURE_EVERY == 0:
-            now = coverage(probabilities(past[-1]), optimum_PY, reward_PY)
+            now = measure()
             equal = now if now.reward >= TARGET * best.reward else None
-    return equal, coverage(probabilities(past[-1]), optimum_PY, reward_PY), best
+    return equal, measure(), best
 
 
 def cells(runs: list[Coverage]) -> list[str]:
@@ -163,11 +185,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="NAME or NAME:KEY=VALUE,...")
+    parser.add_argument("--top-p", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--staleness", type=int, nargs="+", default=STALENESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     started, rows, optima = time.process_time(), [], []
-    for staleness, objective in itertools.product(STALENESS, options.objectives):
-        found = [run(objective, staleness, seed) for seed in range(options.seeds)]
+    for staleness, objective in itertools.product(options.staleness, options.objectives):
+        found = [run(objective, staleness, seed, options.top_p) for seed in range(options.seeds)]
         optima += [best for _, _, best in found]
         reached = [equal for equal, _, _ in found if equal is not None]
         ends = cells([end for _, end, _ in found])

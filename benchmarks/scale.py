@@ -92,7 +92,7 @@ def puts(rows: int) -> Iterator[tuple[int, messages.PutTrajectories, list[bytes]
         columns["reward"] = random.random(count).tolist()
         fresh = random.integers(0, 150_000, count * TOKENS, dtype=np.int32).tobytes()
         frames = [
-            fresh if kind.name == "response_ids" else frame for kind, frame in zip(ARRAY_KINDS, frames, strict=True)
+            fresh if kind.name == "response_ids" else frame for kind, frame in zip(ARRAY_KINDS, frames, strict=False)
         ]
         yield first, messages.PutTrajectories(first_sequence=first, rows=messages.Rows(**columns)), frames
 

@@ -58,10 +58,7 @@ def report(
     x: Annotated[str, typer.Option("--x", help="The axis of a picture: steps, seconds or tokens.")] = "steps",
     name: Annotated[str | None, typer.Option("--run", help="Name of the run, if a file holds several.")] = None,
 ) -> None:
-    """Write a run as one HTML file (numbers, charts, best and worst responses), or one run or several as a picture.
-
-    The picture has reward, held-out metrics and staleness, and reward against KL and diversity.
-    """
+    """Write a run as one HTML file (numbers, charts, best and worst responses), or one run or several as a picture."""
     from tba.buffer.store.starts import choose_run
     from tba.common.evaluations import all_evaluations
     from tba.deploy.plot import AXES, draw_curves, read_curve
@@ -236,11 +233,7 @@ def doctor(
     assume: Assume = None,
     strict: Annotated[bool, typer.Option("--strict", hidden=True)] = False,
 ) -> None:
-    """Check the configuration and this machine: settings, packages, GPUs and driver, compiler, caches, disk, addresses,
-    model, task, reward model.
-
-    The exit code is 1 if a check fails; with --only it is that of the error, such as 78 for a wrong configuration.
-    """
+    """Check the configuration and this machine. Exits with 1 if a check fails, with --only with its error code."""
     options = ConfigOptions.of(file, config, sets)
     from tba.buffer.store.starts import resolve_start
     from tba.cli.checks import COLUMNS, Plan, as_rows, examine

@@ -54,10 +54,7 @@ def evaluate(
     cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate snapshots on the held-out prompts: accuracy, reward, and what the section eval adds.
-
-    What was evaluated with the same prompts and settings is shown, and not repeated.
-    """
+    """Evaluate snapshots on the held-out prompts. What was evaluated with these prompts and settings is only shown."""
     options = ConfigOptions.of(file, config, sets)
     resolve = options.resolve_run if snapshot is None else options.resolve
     resolved = resolve({"search.gpus": "cpu" if cpu else None})

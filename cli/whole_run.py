@@ -113,10 +113,8 @@ def _check_start(config: "Config", options: ConfigOptions, stop: "StopSignal", *
 def _print_changes(config: "Config") -> None:
     from tba.buffer.store.starts import changes_since_last_start
 
-    columns = ("setting", "last start", "now")
-    if changes := changes_since_last_start(config):
-        return print_columns(columns, changes)
-    return typer.echo("the settings are those of the last start")
+    changes = changes_since_last_start(config)
+    print_columns(("setting", "last start", "now"), changes) if changes else typer.echo("no setting has changed")
 
 
 def _launch(config: "Config", options: ConfigOptions, stop: "StopSignal", *, resume: bool) -> None:
@@ -138,9 +136,8 @@ def _launch(config: "Config", options: ConfigOptions, stop: "StopSignal", *, res
             clear(weights_directory(config))
         else:
             again = shlex.join([*own_command(), "run", *options.arguments(option=False)])
-            continues = resume or holds_run(config)
             resumed = resume_command(config.run.dir, secrets=secrets_of(config))
-            how = f"continue with: {resumed}" if continues else f"start again with: {again}"
+            how = f"continue with: {resumed}" if resume or holds_run(config) else f"start again with: {again}"
             terminal.print(f"stopped; {how}", soft_wrap=True, highlight=False)
             if (kept := weights_directory(config)).is_relative_to(MEMORY) and kept.exists():
                 free = shlex.join(["rm", "-r", str(kept)])
@@ -149,10 +146,7 @@ def _launch(config: "Config", options: ConfigOptions, stop: "StopSignal", *, res
 
 
 def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None = None) -> None:
-    """Print the processes of a run and what all checks find. Raises ConfigError if the run would not start.
-
-    `assume` are the GPUs of a node that is not this one, such as `8x80`.
-    """
+    """Print processes and checks of a run, `assume` for another node. Raises ConfigError if it would not start."""
     from tba.buffer.store.starts import resolve_start
 
     config = resolve_start(options).config

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,19 @@ def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
     root.handlers[:] = [handler]
     root.setLevel(level)
     root.propagate = False
+    if json_wanted():
+        threading.excepthook = _log_failed_thread
+
+
+def _log_failed_thread(failed: threading.ExceptHookArgs) -> None:
+    """Log that a thread of a library has ended, as one line: a traceback is 30 lines of a journal."""
+    where = traceback.extract_tb(failed.exc_traceback)[-1:]
+    get_logger(__name__).error(
+        "a thread has failed",
+        thread=failed.thread.name if failed.thread else "",
+        error=f"{failed.exc_type.__name__}: {failed.exc_value}",
+        at=", ".join(f"{frame.filename}:{frame.lineno}" for frame in where),
+    )
 
 
 class DuplicateFilter:

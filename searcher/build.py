@@ -81,10 +81,13 @@ def mean_tokens(prompts: Sequence[Prompt], renderer: PromptRenderer) -> int:
     return round(np.mean([len(renderer.ids(prompt)) for prompt in first])) if first else 0
 
 
-def make_engine(config: Config, stopping: Stopping, *, device: str, name: str, prompt_tokens: int = 0) -> Engine:
+def make_engine(
+    config: Config, stopping: Stopping, *, device: str, name: str, prompt_tokens: int = 0, kept: bool = False
+) -> Engine:
     """Start the engine that the configuration names. `prompt_tokens` is the length of a typical prompt.
 
-    Raises MissingExtra if its packages are not installed.
+    With `kept` it must tell which tokens were left to sample from. Raises MissingExtra if its packages are not
+    installed, ConfigError if it cannot.
     """
     # Derived from the name, so that the searchers of a run explore differently.
     seed = int(np.random.SeedSequence([config.run.seed, *name.encode()]).generate_state(1)[0])
@@ -93,7 +96,7 @@ def make_engine(config: Config, stopping: Stopping, *, device: str, name: str, p
 
         return VllmEngine(
             config.model,
-            config.search,
+            config.search if kept else config.search.model_copy(update={"top_k": 0}),
             seed=seed,
             canary_tolerance=config.canary_tolerance,
             lora_rank=config.lora.rank if config.lora.publish == "adapter" else 0,

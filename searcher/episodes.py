@@ -202,7 +202,8 @@ class Episodes:
         sampled = generation.response_ids.tolist()
         details = {"seconds": generation.seconds, "reward": 0.0, "parts": {}, "messages": []}
         logprobs, runs = generation.logprobs.tolist(), generation.version_runs.tolist()
-        episode.turns.append(SampledTurn(episode.context, sampled, logprobs, runs, details))
+        kept = generation.kept.tolist()
+        episode.turns.append(SampledTurn(episode.context, sampled, logprobs, runs, details, kept))
         episode.context = episode.context + sampled
         episode.length += len(sampled)
         try:

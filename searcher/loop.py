@@ -101,7 +101,9 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
             prompt_tokens = mean_tokens(task.prompts(), renderer)
-            engine = make_engine(config, loaded.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
+            engine = make_engine(
+                config, loaded.stopping, device=device, name=name, prompt_tokens=prompt_tokens, kept=config.needs_kept
+            )
             ending.callback(engine.close)
         searcher = Searcher(
             config,

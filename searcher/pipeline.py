@@ -23,6 +23,7 @@ from tba.common.config import Explored, SearchSection, Truncated
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
+from tba.common.wire.codec import MAX_REQUEST_FRAME_BYTES
 from tba.common.wire.episode import EpisodeTokens, one_turn
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
@@ -74,6 +75,8 @@ class Exploration:
             top_p=draw(self.config.top_p, generator),
             max_tokens=self.config.max_tokens,
             seed=self._hash("response", visit.prompt_key, visit.epoch, sample) if seeded else None,
+            top_k=self.config.top_k,
+            min_p=self.config.min_p,
         )
 
     def _hash(self, *parts: str | int) -> int:
@@ -176,6 +179,7 @@ class ScoringStage:
         self._unscored: dict[int, Response] = {}
         self._complete: list[Group] = []
         self._failures_in_a_row = 0
+        self._warned = False
         self.trajectories = 0
         self.tokens = 0
         self.errors = 0
@@ -231,7 +235,9 @@ class ScoringStage:
             scored = self._cut(scored, len(generation.response_ids))
         self.trajectories += not response.error
         self.tokens += len(generation.response_ids)
-        tokens = one_turn(group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs)
+        tokens = one_turn(
+            group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs, generation.kept
+        )
         self._add(group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds)
 
     def _finish_episode(self, episode: Episode) -> None:
@@ -256,6 +262,9 @@ class ScoringStage:
     ) -> None:
         """Add a row to a group, which may be complete then."""
         self.errors += scored.error is not None and scored.error_kind != "masked"
+        if tokens.kept.nbytes > MAX_REQUEST_FRAME_BYTES // group.size:
+            self._warn_of_kept(tokens.kept.nbytes)
+            tokens = tokens._replace(kept=_NO_TOKENS)
         row = Trajectory(
             prompt_key=group.prompt.key,
             lease=group.visit.lease,
@@ -263,7 +272,7 @@ class ScoringStage:
             reward=scored.reward.total,
             reward_parts=scored.reward.parts,
             stop_reason=stop,
-            sampling={"temperature": sampling.temperature, "top_p": sampling.top_p},
+            sampling=sampling.recorded(),
             created_at=time.time(),
             generation_seconds=seconds,
             text=scored.text,
@@ -274,6 +283,13 @@ class ScoringStage:
         if len(group.done) == group.size:
             # Only a group of responses has a prompt of its own.
             self._complete.append(group if len(group.prompt_ids) else _usable(group))
+
+    def _warn_of_kept(self, size: int) -> None:
+        """Log once that a row has more kept tokens than a message has room for: its ratios are not known."""
+        if not self._warned:
+            self._warned = True
+            reason = f"top-p and min-p left {size} bytes of tokens to sample from"
+            log.warning("the ratios of a response are not known", reason=reason, remedy="set search.top_k, or lower it")
 
     def _cut(self, scored: Scored, tokens: int) -> Scored:
         """Apply `task.truncated` to a response that was cut off. A row with an error is stored and not trained on."""

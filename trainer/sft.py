@@ -65,10 +65,7 @@ _GO, _STOP = "go", "stop"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to train on, for how long (`steps` or, if None, `epochs`), and where to write the model.
-
-    A batch has `batch_size` rows.
-    """
+    """What to train on, for how long (`steps` or, if None, `epochs`), in which batches, and where the model goes."""
 
     data: Sequence[Path]
     out: Path
@@ -130,10 +127,11 @@ def sft(
     with until_lost(), contextlib.ExitStack() as stack:
         ranks = join(torch.device(device), stop)
         if ranks.rank == 0:
-            lock = plan.work / run_files.TRAINER_LOCK
             missing = [directory for directory in (plan.work, *plan.work.parents) if not directory.exists()]
             stack.callback(_remove_unused, plan.work, missing)
-            stack.enter_context(exclusive_lock(lock, f"another process makes {plan.out}: stop it first"))
+            stack.enter_context(
+                exclusive_lock(plan.work / run_files.TRAINER_LOCK, f"another process makes {plan.out}: stop it first")
+            )
         report = require_memory(config, torch.device(device), ranks, supervised=True)
         clock = clock or SystemClock()
         job = Job(config, plan, resume=resume, device=torch.device(device), clock=clock, ranks=ranks, report=report)
@@ -160,10 +158,7 @@ def _remove_unused(work: Path, created: Sequence[Path]) -> None:
 
 
 class Job:
-    """One start of supervised fine-tuning, on one of the ranks. All have the same rows; rank 0 writes the files.
-
-    `report` is the preflight's.
-    """
+    """One start of supervised fine-tuning, on one of the ranks. All have the same rows; rank 0 writes the files."""
 
     def __init__(
         self,
@@ -255,17 +250,14 @@ class Job:
         measured = {"held_out_loss_before": self._held_out_loss()} if step == 0 and self._held_out else {}
         made = self.learner.step_in_memory(_batch(self.rows_of(step), step))
         if made.skipped:
-            raise TrainingBroken(
-                f"step {step} was skipped, {made.skipped} (rows are counted from 0): --resume continues from the "
-                "newest checkpoint, a smaller --learning-rate may help"
-            )
-        result = made.metrics
+            why = f"step {step} was skipped, {made.skipped} (rows are counted from 0)"
+            raise TrainingBroken(f"{why}: --resume continues from the newest checkpoint, a smaller rate may help")
         seconds = self._clock.monotonic() - started
         done = self.learner.steps_done
         if self._held_out and (done == self.steps or done % self._train.checkpoint_every == 0):
             measured["held_out_loss"] = self._held_out_loss()
-        kept = {name: result[name] for name in ("loss", "grad_norm", "learning_rate", "tokens")}
-        speed = {"tokens_per_second": result["tokens"] / max(seconds, 1e-9)}
+        kept = {name: made.metrics[name] for name in ("loss", "grad_norm", "learning_rate", "tokens")}
+        speed = {"tokens_per_second": made.metrics["tokens"] / max(seconds, 1e-9)}
         if self._metrics is not None:
             self._metrics.record(step, self._clock.wall(), kept | speed | measured)
         return {"step": done, "steps": self.steps, **kept, **speed, **measured}
@@ -365,29 +357,23 @@ def _exported(row: dict[str, Any], encoder: Encoder) -> tuple[_Prompt, tuple[lis
         raise ValueError(f"its response is not finished ({stop}): export with --where \"stop_reason = 'eos'\"")
     if not isinstance(text, str) or not isinstance(said := row.get("prompt"), str):
         raise ValueError("it has no `prompt` or no `text`, which tell whether this tokenizer made its tokens")
-    for name, spelt in (("prompt", _spells_prompt(prompt_ids, said, encoder)), ("text", _spells(ids, text, encoder))):
-        if not spelt:
-            raise ValueError(
-                f"its tokens do not spell its {name}, {row[name]!r:.80}: another tokenizer made them"
-                + (", or search.stop lacks the string that ended it" if name == "text" else "")
-            )
+    _require_spelt(said, text, prompt_ids, ids, encoder)
     return _Prompt(ids=prompt_ids), (prompt_ids, _ended(ids, ("assistant", text), encoder))
 
 
-def _spells_prompt(ids: list[int], text: str, encoder: Encoder) -> bool:
-    if ids in (encoder.renderer.encode(text), encoder.renderer.raw_ids(text)):
-        return True
-    # Ids that a task gave, or a text that a run records up to its limit.
-    spelt = encoder.renderer.tokenizer.decode(ids, skip_special_tokens=False)
-    return bool(spelt == text or (len(text) == MAX_PROMPT_TEXT and spelt.startswith(text)))
-
-
-def _spells(ids: list[int], text: str, encoder: Encoder) -> bool:
-    """Whether ids are a text to its last character; what ended them, a token or a string, is not part of the text."""
-    kept = ids[:-1] if ids and ids[-1] in (*encoder.end_ids, *encoder.stop) else ids
-    spelt = encoder.renderer.tokenizer.decode(kept, skip_special_tokens=True)
-    strings = [string for string in encoder.stop if isinstance(string, str)]
-    return spelt == text or any(spelt.startswith(text + string) for string in strings)
+def _require_spelt(prompt: str, text: str, prompt_ids: list[int], ids: list[int], encoder: Encoder) -> None:
+    """Raise ValueError unless the ids are a prompt and a response to the last character."""
+    renderer, decode = encoder.renderer, encoder.renderer.tokenizer.decode
+    spelt = decode(prompt_ids, skip_special_tokens=False)
+    # A run records no more of a long prompt.
+    is_cut = len(prompt) == MAX_PROMPT_TEXT and spelt.startswith(prompt)
+    if spelt != prompt and not is_cut and prompt_ids not in (renderer.encode(prompt), renderer.raw_ids(prompt)):
+        raise ValueError(f"its tokens do not spell its prompt, {prompt!r:.80}: another tokenizer made them")
+    # What ended a response, a token or a string, is not part of its text.
+    said = decode(ids[:-1] if ids and ids[-1] in (*encoder.end_ids, *encoder.stop) else ids, skip_special_tokens=True)
+    if said != text and not any(said.startswith(f"{text}{end}") for end in encoder.stop if isinstance(end, str)):
+        why = "another tokenizer made them, or search.stop lacks the string that ended it"
+        raise ValueError(f"its tokens do not spell its text, {text!r:.80}: {why}")
 
 
 def _read_row(value: Any) -> tuple[_Prompt, Message]:
@@ -477,9 +463,7 @@ def _check_row(prompt: Sequence[int], response: Sequence[int], encoder: Encoder)
     if (length := len(prompt) + len(response)) > encoder.longest:
         raise ValueError(f"{length} tokens, of at most {encoder.longest} that the model takes")
     if (largest := max(*prompt, *response)) >= encoder.vocabulary:
-        raise ValueError(
-            f"the tokenizer gives id {largest}, but the model has {encoder.vocabulary}: is it another model's?"
-        )
+        raise ValueError(f"the tokenizer gives id {largest}, but the model has {encoder.vocabulary}: is it another's?")
 
 
 def _row(number: int, prompt: Sequence[int], response: Sequence[int]) -> Row:

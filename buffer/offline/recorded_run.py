@@ -128,6 +128,7 @@ def overlay(database: DatabaseFile, run: Run, recorded: Path, recorded_run: int,
             ("prompts", f"run = {recorded_run}"),
             ("trajectory_rows", f"run = {recorded_run} AND id <= {newest}"),
             ("payloads", f"trajectory <= {newest}"),
+            ("kept_tokens", f"trajectory <= {newest}"),
             ("archives", f"run = {recorded_run}"),
         ):
             names = [row[1] for row in database.all(f"PRAGMA recorded.table_info({table})")]

@@ -1,6 +1,6 @@
 """Convert a put to database columns as far as that needs no state of the run. Runs in the network thread.
 
-No array is decoded or copied: a payload is six views into the received frames. The rest of the message is dropped
+No array is decoded or copied: a payload is views into the received frames. The rest of the message is dropped
 here, so that the thread that made its thousands of small objects also frees them, instead of the writer.
 """
 
@@ -18,9 +18,16 @@ import xxhash
 from tba.common.errors import Oversize, WireError
 from tba.common.wire.codec import Request
 from tba.common.wire.messages import Message, PutTrajectories, Rows, Sampling
-from tba.common.wire.trajectory import ARRAY_KINDS, PROMPT_IDS, RESPONSE_IDS, ROW_FIELDS, VERSION_RUNS, slices
+from tba.common.wire.trajectory import (
+    ARRAY_KINDS,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    ROW_FIELDS,
+    VERSION_RUNS,
+    array_counts,
+    slices,
+)
 
-_COUNTS = [(f"{kind.name}_count", kind.unit_bytes) for kind in ARRAY_KINDS]
 # The number after the last sequence number must fit an SQLite integer, too.
 _SEQUENCES = (1 << 63) - 1
 # The metadata of a row on the wire, and of all rows of a put as JSON, which may be several times as long.
@@ -62,7 +69,8 @@ def to_columns(request: Request) -> Message | PutColumns:
     rows = message.rows
     if message.first_sequence + len(rows.prompt_key) > _SEQUENCES:
         raise WireError(f"the sequence numbers of the put go beyond {_SEQUENCES - 1}")
-    sizes = [[count * size for count in getattr(rows, name)] for name, size in _COUNTS]
+    all_counts = array_counts(msgspec.structs.asdict(rows))
+    sizes = [[count * kind.unit_bytes for count in own] for kind, own in zip(ARRAY_KINDS, all_counts, strict=True)]
     payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
     columns: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
     columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]

@@ -15,7 +15,7 @@ from tba.common.errors import Refused, StorageError, quantity
 from tba.common.log import get_logger
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REPLY_HEADER_BYTES
-from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE, RowNumbers
+from tba.common.wire.trajectory import ARRAY_KINDS, KEPT, LOG_RATIO_DTYPE, RowNumbers
 
 log = get_logger(__name__)
 
@@ -65,7 +65,7 @@ def draw_batch(state: RunState, message: messages.SampleBatch) -> Shortage | Non
     ids = [entry.id for entry in entries]
     # No frame is larger than all payloads together, so only a batch that may be too large costs a query.
     if sum(entry.payload_bytes for entry in entries) > MAX_FRAME_BYTES:
-        _refuse_large_frames(4 * max(state.store.trajectories.tokens(ids)))
+        _refuse_large_frames(state.store.trajectories.largest_frame(ids))
     each = state.store.trajectories.header_bytes(list(set(ids)))
     _refuse_oversize(ids, [each[id_] for id_ in ids])
     state.store.batches.record(
@@ -90,7 +90,7 @@ def _refuse_large_frames(size: int) -> None:
         raise Refused(
             "oversize",
             f"a batch with {size} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
-            "lower train.prompts_per_step or search.max_tokens",
+            "lower train.prompts_per_step or search.max_tokens, or search.top_k if top-p leaves many tokens",
         )
 
 
@@ -150,9 +150,14 @@ class Training:
         blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
         recency = state.store.batches.recency(state.run, message.step)
         turn_rewards = [_decoded(_turn_rewards, text, "turns") for text in rows["turn_rewards"]]
+        has_kept = [len(blob) > 0 for blob in blobs[KEPT]]
+        # Without kept tokens, the ratios of a response that was cut are not known.
+        known = [kept or not cut for kept, cut in zip(has_kept, rows["is_cut"], strict=True)]
+        if not any(has_kept):
+            blobs = blobs[:KEPT]
         counts = {
             f"{kind.name}_count": [len(blob) // kind.unit_bytes for blob in column]
-            for kind, column in zip(ARRAY_KINDS, blobs, strict=True)
+            for kind, column in zip(ARRAY_KINDS, blobs, strict=False)
         }
         batch = messages.Batch(
             step=message.step,
@@ -162,7 +167,7 @@ class Training:
             reward_parts=[_decoded(_parts, text, "reward parts") for text in rows["reward_parts"]],
             policy_version=rows["policy_version"],
             staleness=rows["staleness"],
-            temperature=rows["temperature"],
+            temperature=[one if is_known else 0.0 for one, is_known in zip(rows["temperature"], known, strict=True)],
             reference_logprobs=rows["reference_logprob"],
             recency_window=recency.window,
             recency_groups=recency.groups,

@@ -15,7 +15,7 @@ from tba.buffer.store.views import VIEWS
 from tba.common.errors import StorageError
 
 # Increment it with each change of a table, an index or a view. It is stored with "tba" as the file's application id.
-VERSION = 14
+VERSION = 15
 _APPLICATION = int.from_bytes(b"tba") << 8
 # What ANALYZE and Litestream make, without expressions that could compute anything.
 _OF_TOOLS = re.compile(r"CREATE TABLE (?:sqlite_stat\d|_litestream_(?:seq|lock)) ?\([^()]*\)")
@@ -58,6 +58,8 @@ CREATE INDEX trajectories_episodes ON trajectory_rows (run) WHERE turns != '[]';
 CREATE TABLE payloads (trajectory INTEGER PRIMARY KEY REFERENCES trajectory_rows (id), prompt_ids BLOB NOT NULL,
     response_ids BLOB NOT NULL, logprobs BLOB NOT NULL, version_runs BLOB NOT NULL, loss_mask BLOB NOT NULL,
     segments BLOB NOT NULL) STRICT;
+-- Only of responses that top-p, top-k or min-p cut, and until their tokens are dropped.
+CREATE TABLE kept_tokens (trajectory INTEGER PRIMARY KEY REFERENCES trajectory_rows (id), kept BLOB NOT NULL) STRICT;
 -- Files of `tba buffer archive`. Until one is complete, tokens of its trajectories may still be here, too.
 CREATE TABLE archives (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), url TEXT NOT NULL,
     archived_at REAL NOT NULL, complete INTEGER NOT NULL) STRICT;

@@ -21,7 +21,8 @@ _RULES = {
         "SELECT id FROM trajectory_rows WHERE compacted_at IS NULL AND id NOT IN (SELECT trajectory FROM payloads)"
     ),
     "compacted trajectories have no tokens": (
-        "SELECT id FROM trajectory_rows WHERE compacted_at IS NOT NULL AND id IN (SELECT trajectory FROM payloads)"
+        "SELECT id FROM trajectory_rows WHERE compacted_at IS NOT NULL"
+        " AND (id IN (SELECT trajectory FROM payloads) OR id IN (SELECT trajectory FROM kept_tokens))"
     ),
     "archived trajectories are compacted": (
         "SELECT id FROM trajectory_rows WHERE archive IS NOT NULL AND compacted_at IS NULL"

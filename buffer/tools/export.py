@@ -17,6 +17,7 @@ import numpy as np
 from tba.buffer.store.archives import LOG_RATIOS, Archives
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.storage_errors import stored_list, stored_object
+from tba.buffer.store.tables.trajectories import PAYLOAD_COLUMNS
 from tba.buffer.tools import training_trace
 from tba.buffer.tools.backup import check_target, replacing
 from tba.buffer.tools.query_process import reading_only
@@ -51,9 +52,10 @@ _FIELDS = {
     **{name: f"t.{name}" for name in ROW_FIELDS},
 }
 _FROM_RECORD = f"""
-, a.url, {", ".join(f"y.{kind.name}" for kind in ARRAY_KINDS)}
+, a.url, {PAYLOAD_COLUMNS}
 FROM trajectory_rows t
 LEFT JOIN payloads y ON y.trajectory = t.id
+LEFT JOIN kept_tokens k ON k.trajectory = t.id
 LEFT JOIN archives a ON a.id = t.archive
 JOIN runs r ON r.id = t.run
 JOIN prompts p ON p.id = t.prompt

@@ -69,6 +69,7 @@ class Line(BaseModel):
     turns: list[dict[str, Any]] = []
     error_kind: fields.ErrorKind | None = None
     segments: list[Token] = []
+    kept: list[Token] = []
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -128,13 +129,15 @@ class Parser:
             version_runs=np.asarray(runs, np.int32),
             loss_mask=np.asarray(line.loss_mask, np.uint8),
             segments=np.asarray(line.segments, np.int32),
+            kept=np.asarray(line.kept, np.int32),
             **self._row_fields(line),
         )
 
     def _check_tokens(self, trajectory: Trajectory) -> None:
         """Raise ValueError for a token id that the model does not have: the trainer could not make a step with it."""
-        for name in ("prompt_ids", "response_ids"):
-            largest = int(getattr(trajectory, name).max(initial=0))
+        # Kept tokens are ids plus 1.
+        for name, more in (("prompt_ids", 0), ("response_ids", 0), ("kept", 1)):
+            largest = int(getattr(trajectory, name).max(initial=0)) - more
             if self._vocabulary is not None and largest >= self._vocabulary:
                 raise ValueError(f"{name} has {largest}, and the run's model has token ids below {self._vocabulary}")
 

@@ -29,8 +29,8 @@ from tba.common.wire.archive_messages import Archive, Movable
 
 # Trajectories per transaction.
 _ROWS = 1000
-_OF_TRAJECTORIES = {"payloads": "trajectory", "reference_logprobs": "trajectory", "rescored_logprobs": "trajectory",
-    "trajectory_rows": "id"}  # fmt: skip
+_OF_TRAJECTORIES = {"payloads": "trajectory", "kept_tokens": "trajectory", "reference_logprobs": "trajectory",
+    "rescored_logprobs": "trajectory", "trajectory_rows": "id"}  # fmt: skip
 # Children first.
 _OF_RUNS = ("batches", "visits", "curriculum_rows", "held_out_rows", "evaluation_rows", "prompts", "snapshots",
     "senders", "starts", "archives")  # fmt: skip

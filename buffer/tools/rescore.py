@@ -87,7 +87,8 @@ def _wanted(
 
 def _with_temperature(record: dict[str, Any]) -> dict[str, Any]:
     sampling = record["sampling"]
-    return record | {"temperature": float(sampling.get("temperature", 0)) if sampling.get("top_p") == 1 else 0.0}
+    known = record["kept"] or (sampling.get("top_p") == 1 and not {"top_k", "min_p"} & sampling.keys())
+    return record | {"temperature": float(sampling.get("temperature", 0)) if known else 0.0}
 
 
 def _row(record: dict[str, Any], version: int, own: Float32) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from tba.buffer.store.archives import Archives
 from tba.buffer.store.reader import open_reader, read_maps
 from tba.buffer.store.starts import last_start
 from tba.buffer.store.storage_errors import stored_list, stored_object
+from tba.buffer.store.tables.trajectories import PAYLOAD_COLUMNS, PAYLOADS
 from tba.common.errors import MissingExtra, StorageError, UsageError
 from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE, QUANTITIES
 
@@ -24,7 +25,7 @@ _RESCORED = "SELECT version, logprob FROM rescored_logprobs WHERE trajectory = ?
 _TURNS = "SELECT turns FROM trajectory_rows WHERE id = ?"
 _RATIOS = """SELECT b.step, c.slot, c.token_log_ratios FROM consumption_rows c JOIN batches b ON b.id = c.batch
     WHERE c.trajectory = ? AND c.token_log_ratios IS NOT NULL"""
-_PAYLOAD = f"SELECT {', '.join(kind.name for kind in ARRAY_KINDS)} FROM payloads WHERE trajectory = ?"  # noqa: S608
+_PAYLOAD = f"SELECT {PAYLOAD_COLUMNS} FROM {PAYLOADS} WHERE y.trajectory = ?"  # noqa: S608
 _SHOWN = "id, received_at_text, prompt, reward, policy_version, stop_reason, response_tokens, searcher, error, text"
 TAIL_COLUMNS = _SHOWN.split(", ")
 _TAIL = f"SELECT {_SHOWN} FROM trajectories"  # noqa: S608

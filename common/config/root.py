@@ -99,6 +99,13 @@ class Config(Section):
         """The tolerance of the canary; the default depends on the dtype of the weights."""
         return self.search.canary_tolerance or (1e-3 if self.model.dtype == "float32" else 0.5)
 
+    @property
+    def needs_kept(self) -> bool:
+        """Whether the trainer needs to know which tokens top-p, top-k and min-p left to sample from."""
+        objective, rate = self.objective, self.train.learning_rate_by_ess
+        trains_sampler = objective.name in ("reinforce", "rloo")
+        return self.search.cuts and bool(objective.uses_ratio or objective.imitation_weight or trains_sampler or rate)
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         _check(self)
@@ -155,19 +162,18 @@ def _check_ratios(config: Config) -> None:
     if config.objective.uses_ratio and not config.search.has_ratios:
         raise ValueError(
             f"objective.name = {config.objective.name} with these settings needs ratios of the policy to its sampler, "
-            "which do not exist for greedy decoding or a nucleus: set search.top_p = 1 and search.temperature above 0, "
-            "or objective.name = tb"
+            "which do not exist for greedy decoding: set search.temperature above 0, or objective.name = tb"
         )
-    without = "greedy decoding or a nucleus, which have no ratios"
-    remedy = "search.top_p = 1 and search.temperature above 0"
+    without, remedy = "greedy decoding, which has no ratios", "search.temperature above 0"
     if config.train.learning_rate_by_ess and not config.search.has_ratios:
         raise ValueError(f"train.learning_rate_by_ess has no effect for {without}: remove it, or set {remedy}")
-    if config.objective.imitation_weight and not config.search.may_have_ratios:
+    if config.objective.imitation_weight and config.search.is_greedy:
         raise ValueError(f"imitation has no effect for {without}: set objective.imitation = 0, or {remedy}")
-    if config.objective.name in ("reinforce", "rloo") and config.search.has_tempered_nucleus:
+    if config.search.engine == "vllm" and config.needs_kept and (not config.search.top_k or config.search.serve):
         raise ValueError(
-            f"objective.name = {config.objective.name} trains the policy at the temperature of sampling, which is not "
-            "known of responses of a nucleus: set search.top_p = 1, or search.temperature = 1"
+            f"objective.name = {config.objective.name} needs ratios of the policy to its sampler, so vLLM must tell "
+            "which tokens search.top_p or search.min_p left to sample from, which it does only if every request has a "
+            "limit of them: set search.top_k, such as 1000, without search.serve; or set search.top_p = 1 and min_p = 0"
         )
 
 

@@ -20,7 +20,7 @@ from tba.common.config.section import (
     Section,
 )
 from tba.common.errors import ConfigError
-from tba.common.wire.fields import MAX_TURNS
+from tba.common.wire.fields import MAX_TOKENS, MAX_TURNS
 from tba.common.wire.socket_files import LEAST_TOKEN, LOOPBACK
 
 # What `max_in_flight = "auto"` is for the Transformers engine: its KV cache grows, so nothing limits the number.
@@ -50,7 +50,13 @@ class SearchSection(Section):
     0 is greedy. Each trajectory records its temperature."""
     top_p: Explored = 1.0
     """Nucleus sampling from the smallest set of tokens with this total probability: one value, several or a range.
-    Objectives that need a ratio to the sampler refuse values below 1."""
+    Below 1, and with top_k or min_p, the tokens that were left are stored with the response, so that ratios to the
+    sampler are exact (docs/objectives.md). vLLM needs top_k for that."""
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    """Sampling from this many most probable tokens; 0 is all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sampling from tokens with at least this fraction of the probability of the most probable one, at the
+    temperature."""
     explore: Literal["sample", "group", "searcher"] = "sample"
     """Whether temperature and top_p are drawn for each response, for each visit of a prompt, or once per searcher."""
     max_tokens: Positive = 512
@@ -159,20 +165,13 @@ class SearchSection(Section):
 
     @property
     def has_ratios(self) -> bool:
-        """Whether every response is sampled from a softmax of all logits, so that pi / mu can be computed."""
-        temperatures, nuclei = _explored_numbers(self.temperature), _explored_numbers(self.top_p)
-        return min(temperatures) > 0 and min(nuclei) == 1
+        """Whether every response is sampled, so that pi / mu can be computed; otherwise some may be greedy."""
+        return min(_explored_numbers(self.temperature)) > 0
 
     @property
-    def may_have_ratios(self) -> bool:
-        """Whether some responses are sampled as `has_ratios` says, where temperature or nucleus are explored."""
-        return max(_explored_numbers(self.temperature)) > 0 and max(_explored_numbers(self.top_p)) == 1
-
-    @property
-    def has_tempered_nucleus(self) -> bool:
-        """Whether a response may be from a nucleus at another temperature than 1, which the trainer does not learn."""
-        temperatures, nuclei = _explored_numbers(self.temperature), _explored_numbers(self.top_p)
-        return min(nuclei) < 1 and not {0, 1}.issuperset(temperatures)
+    def cuts(self) -> bool:
+        """Whether top-p, top-k or min-p may leave a part of the vocabulary to sample from."""
+        return min(_explored_numbers(self.top_p)) < 1 or self.top_k > 0 or self.min_p > 0
 
 
 def _explored_numbers(value: Any) -> list[float]:
@@ -216,6 +215,7 @@ _OWN = {
     "max_lora_rank": _LORA,
     "logprobs_mode": "recorded log-probabilities must be those of the distribution that was sampled from",
     "generation_config": "each request defines its sampling",
+    "return_sampling_mask": "it is on if search.top_p, top_k or min_p and the objective need it",
     "scheduling_policy": "the canary must come before other requests",
     "worker_extension_cls": _HOT_RELOAD,
     "load_format": _HOT_RELOAD,

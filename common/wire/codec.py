@@ -20,7 +20,7 @@ from tba.common.wire import archive_messages as _archive_messages  # noqa: F401
 from tba.common.wire import messages
 from tba.common.wire.fields import Id, Name, Role
 from tba.common.wire.messages import PROTOCOL_VERSION, Chunk, FetchChunk, Message, PutTrajectories, RunState
-from tba.common.wire.trajectory import ARRAY_KINDS, check_errors, check_frames, check_tokens, check_turns
+from tba.common.wire.trajectory import ARRAY_KINDS, all_frames, check_errors, check_frames, check_tokens, check_turns
 
 # Of a request.
 MAX_HEADER_BYTES = 16 << 20
@@ -165,7 +165,7 @@ def _decode(
         raise WireError(_sentence(error, "body")) from error
     # Without the body, which refers to the whole frame: a request may be kept for a minute.
     header = header_type(**{name: getattr(fields, name) for name in header_type.__struct_fields__})
-    arrays = list(frames[1:])
+    arrays = all_frames(frames[1:]) if message_type.ARRAYS else list(frames[1:])
     _check_arrays(message, arrays)
     return Decoded(header, message, arrays)
 

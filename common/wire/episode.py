@@ -15,7 +15,8 @@ import numpy as np
 
 from tba.common.wire.trajectory import Float32, Int32, UInt8
 
-_NO_MASK, _NO_SEGMENTS = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+_NO_MASK = np.zeros(0, np.uint8)
+_NO_SEGMENTS = _NO_KEPT = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class SampledTurn:
 
     `logprobs` [C] are natural-log probabilities of the completion under the distribution it was sampled from.
     `version_runs` [V, 2] are pairs (policy version, tokens) in order; the tokens sum to C. `details` are entries of the
-    turn table, such as `seconds`, `reward`, `parts` and `messages`.
+    turn table, such as `seconds`, `reward`, `parts` and `messages`. `kept` is as in `Trajectory`, of the completion.
     """
 
     prompt_token_ids: Sequence[int]
@@ -32,6 +33,7 @@ class SampledTurn:
     logprobs: Sequence[float]
     version_runs: Sequence[Sequence[int]]
     details: dict[str, Any] = field(default_factory=dict)
+    kept: Sequence[int] = ()
 
 
 class EpisodeTokens(NamedTuple):
@@ -39,6 +41,7 @@ class EpisodeTokens(NamedTuple):
 
     `loss_mask` is 1 on sampled tokens; the others have `logprobs` 0, and the
     version that sampled the next token. `segments` are the positions in `response_ids` at which a new context begins.
+    `kept` is empty unless all turns have some.
     Shapes: `prompt_ids` [P], `version_runs` [V, 2], `segments` [S], the others [R].
     """
 
@@ -49,11 +52,16 @@ class EpisodeTokens(NamedTuple):
     version_runs: Int32
     segments: Int32
     turns: list[dict[str, Any]]
+    kept: Int32
 
 
-def one_turn(prompt_ids: Int32, response_ids: Int32, logprobs: Float32, version_runs: Int32) -> EpisodeTokens:
+def one_turn(
+    prompt_ids: Int32, response_ids: Int32, logprobs: Float32, version_runs: Int32, kept: Int32 = _NO_KEPT
+) -> EpisodeTokens:
     """Return the row of a single response, all of whose tokens were sampled."""
-    return EpisodeTokens(prompt_ids, response_ids, _NO_MASK, logprobs, version_runs, segments=_NO_SEGMENTS, turns=[])
+    return EpisodeTokens(
+        prompt_ids, response_ids, _NO_MASK, logprobs, version_runs, segments=_NO_SEGMENTS, turns=[], kept=kept
+    )
 
 
 def join_turns(turns: Sequence[SampledTurn]) -> EpisodeTokens:
@@ -61,6 +69,7 @@ def join_turns(turns: Sequence[SampledTurn]) -> EpisodeTokens:
     prompt = list(turns[0].prompt_token_ids)
     context, response, mask, versions = list(prompt), list[int](), list[int](), list[int]()
     logprobs, segments, table = list[float](), list[int](), list[dict[str, Any]]()
+    kept, has_kept = list[int](), all(len(turn.kept) for turn in turns)
     for turn in turns:
         own = [version for version, tokens in turn.version_runs for _ in range(tokens)]
         given, sampled = list(turn.prompt_token_ids), list(turn.completion_token_ids)
@@ -72,6 +81,7 @@ def join_turns(turns: Sequence[SampledTurn]) -> EpisodeTokens:
         response += between + sampled
         mask += [0] * len(between) + [1] * len(sampled)
         logprobs += [0.0] * len(between) + list(turn.logprobs)
+        kept += [0] * len(between) + list(turn.kept) if has_kept else []
         versions += own[:1] * len(between) + own
         start = len(response) - len(sampled)
         empty = {"seconds": 0.0, "reward": 0.0, "parts": {}, "messages": []}
@@ -79,5 +89,5 @@ def join_turns(turns: Sequence[SampledTurn]) -> EpisodeTokens:
     return EpisodeTokens(
         np.array(prompt, np.int32), np.array(response, np.int32), np.array(mask, np.uint8),
         np.array(logprobs, np.float32), np.array([(v, len([*run])) for v, run in groupby(versions)], np.int32),
-        np.array(segments, np.int32), table,
+        np.array(segments, np.int32), table, np.array(kept, np.int32),
     )  # fmt: skip

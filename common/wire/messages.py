@@ -14,7 +14,7 @@ snapshot server, whose replies carry no run state: a server does not decide whic
 
 from typing import Annotated, ClassVar, Literal, get_args
 
-from msgspec import Meta, Raw, Struct, field
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from tba.common.errors import quantity
 from tba.common.wire.fields import (
@@ -101,11 +101,13 @@ class Visit(Message, frozen=True):
     prompt_key: Name
 
 
-class Sampling(Message, frozen=True):
-    """The settings that a response was sampled with."""
+class Sampling(Message, frozen=True, omit_defaults=True):
+    """The settings that a response was sampled with. `top_k` 0 keeps all tokens."""
 
     temperature: Temperature
     top_p: Annotated[float, Meta(gt=0, le=1)]
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class ArrayCounts(Message, frozen=True):
@@ -139,12 +141,13 @@ class Rows(ArrayCounts, omit_defaults=True, frozen=True):
     metadata: PutColumn[Raw]
     turns: PutColumn[Annotated[list[TurnRecord], Meta(max_length=MAX_TURNS)]] | None = None
     error_kind: PutColumn[ErrorKind | None] | None = None
+    kept_count: Column[Count] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         rows = len(self.prompt_key)
         for name in self.__struct_fields__:
             column = getattr(self, name)
-            if column is not None and len(column) != rows:
+            if column is not None and column is not UNSET and len(column) != rows:
                 raise ValueError(f"column {name} has {quantity(len(column), 'row')}, prompt_key has {rows}")
 
 
@@ -354,6 +357,7 @@ class Batch(ArrayCounts, Reply, frozen=True):
     recency_missed: Id
     reuse_mean: Finite
     turn_rewards: Column[list[Finite]] | None = None
+    kept_count: Column[Count] | UnsetType = UNSET
 
 
 class NotReady(Reply, frozen=True):

@@ -5,13 +5,17 @@ Shape suffixes: N trajectories, P prompt tokens of all of them, R response token
 A *version run* is a pair (policy version, number of tokens). A response has one for each policy version that produced
 some of its tokens: more than one if it spans a hot reload. Their lengths add up to the length of the response.
 
+The *kept tokens* of a position are those that top-p, top-k and min-p left to sample from, the sampled one among them. A
+response has them as one array: for each of its tokens the ids of the others, each plus 1 and in ascending order, and
+then a 0. The array is empty if all of the vocabulary was left, or if they are not known.
+
 The response of an *episode* is everything after its first context: the tokens of its turns, and between them those that
 were not sampled, with mask 0. Where a chat template rewrites what came before, a *segment* begins: it starts
 with the whole new context, and is a sequence of its own (`sequences`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -50,7 +54,7 @@ class Trajectory:
     tokens under the distribution they were sampled from, temperature and top-p included. `version_runs` is [V, 2].
     `created_at` is Unix time. An empty `loss_mask` counts every response token. `turns` are those of an episode, each a
     dict as `TurnRecord`. `error_kind` is an `ErrorKind` exactly where there is an `error`. `segments` are the positions
-    in the response at which a new context begins, usually none.
+    in the response at which a new context begins, usually none. `kept` are the kept tokens, as above.
     """
 
     prompt_key: str
@@ -72,6 +76,7 @@ class Trajectory:
     turns: list[dict[str, Any]] = field(default_factory=list)
     error_kind: str | None = None
     segments: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    kept: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 class TurnRecord(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -117,7 +122,7 @@ ROW_COLUMNS = ("prompt_key", "lease", *ROW_FIELDS)
 
 @dataclass(frozen=True)
 class ArrayKind:
-    """The encoding of one kind of token data: `width` numbers of `dtype` per token, or per version run."""
+    """The encoding of one kind of token data: `width` numbers of `dtype` per token, version run, or entry."""
 
     name: str
     dtype: str
@@ -136,10 +141,39 @@ ARRAY_KINDS = (
     ArrayKind("version_runs", "<i4", 2),
     ArrayKind("loss_mask", "|u1", 1),
     ArrayKind("segments", "<i4", 1),
+    # The last one: its count and its frame are left out of a message in which no row has any.
+    ArrayKind("kept", "<i4", 1),
 )
 
 # Positions in ARRAY_KINDS, which are also those of the frames.
-PROMPT_IDS, RESPONSE_IDS, LOGPROBS, VERSION_RUNS, LOSS_MASK, SEGMENTS = range(len(ARRAY_KINDS))
+PROMPT_IDS, RESPONSE_IDS, LOGPROBS, VERSION_RUNS, LOSS_MASK, SEGMENTS, KEPT = range(len(ARRAY_KINDS))
+
+
+def encode_kept(token_ids: Sequence[int], kept: Sequence[Int32]) -> Int32:
+    """Return the kept tokens of a response as one array: `kept[i]` are those of token i, ascending, itself included."""
+    ends = np.zeros(1, np.int32)
+    parts = [part for token, ids in zip(token_ids, kept, strict=True) for part in (ids[ids != token] + 1, ends)]
+    return np.concatenate(parts, dtype=np.int32) if parts else ends[:0]
+
+
+def kept_between(kept: Int32, first: int, end: int) -> Int32:
+    """Return the kept tokens of the positions from `first` to `end`, without the latter."""
+    starts = np.concatenate([[0], np.flatnonzero(kept == 0) + 1])
+    return kept[starts[first] : starts[end]] if len(kept) else kept
+
+
+def _check_kept(counts: Sequence[Sequence[int]], frame: memoryview) -> None:
+    """Raise WireError unless the rows with kept tokens have ascending ones of each of their positions."""
+    kept = np.frombuffer(frame, "<i4")
+    ended = np.concatenate([[0], np.cumsum(kept == 0)])
+    lengths, tokens = np.array(counts[KEPT]), np.array(counts[RESPONSE_IDS])
+    stops = np.cumsum(lengths)
+    some = lengths > 0
+    positions = ended[stops] - ended[stops - lengths]
+    last = kept[stops[some] - 1]
+    ascending = (kept[1:] > kept[:-1]) | (kept[1:] == 0)
+    if (positions != tokens)[some].any() or last.any() or not ascending.all() or kept.min(initial=0) < 0:
+        raise WireError("the kept tokens of a row are not ascending ids plus 1 with a 0 after those of each token")
 
 
 def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes]]:
@@ -152,13 +186,26 @@ def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes
     frames = []
     for kind in ARRAY_KINDS:
         arrays = [getattr(t, kind.name) for t in trajectories]
-        columns[f"{kind.name}_count"] = counts = list(map(len, arrays))
+        counts = list(map(len, arrays))
+        if kind is ARRAY_KINDS[KEPT] and not any(counts):
+            break
+        columns[f"{kind.name}_count"] = counts
         # The usual case of masks and segments.
         if not any(counts):
             frames.append(b"")
             continue
         frames.append(b"".join(np.ascontiguousarray(array, dtype=kind.dtype).tobytes() for array in arrays))
     return columns, frames
+
+
+def array_counts(columns: Mapping[str, Any]) -> list[list[int]]:
+    """Return the counts of each array kind, also of one that was left out."""
+    return [columns.get(f"{kind.name}_count") or [0] * len(columns["prompt_ids_count"]) for kind in ARRAY_KINDS]
+
+
+def all_frames(frames: Sequence[memoryview]) -> list[memoryview]:
+    """Return one frame for each array kind, also for one that was left out."""
+    return [*frames, memoryview(b"")] if len(frames) == KEPT else [*frames]
 
 
 def slices(sizes: Sequence[int], frame: memoryview) -> list[memoryview]:
@@ -173,13 +220,16 @@ def check_frames(columns: dict[str, Any], frames: Sequence[memoryview]) -> None:
     """Raise WireError unless the frames match the columns of counts, masks and version runs the responses."""
     if len(frames) != len(ARRAY_KINDS):
         raise WireError(f"{quantity(len(frames), 'array frame')} where {len(ARRAY_KINDS)} are needed")
-    for kind, frame in zip(ARRAY_KINDS, frames, strict=True):
-        expected = sum(columns[f"{kind.name}_count"]) * kind.unit_bytes
+    counts = array_counts(columns)
+    for kind, count, frame in zip(ARRAY_KINDS, counts, frames, strict=True):
+        expected = sum(count) * kind.unit_bytes
         if frame.nbytes != expected:
             raise WireError(f"frame {kind.name} has {frame.nbytes} bytes, its counts add up to {expected}")
     if columns["logprobs_count"] != columns["response_ids_count"]:
         raise WireError("logprobs and response_ids differ in length: one log-probability belongs to each token")
     _check_version_runs(columns, frames)
+    if frames[KEPT].nbytes:
+        _check_kept(counts, frames[KEPT])
     if any(columns["loss_mask_count"]):
         for masked, tokens in zip(columns["loss_mask_count"], columns["response_ids_count"], strict=True):
             if masked not in (0, tokens):
@@ -304,9 +354,9 @@ def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, faile
 def unpack_arrays(columns: dict[str, Any], frames: Sequence[memoryview]) -> dict[str, list[npt.NDArray[Any]]]:
     """Return the arrays of a checked batch by kind, one per trajectory, of shape [count] or [count, width]."""
     arrays = {}
-    for kind, frame in zip(ARRAY_KINDS, frames, strict=True):
+    for kind, counts, frame in zip(ARRAY_KINDS, array_counts(columns), all_frames(frames), strict=True):
         shape = (-1,) if kind.width == 1 else (-1, kind.width)
-        views = slices([count * kind.unit_bytes for count in columns[f"{kind.name}_count"]], frame)
+        views = slices([count * kind.unit_bytes for count in counts], frame)
         arrays[kind.name] = [np.frombuffer(view, kind.dtype).reshape(shape) for view in views]
     return arrays
 

@@ -6,8 +6,10 @@ load new weights. Requests in flight survive that, and each token keeps the vers
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
 
 from tba.common.errors import EngineError
 from tba.common.weights.snapshot import Snapshot
@@ -17,13 +19,28 @@ from tba.searcher.engines.stopping import Stopping
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How to sample one response. `temperature` 0 is greedy. `stopping` replaces what ends the engine's responses."""
+    """How to sample one response. `temperature` 0 is greedy. `stopping` replaces what ends the engine's responses.
+
+    After the temperature come `min_p`, `top_k` (0 is all tokens) and `top_p`, in this order, each over what is left.
+    """
 
     temperature: float
     top_p: float
     max_tokens: int
     seed: int | None = None
     stopping: Stopping | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it may leave a part of the vocabulary to sample from."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    def recorded(self) -> dict[str, float]:
+        """Return the settings that are stored with the response."""
+        more = {"top_k": self.top_k, "min_p": self.min_p}
+        return {"temperature": self.temperature, "top_p": self.top_p} | {name: one for name, one in more.items() if one}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +64,7 @@ class Generation:
     `logprobs` [R] are natural-log probabilities under the sampling distribution, with temperature and top-p (greedy
     decoding: at temperature 1). `version_runs` [V, 2] are pairs (policy version, tokens) in order; the tokens sum to R.
     `stop_reason` is "eos", also if `search.stop` ended the response, or "length". The token that ended it is part of
-    `response_ids`.
+    `response_ids`. `kept` is as in `Trajectory`.
     """
 
     id: int
@@ -56,6 +73,7 @@ class Generation:
     version_runs: Int32
     stop_reason: str
     seconds: float
+    kept: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +219,12 @@ def fit_request(request: GenerationRequest, *, vocabulary: int, context: int) ->
         )
     if not in_vocabulary(request.prompt_ids.tolist(), vocabulary):
         raise EngineError(f"the prompt is empty, or has token ids outside 0 to {vocabulary - 1}")
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 1:
+    least = min(sampling.temperature, sampling.top_k, sampling.min_p, sampling.max_tokens - 1)
+    if least < 0 or not 0 < sampling.top_p <= 1 or sampling.min_p > 1:
         raise EngineError(
-            f"the request has temperature {sampling.temperature}, top_p {sampling.top_p}, max_tokens "
-            f"{sampling.max_tokens}: they must be at least 0, in (0, 1], and at least 1"
+            f"the request has temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}, "
+            f"min_p {sampling.min_p}, max_tokens {sampling.max_tokens}: they must be at least 0, in (0, 1], at least "
+            "0, in [0, 1], and at least 1"
         )
     if prompt + sampling.max_tokens <= context:
         return request

@@ -30,7 +30,7 @@ from tba.common.weights import adapter
 from tba.common.weights.model_files import model_directory, weight_files
 from tba.common.weights.pretrained import from_directory, tied_names
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
-from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32
+from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32, encode_kept
 from tba.searcher.engines.acceptance import Acceptance, refused_without_memory, routes_or_quantizes, tensor_shapes
 from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, SamplingSettings, fit_request
 from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache, cache_argument
@@ -56,6 +56,7 @@ class _Row:
     uniform: npt.NDArray[np.float64]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[Int32] = field(default_factory=list)
     runs: list[list[int]] = field(default_factory=list)
 
 
@@ -270,6 +271,8 @@ class TransformersEngine:
     def _add_tokens(self, rows: list[_Row], logits_BV: torch.Tensor) -> None:
         uniform_B = torch.tensor([row.uniform[len(row.tokens)] for row in rows], dtype=torch.float64)
         drawn = sample(logits_BV, [row.request.sampling for row in rows], uniform_B.to(self._device))
+        for number, kept in drawn.kept.items():
+            rows[number].kept.append(kept)
         for row, token, logprob in zip(rows, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
@@ -359,14 +362,19 @@ def _generation(row: _Row, reason: str) -> Generation:
         version_runs=np.asarray(row.runs, np.int32),
         stop_reason=reason,
         seconds=time.perf_counter() - row.started,
+        kept=encode_kept(row.tokens, row.kept) if row.kept else np.zeros(0, np.int32),
     )
 
 
 class Drawn(NamedTuple):
-    """A token for each row, and its natural-log probability under the distribution that it was drawn from."""
+    """A token for each row, and its natural-log probability under the distribution that it was drawn from.
+
+    `kept` are the tokens that were left, ascending, of the rows whose settings cut.
+    """
 
     tokens_B: torch.Tensor
     logprobs_B: torch.Tensor
+    kept: dict[int, Int32]
 
 
 def sample(logits_BV: torch.Tensor, settings: Sequence[SamplingSettings], uniform_B: torch.Tensor) -> Drawn:
@@ -377,21 +385,26 @@ def sample(logits_BV: torch.Tensor, settings: Sequence[SamplingSettings], unifor
     device = logits_BV.device
     temperatures = [s.temperature or 1.0 for s in settings]
     scaled_BV = logits_BV / torch.tensor(temperatures, device=device)[:, None]
-    nucleus = [row for row, s in enumerate(settings) if s.top_p < 1 and s.temperature > 0]
-    if nucleus:
-        rows = torch.tensor(nucleus, device=device)
-        top_p = torch.tensor([settings[row].top_p for row in nucleus], device=device)
-        scaled_BV[rows] = keep_top_p(scaled_BV[rows], top_p)
+    cut, kept = [row for row, s in enumerate(settings) if s.cuts], dict[int, Int32]()
+    if cut:
+        cut_BV = keep_likely(scaled_BV[cut], [settings[row] for row in cut])
+        scaled_BV[cut] = cut_BV
+        left_BV = (cut_BV > float("-inf")).cpu().numpy()
+        kept = {row: np.flatnonzero(left_V).astype(np.int32) for row, left_V in zip(cut, left_BV, strict=True)}
     greedy = torch.tensor([s.temperature == 0 for s in settings])
     fixed_B = logits_BV.argmax(-1) if bool(greedy.any()) else None
-    return inverse_cdf(scaled_BV, uniform_B, greedy.to(device), fixed_B)
+    return Drawn(*inverse_cdf(scaled_BV, uniform_B, greedy.to(device), fixed_B), kept)
 
 
-def keep_top_p(logits_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
-    """Set the logits of all tokens outside the nucleus (Holtzman et al. 2020) to minus infinity."""
+def keep_likely(logits_BV: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:
+    """Set the logits of all tokens that min-p, top-k and top-p (Holtzman et al. 2020) cut off to minus infinity."""
     sorted_BV, order_BV = logits_BV.sort(-1, descending=True)
-    probabilities_BV = sorted_BV.softmax(-1)
-    outside_BV = probabilities_BV.cumsum(-1) - probabilities_BV >= top_p_B[:, None]
+    numbers_3B = torch.tensor([(s.min_p, s.top_k or logits_BV.shape[1], s.top_p) for s in settings]).T.to(logits_BV)
+    min_p_B1, top_k_B1, top_p_B1 = numbers_3B[:, :, None]
+    outside_BV = sorted_BV < sorted_BV[:, :1] + min_p_B1.log()
+    outside_BV |= torch.arange(logits_BV.shape[1], device=logits_BV.device) >= top_k_B1
+    probabilities_BV = sorted_BV.masked_fill(outside_BV, float("-inf")).softmax(-1)
+    outside_BV |= probabilities_BV.cumsum(-1) - probabilities_BV >= top_p_B1
     # A top_p that is 0 in float32 still keeps the most probable token.
     outside_BV[:, 0] = False
     return logits_BV.masked_fill(outside_BV.scatter(1, order_BV, outside_BV), float("-inf"))
@@ -399,7 +412,7 @@ def keep_top_p(logits_BV: torch.Tensor, top_p_B: torch.Tensor) -> torch.Tensor:
 
 def inverse_cdf(
     logits_BV: torch.Tensor, uniform_B: torch.Tensor, greedy_B: torch.Tensor, fixed_B: torch.Tensor | None
-) -> Drawn:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token whose interval of the CDF contains the number, never one of probability 0; `fixed_B` if greedy.
 
     It searches in two levels, first among chunks of the vocabulary. So each logit costs one exponential in float32, and
@@ -422,4 +435,4 @@ def inverse_cdf(
     if fixed_B is not None:
         tokens_B1 = torch.where(greedy_B[:, None], fixed_B[:, None], tokens_B1)
     logprobs_B1 = logits_BV.gather(1, tokens_B1) - largest_B1 - total_B1.log().float()
-    return Drawn(tokens_B1[:, 0], logprobs_B1[:, 0])
+    return tokens_B1[:, 0], logprobs_B1[:, 0]

@@ -23,7 +23,7 @@ from msgspec.structs import asdict
 from tba.common.config import Config, LoraSection, ReferenceSection
 from tba.common.errors import ConfigError
 from tba.common.system.process import RENDEZVOUS_VARIABLE
-from tba.common.wire.trajectory import RowNumbers
+from tba.common.wire.trajectory import RowNumbers, encode_kept
 from tba.tests.helpers import trainer
 from tba.tests.helpers.puts import read_log_ratios
 from tba.tests.helpers.trainer import random_batch
@@ -67,7 +67,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     "offload_tied": ({"offload": "optimizer", "model": {"tie": True}, "max_grad_norm": 1e-3}, 3),
     "offload_learned_z": ({"offload": "optimizer", "name": "tb_learned_z"}, 3),
     "offload_half": ({"offload": "optimizer", "autocast": True, "double": False}, 4),
-    # At several temperatures, with demonstrations: `make_batch`.
+    # At several temperatures, with demonstrations and kept tokens: `make_batch`.
     "stale": ({"name": "tb_stale", "learning_rate_by_ess": True, "micro_batch_tokens": 40}, 5),
     "stale_tba_prime": ({"name": "tba_prime", "sharding": "all"}, 3),
     "transposed": ({"transpose": True}, 3),
@@ -113,6 +113,10 @@ def make_batch(scenario: str, step: int, prompts: int) -> TrainBatch:
         replace(row, temperature=(0.7, 1.0, 0.0, 1.3)[n % 4], sampling_logprobs=row.sampling_logprobs - 3)
         for n, row in enumerate(batch.rows)
     ]
+    for n, row in enumerate(rows):
+        if row.temperature and n % 3 == 0:
+            left = [np.unique([id_, 0, 5]) for id_ in row.response_ids]
+            rows[n] = replace(row, kept=encode_kept(row.response_ids.tolist(), left))
     return replace(batch, rows=rows)
 
 

@@ -64,7 +64,7 @@ def dropped(_: Path, database: Path) -> object:
 @pytest.mark.needs("fsspec", "pyarrow")
 @pytest.mark.parametrize("served", [False, True])
 def test_after_any_kill_tokens_are_in_exactly_one_place(config, make_config, start_tba, tmp_path, served):
-    before = ask(config.database, "SELECT * FROM payloads")
+    before = ask(config.database, "SELECT *, x'' FROM payloads")
     if served:
         config = make_config(buffer={"prompt_cap": 2})
         start_tba("buffer", "serve", "--config", config.file)

@@ -110,7 +110,7 @@ def runs(make_config_in, tba, start_tba, tmp_path) -> tuple[Path, Path]:
     for name, steps in (("done", 6), ("live", 100_000)):
         (tmp_path / name).mkdir()
         sections = arithmetic(run={"name": name}, train={"steps": steps, "keep_snapshot_every": 3})
-        config = make_config_in(tmp_path / name, **sections)
+        config = make_config_in(tmp_path / name, **sections | {"eval": {"at_end": name == "done"}})
         if name == "done":
             finished = tba("run", config.file)
             assert finished.returncode == 0, finished.stderr
@@ -196,6 +196,11 @@ def charts_lead_to_steps(browser: Watched) -> None:
     browser.open("/r/done")
     browser.page.locator(".u-over").first.click()
     browser.page.wait_for_url("**/r/done/steps/*")
+    # After the last step there are only evaluations.
+    browser.open("/r/done")
+    chart = browser.page.locator(".u-over").first
+    chart.click(position={"x": chart.evaluate("one => one.clientWidth") - 2, "y": 20})
+    browser.page.wait_for_url("**/r/done/held-out")
 
 
 def keys_move(browser: Watched) -> None:

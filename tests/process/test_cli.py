@@ -82,36 +82,6 @@ def test_doctor_names_the_program_at_the_address_of_the_buffer(tba_here, start_t
     assert (result, "is in use by the buffer of run test" in detail) == ("fail", True)
 
 
-TWO_EQUAL_KEYS = """
-from types import SimpleNamespace
-from tba.searcher.tasks.task import Prompt
-prompts = [Prompt(key, "question", "answer") for key in ("a", "b", "a")]
-Mine = lambda: SimpleNamespace(name="mine", prompts=lambda: prompts, held_out=list, score=None)
-"""
-
-
-# `tba run` starts `tba doctor --only task --strict` for it.
-@pytest.mark.parametrize(
-    ("command", "source", "sentence"),
-    [
-        ("run", "", "task.name my_task:Mine: my_task has no Mine; it defines no class"),
-        ("run", TWO_EQUAL_KEYS, "task mine: the prompts 1 and 3 have the same key 'a'"),
-        ("doctor", TWO_EQUAL_KEYS, "task mine: the prompts 1 and 3 have the same key 'a'"),
-    ],
-)
-def test_a_user_task_that_cannot_be_used_is_reported_before_anything_starts(
-    tba, make_config, example_model, tmp_path, command, source, sentence
-):
-    run = make_config(
-        model={"path": str(example_model)}, task={"name": "my_task:Mine"}, search={"gpus": "cpu"}, train={"gpu": "cpu"}
-    )
-    (tmp_path / "my_task.py").write_text(source)
-    result = tba(command, run.file)
-    assert result.returncode == (1 if command == "doctor" else 78)
-    assert sentence in " ".join((result.stderr + result.stdout).split())
-    assert not run.directory.exists()
-
-
 @pytest.mark.parametrize(
     "command", [("run",), ("run", "--dry-run"), ("doctor", "--only", "settings", "--only", "task")]
 )
@@ -158,7 +128,10 @@ def own_task(make_config, example_model, tmp_path):
 def test_what_ended_the_check_of_a_task_is_named_and_only_its_own_error_is_one_of_the_configuration(
     tba, own_task, source, exit_code, sentence
 ):
-    refused(tba("run", own_task(source).file), exit_code, sentence)
+    # `tba run` starts `tba doctor --only task --strict` for it, before anything else.
+    run = own_task(source)
+    refused(tba("run", run.file), exit_code, sentence)
+    assert not run.directory.exists()
 
 
 HANGING_TASK = """

@@ -16,6 +16,7 @@ from tba.tests.process.test_demo import check_gain
 from tba.tests.runner import size
 
 CONFIG = "examples/words/demo.toml"
+WARM_START = "--batch-size 16 --set train.schedule=wsd"
 FULL_SIZE = size(False, True)
 
 
@@ -54,10 +55,11 @@ def test_the_pairs_are_solutions_of_which_many_misread_an_event(prepared):
 
 def test_the_demo_of_word_problems_runs_from_an_untrained_model(prepared, tba, tba_here, tmp_path):
     """In full size it gains 20 points on held-out problems. Small, every stage runs and leaves what it should."""
+    assert WARM_START in (ROOT / "Makefile").read_text()
     start, directory = prepared[0], tmp_path / "demo"
     sft = tba_here(
         "sft", start / "pairs.jsonl", "--config", ROOT / CONFIG, "--model", start / "untrained",
-        "--out", start / "model", *size(("--steps", "8"), ()),
+        "--out", start / "model", *WARM_START.split(), *size(("--steps", "8"), ()),
     )  # fmt: skip
     assert sft.exit_code == 0, sft.message
     losses = [json.loads(line)["loss"] for line in (start / "model/sft_metrics.jsonl").read_text().splitlines()]
@@ -71,7 +73,10 @@ def test_the_demo_of_word_problems_runs_from_an_untrained_model(prepared, tba, t
     result = tba("run", CONFIG, *(part for value in settings for part in ("--set", value)), timeout=900, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
-    evaluated = [json.loads(line)["step"] for line in (directory / "eval.jsonl").read_text().splitlines()]
-    assert (evaluated[0], evaluated[-1]) == (0, len((directory / "metrics.jsonl").read_text().splitlines()))
+    evaluated = [json.loads(line) for line in (directory / "eval.jsonl").read_text().splitlines()]
+    assert evaluated[0]["step"] == 0
+    assert evaluated[-1]["step"] == len((directory / "metrics.jsonl").read_text().splitlines())
     if FULL_SIZE:
+        # Of the 42 % that a perfect student of the pairs reaches. Less means a warm start that has not converged.
+        assert evaluated[0]["accuracy"] > 0.36
         check_gain(result, directory, points=20)

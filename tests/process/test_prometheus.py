@@ -26,7 +26,7 @@ def scrape(port: int) -> str:
 
 
 @pytest.mark.torch
-def test_all_roles_report_to_systemd_and_to_prometheus_every_metric_of_the_dashboard_and_the_alerts(
+def test_roles_started_by_hand_in_any_order_report_to_systemd_and_every_metric_of_the_dashboard_to_prometheus(
     make_config, start_tba
 ):
     """tests/process/test_fleet.py has several searchers."""
@@ -35,7 +35,7 @@ def test_all_roles_report_to_systemd_and_to_prometheus_every_metric_of_the_dashb
     run = make_config(**arithmetic(metrics=metrics, train={"steps": 100_000}, buffer={"max_staleness": 4}))
     heard: dict[tuple[str, ...], list[str]] = {}
     sockets = {}
-    for role in (("buffer", "serve"), ("search", "--cpu", "1"), ("train", "--processes", "2")):
+    for role in (("train", "--processes", "2"), ("search", "--cpu", "1"), ("buffer", "serve")):
         sockets[role], heard[role] = NotifySocket(), []
         start_tba(*role, "--config", run.file, NOTIFY_SOCKET=sockets[role].address)
 

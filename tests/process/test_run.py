@@ -263,15 +263,3 @@ def test_a_child_with_a_wrong_configuration_ends_the_run_with_its_sentence(small
     assert result.returncode == 78
     assert "unheard-of" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_roles_started_by_hand_in_any_order_find_each_other(small_run, start_tba):
-    run = small_run(train={"steps": 3})
-    trainer = start_tba("train", "--cpu", "--config", run.file)
-    searcher = start_tba("search", "--cpu", "1", "--config", run.file)
-    buffer = start_tba("buffer", "serve", "--config", run.file)
-    assert trainer.wait(300) == 0
-    assert searcher.wait(300) == 0, "searchers leave when the run is finished"
-    buffer.terminate()
-    assert buffer.wait(60) == 0
-    check_history(run, steps=3)

@@ -18,7 +18,11 @@ from tba.tests.runner import FULL_SIZE
 BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SECONDS = 900
 # What `make test` types in place of numbers of steps.
-FEWER = {"/steps = 60/": "/steps = 6/", "/steps = 80/": "/steps = 8/"}
+FEWER = {
+    "/steps = 60/": "/steps = 6/",
+    "/steps = 80/": "/steps = 8/",
+    "/prompts_per_step = 32/": "/prompts_per_step = 8/",
+}
 
 
 @pytest.fixture

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from tba.common.errors import ConfigError, WireError
 from tba.common.wire.messages import Batch
-from tba.common.wire.trajectory import ARRAY_KINDS, Float32, Int32, UInt8, sequence_spans, unpack_arrays
+from tba.common.wire.trajectory import (
+    ARRAY_KINDS,
+    Float32,
+    Int32,
+    UInt8,
+    kept_between,
+    sequence_spans,
+    unpack_arrays,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +33,10 @@ class Row:
     """One trajectory: its tokens, and the log-probabilities with which the engine sampled them.
 
     `sampling_logprobs` and `loss_mask` have one entry per response token; a token with mask 0 does not count.
-    They are of softmax(logits / `temperature`); 0 means that they are of no such distribution, or unknown. `on_policy`
-    means: sampled from it with the weights that are being trained. `segments` are the positions in the response at
-    which a new context begins, usually none.
+    They are of softmax(logits / `temperature`) over the `kept` tokens (`tba.common.wire.trajectory`), empty for all of
+    the vocabulary; 0 means that they are of no such distribution, or unknown. `on_policy` means: sampled from it with
+    the weights that are being trained. `segments` are the positions in the response at which a new context begins,
+    usually none.
     """
 
     id: int
@@ -38,6 +47,7 @@ class Row:
     on_policy: bool
     temperature: float = 1.0
     segments: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    kept: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def tokens(self) -> int:
@@ -68,6 +78,7 @@ class Row:
                 sampling_logprobs=self.sampling_logprobs[first:end],
                 loss_mask=self.loss_mask[first:end],
                 segments=self.segments[:0],
+                kept=kept_between(self.kept, first, end),
             )
             for start, first, end in self.spans
         ]
@@ -181,6 +192,8 @@ def row_of_arrays(id_: int, arrays: Mapping[str, Any], temperature: float, *, on
         on_policy=on_policy,
         temperature=temperature,
         segments=arrays["segments"],
+        # Greedy responses and demonstrations are of no distribution.
+        kept=arrays["kept"] if temperature else arrays["kept"][:0],
     )
 
 

@@ -98,8 +98,8 @@ class Health:
     ) -> None:
         """Take the metrics of a step, and log what exceeds its limit. `largest_reward` is that of the batch.
 
-        `at_temperature_1` is whether all of its responses were sampled so. A skipped step has none of the metrics, and
-        changes nothing.
+        `at_temperature_1` is whether all of its responses were sampled so, from the whole vocabulary. A skipped step
+        has none of the metrics, and changes nothing.
         """
         found = {
             "policy_mass": self._lost_share(metrics),

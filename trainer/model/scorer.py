@@ -22,7 +22,7 @@ from tba.common.system.load_errors import loading
 from tba.common.weights.pretrained import from_directory, tied_names
 from tba.trainer.batch.batch import Layout, Row, counted, pad
 from tba.trainer.batch.micro_batches import CPU_PASS_TOKENS, GPU_PASS_TOKENS, forward_passes
-from tba.trainer.model.chunked_logprobs import token_logprobs
+from tba.trainer.model.chunked_logprobs import Kept, token_logprobs
 from tba.trainer.model.packed_attention import ATTENTION
 from tba.trainer.model.packing import pack
 from tba.trainer.objectives.responses import row_sums
@@ -160,10 +160,10 @@ class Scores:
     """The scores of some rows, in their order.
 
     `logprob_R` has every response token, masked ones included, at temperature 1; it is 0 in the contexts of segments.
-    `tempered_R` is the same at the temperature of each row if that is asked for, otherwise the same tensor. On request
-    there are `prompt_NH`, the mean of each prompt's last hidden states, `turn_SH`, the last hidden state of the token
-    before each turn (`Row.turns`), detached, and `entropy_R`, the entropy in nats of the distribution at
-    each response token.
+    `tempered_R` is that of the distribution that the engine sampled from, at the temperature and over the kept tokens
+    of each row, if that is asked for; otherwise the same tensor. On request there are `prompt_NH`, the mean of each
+    prompt's last hidden states, `turn_SH`, the last hidden state of the token before each turn (`Row.turns`), detached,
+    and `entropy_R`, the entropy in nats of the distribution at each response token.
     """
 
     logprob_R: Tensor
@@ -240,8 +240,9 @@ class Scorer(nn.Module):
             if not part:
                 all_sequences.append(_EMPTY_ROW)
         temperature_R = _temperatures(all_sequences) if tempered else None
+        kept = _kept(all_sequences) if tempered else None
         places = _turn_places(all_sequences) if turns else None
-        scores = self(all_sequences, filled, temperature_R, pooled, entropy, places)
+        scores = self(all_sequences, filled, temperature_R, kept, pooled, entropy, places)
         logprob_R, tempered_R, prompt_NH, entropy_R, turn_SH = scores
         if len(sequences) > len(rows):
             in_rows = partial(_in_rows, rows, _places(rows).to(logprob_R.device))
@@ -260,6 +261,7 @@ class Scorer(nn.Module):
         rows: Sequence[Row],
         passes: Sequence[Sequence[int]],
         temperature_R: Tensor | None,
+        kept: Kept | None,
         pooled: bool,
         entropy: bool,
         turn_places: list[int] | None,
@@ -284,6 +286,7 @@ class Scorer(nn.Module):
                 hidden_RH,
                 targets_R.to(self.device),
                 temperature_R=None if temperature_R is None else temperature_R.to(self.device),
+                kept=None if kept is None else Kept(*(one.to(self.device) for one in kept)),
                 entropy=entropy,
                 exact=self._exact_logits,
             )
@@ -293,11 +296,28 @@ class Scorer(nn.Module):
 
 
 def _temperatures(rows: Sequence[Row]) -> Tensor | None:
-    """Return the temperature of each response token, 1 where it is unknown: [R] in float64, None if all are 1."""
-    if all(row.temperature in (0, 1) for row in rows):
+    """Return the temperature of each response token, 1 where it is unknown: [R] in float64.
+
+    None if all are 1, and no token was cut off.
+    """
+    if all(row.temperature in (0, 1) and not len(row.kept) for row in rows):
         return None
     values = np.repeat([row.temperature or 1.0 for row in rows], [len(row.response_ids) for row in rows])
     return torch.from_numpy(values)
+
+
+def _kept(rows: Sequence[Row]) -> Kept | None:
+    """Return the kept tokens of all rows; None if no row has any."""
+    if not any(len(row.kept) for row in rows):
+        return None
+    whole = [len(row.kept) == 0 for row in rows]
+    streams = [
+        np.zeros(len(row.response_ids), np.int32) if all_ else row.kept for row, all_ in zip(rows, whole, strict=True)
+    ]
+    kept = np.concatenate(streams).astype(np.int64)
+    counts_R = np.diff(np.flatnonzero(kept == 0), prepend=-1) - 1
+    is_whole_R = np.repeat(whole, [len(row.response_ids) for row in rows])
+    return Kept(*map(torch.from_numpy, (kept[kept > 0] - 1, counts_R, is_whole_R)))
 
 
 def _turn_places(sequences: Sequence[Row]) -> list[int]:

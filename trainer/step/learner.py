@@ -382,7 +382,7 @@ class Learner:
     def _check_tokens(self, batch: TrainBatch) -> None:
         """Check token ids: one outside the vocabulary would be an obscure device error, or silently another token."""
         for row in batch.rows:
-            for tokens in (row.prompt_ids, row.response_ids):
+            for tokens in (row.prompt_ids, row.response_ids, row.kept[row.kept > 0] - 1):
                 if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.scorer.vocabulary):
                     raise ConfigError(
                         f"trajectory {row.id} has token ids outside the model's vocabulary of "

@@ -29,8 +29,9 @@ WHERE batch = ? AND slot = ?
 """
 _SELECT_BATCH = """
 SELECT t.id, p.key AS prompt_key, t.reward, t.reward_parts, t.policy_version, c.staleness,
-       CASE WHEN json_extract(t.sampling, '$.top_p') = 1 THEN json_extract(t.sampling, '$.temperature') ELSE 0.0
-           END AS temperature,
+       json_extract(t.sampling, '$.temperature') AS temperature,
+       json_extract(t.sampling, '$.top_p') IS NOT 1 OR json_extract(t.sampling, '$.top_k') IS NOT NULL
+           OR json_extract(t.sampling, '$.min_p') IS NOT NULL AS is_cut,
        r.logprob AS reference_logprob,
        (SELECT COUNT(*) FROM consumption_rows e WHERE e.trajectory = t.id AND e.batch < b.id) AS times_used,
        CASE WHEN t.turns = '[]' OR NOT json_valid(t.turns) THEN t.turns
@@ -105,7 +106,7 @@ class Batches:
         return Recency(*self._database.one(query, run.id, step))
 
     def rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:
-        """Return the recorded batch of a step as columns in slot order; `temperature` is 0 where top-p is not 1."""
+        """Return the recorded batch of a step as columns in slot order; `is_cut`: a part of the vocabulary was left."""
         cursor = self._database.execute(_SELECT_BATCH, (reference, run.id, step))
         columns = map(list, zip(*cursor, strict=True))
         return {name: column for (name, *_), column in zip(cursor.description, columns, strict=True)}

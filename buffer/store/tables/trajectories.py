@@ -1,4 +1,4 @@
-"""The tables `trajectory_rows`, `payloads` and `reference_logprobs`.
+"""The tables `trajectory_rows`, `payloads`, `kept_tokens` and `reference_logprobs`.
 
 The rows that a transaction adds are collected in memory; `flush` writes them with multi-row statements when it ends.
 """
@@ -14,7 +14,7 @@ from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.runs import Run
 from tba.common.errors import Refused, quantity
 from tba.common.wire.archive_messages import Archive
-from tba.common.wire.trajectory import ARRAY_KINDS, ROW_FIELDS
+from tba.common.wire.trajectory import ARRAY_KINDS, KEPT, ROW_FIELDS
 
 # A prompt may have very many trajectories: the index receives them in blocks of at most this size at a start.
 _BLOCK_ROWS = 256
@@ -38,7 +38,10 @@ TRAJECTORY_COLUMNS = (
     "payload_bytes",
     *ROW_FIELDS,
 )
-_ARRAYS = tuple(kind.name for kind in ARRAY_KINDS)
+_ARRAYS = tuple(kind.name for kind in ARRAY_KINDS[:KEPT])
+# The blobs of a trajectory in the order of ARRAY_KINDS: an expression for each, and where they are.
+PAYLOAD_COLUMNS = ", ".join([*(f"y.{name}" for name in _ARRAYS), "COALESCE(k.kept, x'')"])
+PAYLOADS = "payloads y LEFT JOIN kept_tokens k ON k.trajectory = y.trajectory"
 _ADD_DELIVERED = """
 UPDATE senders SET trajectories = trajectories + ?, errors = errors + ?, response_tokens = response_tokens + ?,
     reward_sum = reward_sum + ?, first_received_at = COALESCE(first_received_at, ?), last_received_at = ?
@@ -46,8 +49,9 @@ WHERE id = ?
 """
 # Without ORDER BY: SQLite's sorter would copy every blob, which takes as long as reading them.
 _SELECT_PAYLOADS = f"""
-SELECT p.trajectory, {", ".join(f"p.{name}" for name in _ARRAYS)}
-FROM json_each(?) asked CROSS JOIN payloads p ON p.trajectory = asked.value
+SELECT y.trajectory, {PAYLOAD_COLUMNS}
+FROM json_each(?) asked CROSS JOIN payloads y ON y.trajectory = asked.value
+LEFT JOIN kept_tokens k ON k.trajectory = y.trajectory
 """  # noqa: S608
 
 _SELECT_ARCHIVED = """
@@ -97,7 +101,10 @@ class Trajectories:
         """Write the added rows, so that queries in this transaction see them."""
         rows = self._new_rows
         self._database.insert("trajectory_rows", TRAJECTORY_COLUMNS, list(rows.values()))
-        self._database.insert("payloads", ("trajectory", *_ARRAYS), [rows["id"], *self._new_payloads])
+        self._database.insert("payloads", ("trajectory", *_ARRAYS), [rows["id"], *self._new_payloads[:KEPT]])
+        kept = [(id_, view) for id_, view in zip(rows["id"], self._new_payloads[KEPT], strict=True) if view.nbytes]
+        if kept:
+            self._database.insert("kept_tokens", ("trajectory", "kept"), list(zip(*kept, strict=True)))
         self._count_delivered()
         self._unlogged += sum(rows["payload_bytes"]) + _ROW_BYTES * len(rows["id"])
         self._forget_new()
@@ -202,12 +209,14 @@ class Trajectories:
             )
         return [found[id_] for id_ in trajectories]
 
-    def tokens(self, trajectories: Sequence[int]) -> tuple[int, int]:
-        """Return (prompt tokens, response tokens) in total. A trajectory counts as often as it is listed."""
+    def largest_frame(self, trajectories: Sequence[int]) -> int:
+        """Return the bytes of the largest array frame of a batch. A trajectory counts as often as it is listed."""
         self.flush()
-        query = """SELECT COALESCE(SUM(t.prompt_tokens), 0), COALESCE(SUM(t.response_tokens), 0)
-                   FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value"""
-        return self._database.one(query, json.dumps(trajectories))
+        query = """SELECT MAX(4 * COALESCE(SUM(t.prompt_tokens), 0), 4 * COALESCE(SUM(t.response_tokens), 0),
+                       COALESCE(SUM(LENGTH(k.kept)), 0))
+                   FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value
+                   LEFT JOIN kept_tokens k ON k.trajectory = t.id"""
+        return int(self._database.one(query, json.dumps(trajectories))[0])
 
     def payload_sizes(self, run: Run) -> dict[int, int]:
         """Return the bytes of the payload of each trajectory that has one."""
@@ -218,7 +227,8 @@ class Trajectories:
         """Delete payloads and what else is stored of their tokens, and set `compacted_at` of their trajectories."""
         ids = [(id_,) for id_ in trajectories]
         self.count_logged(_ROW_BYTES * len(ids))
-        self._database.execute_many("DELETE FROM payloads WHERE trajectory = ?", ids)
+        for table in ("payloads", "kept_tokens"):
+            self._database.execute_many(f"DELETE FROM {table} WHERE trajectory = ?", ids)  # noqa: S608
         dropped = [(now, id_) for id_ in trajectories]
         self._database.execute_many("UPDATE trajectory_rows SET compacted_at = ? WHERE id = ?", dropped)
         self._database.execute_many("UPDATE consumption_rows SET token_log_ratios = NULL WHERE trajectory = ?", ids)

@@ -267,6 +267,8 @@ class VllmEngine(RunningVllm):
     ) -> None:
         """`lora_rank` 0 is an engine without adapters; `prompt_tokens` is the length of a typical prompt.
 
+        With `search.top_k` vLLM returns the tokens that were left to sample from.
+
         `pack_weights` False makes vLLM on a CPU compute with its parameters, as it does on a GPU.
         """
         import_vllm()

@@ -26,7 +26,7 @@ from tba.common.config.search import SearchSection
 from tba.common.errors import EngineError, EngineFaulty, SnapshotError, raised_at
 from tba.common.log import get_logger
 from tba.common.rotation import Rotation
-from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32
+from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32, encode_kept
 from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings, fit_request
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.engines.vllm.start import most_in_flight
@@ -177,6 +177,8 @@ class RunningVllm:
         self.max_in_flight = self.scheduler.choose_in_flight(search, prompt_tokens)
         self._stopping = stopping
         self._adapter = adapter
+        # vLLM returns the tokens that were left to sample from, and refuses greedy requests.
+        self._kept = search.top_k > 0
         # Version that the next token will be produced by.
         self.weights_version = 0
         llm.set_weight_version("0")
@@ -232,7 +234,7 @@ class RunningVllm:
             if len(ids) > 1:
                 self._scorings += 1
                 waiting[f"score{self._scorings}"] = index
-                params = _params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+                params = _params(**self._greedy(), max_tokens=1, prompt_logprobs=0, detokenize=False)
                 self._add(f"score{self._scorings}", ids, params, _SCORING_PRIORITY)
         scores = [np.zeros(0, np.float32) for _ in sequences]
         while waiting:
@@ -306,9 +308,9 @@ class RunningVllm:
         if stopping.strings:
             # The last one concerns only vLLM's own text, which is not used: all tokens are returned.
             text = {"detokenize": True, "stop": [*stopping.strings], "include_stop_str_in_output": True}
+        how = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         return _params(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
+            **(how if sampling.temperature > 0 else self._greedy()),
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
             stop_token_ids=sorted(stopping.ids),
@@ -318,6 +320,10 @@ class RunningVllm:
             # Log-probabilities of the sampled token, and of no alternatives.
             logprobs=0,
         )
+
+    def _greedy(self) -> dict[str, Any]:
+        """Return the settings of greedy decoding. Where vLLM refuses them, the log-probability of each token is 0."""
+        return {"temperature": 1.0, "top_k": 1} if self._kept else {"temperature": 0.0}
 
     def _advance(self) -> dict[str, Any]:
         """Hand queued requests to vLLM, up to `max_in_flight`, and step it."""
@@ -371,7 +377,21 @@ def _generation(one: _InFlight, output: Any) -> Generation:
         version_runs=np.asarray(runs, np.int32).reshape(-1, 2),
         stop_reason=_STOP_REASONS[output.finish_reason],
         seconds=time.perf_counter() - one.started,
+        kept=_kept(output) if one.request.sampling.cuts else np.zeros(0, np.int32),
     )
+
+
+def _kept(output: Any) -> Int32:
+    """Return the tokens that were left to sample from; empty if vLLM does not return them."""
+    if output.sampling_mask is None:
+        return np.zeros(0, np.int32)
+    masks = [np.sort(np.asarray(ids, np.int32)) for ids in output.sampling_mask.token_ids]
+    tokens = list(output.token_ids)
+    if len(masks) != len(tokens) or not all(token in ids for token, ids in zip(tokens, masks, strict=True)):
+        raise EngineError(
+            f"vLLM returned {len(masks)} sampling masks for {len(tokens)} tokens, or one without its token"
+        )
+    return encode_kept(tokens, masks)
 
 
 def _values(logprobs: Any, count: int) -> Float32:

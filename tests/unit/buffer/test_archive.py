@@ -21,7 +21,7 @@ from tba.common.errors import StorageError
 from tba.tests.helpers.buffer import BufferThread, ask, change
 from tba.tests.helpers.puts import log_ratios, make_episode, numbers_of
 
-PAYLOADS = "SELECT * FROM payloads ORDER BY trajectory"
+PAYLOADS = "SELECT y.*, COALESCE(kept, x'') FROM payloads y LEFT JOIN kept_tokens USING (trajectory) ORDER BY 1"
 RATIOS = "SELECT trajectory, slot, token_log_ratios FROM consumption_rows ORDER BY trajectory"
 SAMPLEABLE = [(9,), (10,)]
 CAP = ["--set", "run.name=test", "--set", "buffer.prompt_cap=2", "--keep-steps", 0]
@@ -35,7 +35,11 @@ def capped(harness, trajectory):
     buffer.put([trajectory(tokens=[0] * 2000, logprobs=odd), trajectory(tokens=[1] * 2000)], 0)
     buffer.sample(0, prompts=1, samples=2)
     buffer.report(0, rows=numbers_of(2, token_log_ratios=log_ratios([0.5] * 2000, [-6e-8] * 2000)))
-    more = [make_episode("p0"), trajectory(text="2 + 2", tokens=[7]), trajectory(error="no", tokens=[])]
+    more = [
+        make_episode("p0"),
+        trajectory(text="2 + 2", tokens=[7], kept=np.array([3, 0])),
+        trajectory(error="no", tokens=[]),
+    ]
     buffer.put([*more, *(trajectory(tokens=[n] * 2000) for n in range(5))], 2)
     buffer.store.close()
     return buffer.store.path
@@ -68,6 +72,7 @@ def test_tokens_that_cannot_be_sampled_move_and_come_back_bit_for_bit(move, capp
     assert [(id_, slot, blob) for id_ in (1, 2) for (_, slot), blob in read[id_].log_ratios.items()] == ratios
     assert {blob for *_, blob in ask(capped, RATIOS)} == {None}
     assert {finding["result"] for finding in check(capped)} == {"ok"}
+    assert ask(capped, "SELECT * FROM kept_tokens") == []
     assert [path.name[:12] for path in (tmp_path / "old").glob("*/*")] == ["000000000001"]
 
 

@@ -35,7 +35,8 @@ def ask(tmp_path):
 
 
 PAYLOADS = (
-    "SELECT prompt_ids, response_ids, logprobs, version_runs, loss_mask, segments FROM payloads ORDER BY trajectory"
+    "SELECT prompt_ids, response_ids, logprobs, version_runs, loss_mask, segments, kept FROM payloads"
+    " LEFT JOIN kept_tokens USING (trajectory) ORDER BY trajectory"
 )
 KEPT = (
     "SELECT prompt, reward, reward_parts, stop_reason, temperature, top_p, created_at, generation_seconds, text, error,"
@@ -53,8 +54,10 @@ def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness,
     buffer = harness(fill=(2, 2))
     logprobs = np.array([-0.1, -1e-7, -3.3333333], np.float32)
     odd = {"text": 'a "b"\n\u2028é', "metadata": {"deep": [{"x": 1.5}]}, "loss_mask": np.array([1, 0, 1], np.uint8)}
-    runs = np.array([[0, 1], [0, 2]], np.int32)
-    buffer.put([trajectory("p1", tokens=[7, 8, 2**31 - 1], logprobs=logprobs, version_runs=runs, **odd)], 100)
+    runs, kept = np.array([[0, 1], [0, 2]], np.int32), np.array([1, 4, 0, 0, 9, 0], np.int32)
+    buffer.put(
+        [trajectory("p1", tokens=[7, 8, 2**31 - 1], logprobs=logprobs, version_runs=runs, kept=kept, **odd)], 100
+    )
     buffer.put([trajectory("p0", tokens=[], error="no", stop_reason="error", error_kind="worker")], 200)
     buffer.put([make_episode(turns=[turn | {"environment_seconds": 0.1} for turn in make_episode().turns])], 300)
     path = buffer.store.path
@@ -270,6 +273,7 @@ TURN = make_episode().turns[1] | {"start": 0}
         (FULL | {"loss_mask": [1, 1]}, "a loss mask has 2 entries for 1 response token"),
         (GOOD | {"metadata": {"n": 2**70}}, "can't serialize ints"),
         (GOOD | {"prompt_ids": [15, 16]}, "prompt_ids has 16, and the run's model has token ids below 16"),
+        (FULL | {"kept": [17, 0]}, "kept has 16, and the run's model has token ids below 16"),
         (GOOD | {"metadata": {"x": json.loads("[" * 100 + "]" * 100)}}, "nested more than 100 deep"),
         (GOOD | {"metadata": {"x": "y" * (200 << 10)}}, "metadata of row 0 has"),
         (GOOD | {"text": "x" * (17 << 20)}, "header of"),

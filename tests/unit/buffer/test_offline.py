@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tba.buffer.offline.offline_buffer import OfflineBuffer
@@ -53,7 +54,12 @@ def continue_run(run: ServiceHarness, step: int) -> None:
     """Add a round of trajectories, and train a step."""
     run.announce(step, step)
     for n in range(PROMPTS):
-        group = [make_trajectory(f"p{n}", lease=0, version=step, tokens=[n, step, k]) for k in range(2)]
+        # The second one is of a nucleus.
+        cut: list[dict[str, Any]] = [
+            {},
+            {"sampling": {"temperature": 1.0, "top_p": 0.9}, "kept": np.array([3, 9, 0, 0, 2, 0])},
+        ]
+        group = [make_trajectory(f"p{n}", 0, step, tokens=[n, step, k], **cut[k]) for k in range(2)]
         run.put(group, first_sequence=(step * PROMPTS + n) * 2)
     run.sample(step, prompts=2, samples=2)
     run.report(step)
@@ -98,6 +104,12 @@ def train(buffer: OfflineBuffer, step: int) -> messages.Batch:
     )  # fmt: skip
     ask(buffer, message, messages.Done)
     return batch
+
+
+def test_a_replay_has_the_kept_tokens_of_the_recorded_batches(source, offline):
+    recorded, replayed = source.sample(0, 2, 2).message, sample(offline(replay=True), 0)
+    assert sorted(recorded.kept_count)[-1] == 6
+    assert (replayed.kept_count, replayed.temperature) == (recorded.kept_count, [1.0] * 4)
 
 
 def ids(buffer: OfflineBuffer, steps: range) -> list[list[int]]:

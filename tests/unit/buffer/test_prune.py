@@ -137,7 +137,7 @@ def test_a_whole_run_is_deleted_and_the_others_stay(prune, trained):
     store.close()
     assert prune("--run", "test", "--yes").exit_code == 0
     assert ask(trained, "SELECT name FROM runs") == [("second",)]
-    for table in ("starts", "senders", "prompts", "visits", "trajectory_rows", "payloads", "batches"):
+    for table in ("starts", "senders", "prompts", "visits", "trajectory_rows", "payloads", "kept_tokens", "batches"):
         assert ask(trained, f"SELECT COUNT(*) FROM {table} WHERE rowid != 2") == [(0,)]
     assert {finding["result"] for finding in check(trained)} == {"ok"}
 

@@ -45,14 +45,14 @@ def test_a_batch_carries_the_payloads_that_were_put_and_is_repeated_on_request(h
 
 def test_a_batch_that_fits_no_message_is_refused_and_not_recorded(harness, monkeypatch):
     buffer = harness(fill=(2, 2))
-    tokens = buffer.service.state.store.trajectories.tokens([1, 2, 3, 4])
-    monkeypatch.setattr("tba.buffer.service.training.MAX_FRAME_BYTES", 4 * max(tokens) - 1)
+    largest = buffer.service.state.store.trajectories.largest_frame([1, 2, 3, 4])
+    monkeypatch.setattr("tba.buffer.service.training.MAX_FRAME_BYTES", largest - 1)
     with pytest.raises(Refused, match="at most"):
         buffer.sample(0, 2, 2)
     assert not buffer.service.state.store.batches.has(buffer.run, 0)
-    monkeypatch.setattr("tba.buffer.service.training.MAX_FRAME_BYTES", 4 * max(tokens))
+    monkeypatch.setattr("tba.buffer.service.training.MAX_FRAME_BYTES", largest)
     frames = buffer.sample(0, 2, 2).frames
-    assert max(map(len, frames)) <= 4 * max(tokens) < sum(map(len, frames)), "each frame fits, all together would not"
+    assert max(map(len, frames)) <= largest < sum(map(len, frames)), "each frame fits, all together would not"
 
 
 def test_staleness_is_counted_in_steps_from_the_earliest_step_of_a_response(harness, trajectory):

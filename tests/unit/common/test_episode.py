@@ -1,6 +1,7 @@
 """The turns of an episode become one row, from which each context and each completion can be read again."""
 
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -56,6 +57,12 @@ def test_a_context_that_does_not_extend_the_last_turn_or_is_shorter_begins_a_seg
     assert (row.segments.tolist(), row.version_runs.tolist()) == ([2], [[3, 9]])
     assert [ids for ids, _, _ in sequences_of(row)] == [[1, 2, 3, 4], [1, 2, 4, 5, 6, 7, 8]]
     assert join_turns([turn([1, 2], [3, 4]), turn([1, 2, 3], [4])]).segments.tolist() == [2]
+
+
+def test_kept_tokens_of_turns_are_joined_if_all_turns_have_some():
+    first, second = replace(turn([1], [3, 4]), kept=[9, 0, 0]), replace(turn([1, 3, 4, 6], [8]), kept=[2, 0])
+    assert join_turns([first, second]).kept.tolist() == [9, 0, 0, 0, 2, 0]
+    assert join_turns([first, replace(second, kept=())]).kept.tolist() == []
 
 
 def test_every_turn_of_random_chains_keeps_its_context_completion_and_version():

@@ -1,6 +1,10 @@
 """Logs, in which equal warnings are counted; why a run stands still; and which run a place belongs to."""
 
+import json
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -52,6 +56,27 @@ def test_a_line_break_in_a_field_begins_no_line_of_the_log():
     formatter = TextFormatter("buffer", colour=False)
     forged = formatter.format(record("leases expired", sender="evil\n12:00:00 buffer finished"))
     assert forged.endswith('leases expired sender="evil\\n12:00:00 buffer finished"')
+
+
+def test_a_failed_thread_is_one_line_of_a_journal():
+    program = """if True:
+        import threading
+        from tba.common.log import configure
+        configure("train")
+        thread = threading.Thread(target=open, args=("/nowhere/file",), name="writer")
+        thread.start()
+        thread.join()
+    """
+    written = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TBA_LOG": "json"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    line = json.loads(written)
+    assert (line["level"], line["event"], line["thread"]) == ("error", "a thread has failed", "writer")
+    assert line["error"] == "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/file'"
 
 
 _CRASHES = ["buffer failed 2 times: disk I/O error"]

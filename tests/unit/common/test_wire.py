@@ -21,7 +21,15 @@ from tba.common.wire.codec import (
     request_id_of,
 )
 from tba.common.wire.messages import GetStatus
-from tba.common.wire.trajectory import MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers, pack, sequences, unpack_arrays
+from tba.common.wire.trajectory import (
+    MAX_LOG_RATIO_BYTES,
+    QUANTITIES,
+    RowNumbers,
+    kept_between,
+    pack,
+    sequences,
+    unpack_arrays,
+)
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.examples import FILE_MESSAGES, REPLIES, REQUESTS, STATE
 from tba.tests.helpers.puts import make_episode, put_message
@@ -221,6 +229,17 @@ def test_the_bytes_of_a_put_are_those_of_protocol_version_3(trajectory):
     )
 
 
+def test_kept_tokens_have_a_frame_if_a_row_has_some(trajectory):
+    kept = np.array([3, 10, 0, 0, 2, 0], np.int32)
+    message, frames = put_message([trajectory(), trajectory(kept=kept), trajectory()])
+    decoded = decode_request(views(request(message, frames)))
+    assert isinstance(decoded.message, messages.PutTrajectories)
+    arrays = unpack_arrays(asdict(decoded.message.rows), decoded.frames)
+    assert [a.tolist() for a in arrays["kept"]] == [[], kept.tolist(), []]
+    assert kept_between(kept, 1, 3).tolist() == [0, 2, 0]
+    assert len(put_message([trajectory()])[1]) == len(frames) - 1
+
+
 def test_an_episode_survives_the_wire_and_other_rows_carry_nothing_for_it(trajectory):
     message, frames = put_message([make_episode(), trajectory(), trajectory(error="no", error_kind="worker")])
     decoded = decode_request(views(request(message, frames)))
@@ -365,6 +384,11 @@ def test_a_nested_protocol_version_is_malformed_at_any_depth(depth):
         ({"tokens": [1], "logprobs": np.array([np.nan], np.float32)}, "not finite"),
         ({"logprobs": np.zeros(2, np.float32)}, "differ in length"),
         ({"version_runs": np.array([[0, 2]], np.int32)}, "version runs"),
+        ({"sampling": {"temperature": 1.0, "top_p": 1.0, "min_p": 1.5}}, "min_p"),
+        *(
+            ({"kept": np.array(kept)}, "kept tokens")
+            for kept in ([0, 0], [0] * 4, [0, 0, 0, 1], [2, 2, 0, 0, 0], [-1, 0, 0, 0])
+        ),
     ],
 )
 def test_rows_with_impossible_values_are_refused(trajectory, changes, words):

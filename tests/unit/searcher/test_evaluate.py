@@ -42,6 +42,7 @@ from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
+from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_trajectory
@@ -416,15 +417,15 @@ def test_what_cannot_be_a_model_is_named(tmp_path, example_model):
         check_export(example_model, tmp_path / "out")
 
 
-def test_an_empty_prompt_is_refused_before_torch_is_loaded(tba_here, monkeypatch, example_model):
+@pytest.mark.parametrize(
+    ("command", "module", "sentence"),
+    [
+        (("generate", "--model", EXAMPLE_MODEL, "--cpu"), "searcher.generate", "the prompt on standard input is empty"),
+        (("export-model", "nowhere", "out"), "trainer.export", "nowhere does not exist"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_torch_is_loaded(tba_here, monkeypatch, command, module, sentence):
     # An import of this module, which loads torch, would fail.
-    monkeypatch.setitem(sys.modules, "tba.searcher.generate", None)
-    done = tba_here("generate", "--model", example_model, "--cpu")
-    assert (done.exit_code, "the prompt on standard input is empty" in done.message) == (2, True)
-
-
-def test_wrong_arguments_of_an_export_are_refused_before_torch_is_loaded(tba_here, monkeypatch):
-    # An import of this module, which loads torch, would fail.
-    monkeypatch.setitem(sys.modules, "tba.trainer.export", None)
-    done = tba_here("export-model", "nowhere", "out")
-    assert (done.exit_code, "nowhere does not exist" in done.message) == (2, True)
+    monkeypatch.setitem(sys.modules, f"tba.{module}", None)
+    done = tba_here(*command)
+    assert (done.exit_code, sentence in done.message) == (2, True)

@@ -128,7 +128,8 @@ class FakeEngine:
     def step(self) -> list[Generation]:
         requests, self._requests = self._requests, []
         ids, logprobs, runs = np.array([1, 2], np.int32), np.full(2, -0.5, np.float32), np.array([[0, 2]], np.int32)
-        return [Generation(request.id, ids, logprobs, runs, self._stop_reason, 0.0) for request in requests]
+        kept = np.array([0, 3, 0], np.int32)
+        return [Generation(request.id, ids, logprobs, runs, self._stop_reason, 0.0, kept) for request in requests]
 
 
 class FakeTokenizer:
@@ -159,8 +160,9 @@ def make():
     """Create a pipeline, its scoring stage and its delivery."""
     opened = []
 
-    def make(engine, tokenizer, **keys):
-        config, task = Config.model_validate({"task": {"reward_workers": 0} | keys}), ArithmeticTask()
+    def make(engine, tokenizer, search=None, **keys):
+        sections = {"task": {"reward_workers": 0} | keys, "search": search or {}}
+        config, task = Config.model_validate(sections), ArithmeticTask()
         rewards = Rewards(task, config.task)
         delivery: Any = FakeDelivery()
         opened.append(rewards)
@@ -200,12 +202,16 @@ def test_a_response_that_cannot_be_generated_or_decoded_is_a_row_with_its_error(
     assert scoring.errors == sum(error != "" for error in errors)
 
 
-@pytest.mark.slow
-def test_a_thousand_failures_in_a_row_end_the_searcher(make):
-    pipeline, _, _ = make(FakeEngine(refuse_every=1), FakeTokenizer())
-    pipeline.submit(visits(500))
-    with pytest.raises(EngineError, match="1000 rollouts in a row failed, the last one: not generated: too long"):
-        pipeline.step(generate=True, wait_seconds=0.0)
+@pytest.mark.parametrize(("spare", "stored"), [(0, [0, 3, 0]), (-1, [])])
+def test_kept_tokens_are_stored_with_the_row_if_they_fit_a_message(make, monkeypatch, caplog, spare, stored):
+    monkeypatch.setattr("tba.searcher.pipeline.MAX_REQUEST_FRAME_BYTES", 12 * SAMPLES + spare)
+    pipeline, _, delivery = make(FakeEngine(), FakeTokenizer(), search={"top_k": 2, "min_p": 0.1})
+    pipeline.submit(visits(1))
+    pipeline.step(generate=True, wait_seconds=0.0)
+    ((_, rows),) = delivery.groups
+    assert [row.kept.tolist() for row in rows] == [stored] * SAMPLES
+    assert rows[0].sampling == {"temperature": 1.0, "top_p": 1.0, "top_k": 2, "min_p": 0.1}
+    assert caplog.text.count("the ratios of a response are not known") == (not stored)
 
 
 @pytest.mark.slow

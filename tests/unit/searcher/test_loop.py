@@ -260,7 +260,7 @@ def test_a_searcher_that_joins_a_finished_run_says_so_asks_for_no_weights_and_le
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [1, 4])
-def test_every_row_of_the_engine_is_busy_whatever_the_lengths_also_with_a_slow_buffer(search, delay):
+def test_every_row_of_the_engine_is_busy_and_a_group_is_put_when_it_is_complete_also_with_a_slow_buffer(search, delay):
     """A reply takes up to a quarter of the 16 steps of an average response."""
     engine, client = search(steps=400, delay=delay)
     lengths = {n for message, _ in client.puts for n in message.rows.response_ids_count}
@@ -269,11 +269,7 @@ def test_every_row_of_the_engine_is_busy_whatever_the_lengths_also_with_a_slow_b
     assert full <= 2 * delay + 2
     assert min(engine.in_flight_at_steps[full:]) >= ROWS
     assert max(engine.in_flight_at_steps) < 3 * ROWS
-
-
-@pytest.mark.slow
-def test_a_group_is_put_as_soon_as_it_is_complete_although_older_ones_are_not(search):
-    _, client = search(steps=400)
+    # Although older ones are not complete.
     leases = [message.rows.lease[0] for message, _ in client.puts]
     assert leases != sorted(leases)
     assert all(len(message.rows.prompt_key) == SAMPLES for message, _ in client.puts)

@@ -12,6 +12,7 @@ from tba.searcher.scoring.scoring import score
 from tba.searcher.tasks.answers import last_boxed, normalised
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.verdicts import read_verdicts
+from tba.tests.runner import size
 
 pytest.importorskip("math_verify", reason="the extra math is not installed")
 
@@ -186,6 +187,7 @@ def test_a_space_between_two_numbers_is_kept():
     assert normalised(f"2{' ' * 100_000}1") == "2 1"
 
 
+PAIRS = size(1_500, 6_000)
 KINDS = read_verdicts("math_kinds.txt")
 TABLES = KINDS | read_verdicts("math_answers.txt")
 
@@ -235,7 +237,7 @@ def without_unit(answer: str) -> str:
 @pytest.mark.slow
 def test_the_answer_to_another_problem_is_wrong_unless_it_is_the_same_up_to_a_unit(graded, math_500):
     rng = random.Random(34)
-    pairs = [rng.sample([row["answer"] for row in math_500], 2) for _ in range(6_000)]
+    pairs = [rng.sample([row["answer"] for row in math_500], 2) for _ in range(PAIRS)]
     different = [pair for pair in pairs if without_unit(pair[0]) != without_unit(pair[1])]
-    assert len(different) > 5_900
+    assert len(different) > 0.98 * PAIRS
     assert [pair for pair in different if graded(pair[0], rf"\boxed{{{pair[1]}}}")] == []

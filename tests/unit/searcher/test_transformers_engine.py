@@ -172,6 +172,34 @@ def test_tokens_are_the_inverse_cdf_at_evenly_spaced_numbers(vocabulary, top_p):
     assert np.mean(drawn.tokens_B.numpy() == expected) > 0.999
 
 
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({}, None),
+        ({"temperature": 0.0, "top_k": 2}, None),
+        ({"top_k": 2}, [1, 3]),
+        ({"min_p": 0.28}, [1, 2, 3]),
+        ({"min_p": 0.28, "temperature": 0.5}, [1, 3]),
+        # Of the three that min-p left, the first two have more than 0.85 together.
+        ({"min_p": 0.28, "top_p": 0.85}, [1, 3]),
+        ({"top_k": 1, "min_p": 0.1, "top_p": 0.5}, [3]),
+    ],
+)
+def test_the_tokens_that_are_left_to_sample_from(settings, left):
+    logits = torch.tensor([[0.02, 0.3, 0.12, 0.4, 0.06, 0.1]]).log()
+    drawn = sample(
+        logits,
+        [SamplingSettings(**{"temperature": 1.0, "top_p": 1.0, "max_tokens": 1} | settings)],
+        torch.tensor([0.99]),
+    )
+    assert {row: ids.tolist() for row, ids in drawn.kept.items()} == ({0: left} if left else {})
+    if left and settings.get("temperature", 1.0) == 1.0:
+        chances = logits[0].exp()[left]
+        assert drawn.logprobs_B.exp().tolist() == pytest.approx(
+            [float(chances[left.index(drawn.tokens_B[0])] / chances.sum())]
+        )
+
+
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_interval_never_draw_a_token_of_probability_zero(uniform):
     logits = torch.full((2, 130), float("-inf"))

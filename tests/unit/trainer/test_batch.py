@@ -34,6 +34,7 @@ def make_message(prompts=("a", "a", "b", "b"), **fields) -> tuple[messages.Batch
         "version_runs": [[[0, n]] for n in (1, 2, 3, 4)],
         "loss_mask": [[], [1, 0], [], []],
         "segments": [[]] * 4,
+        "kept": [[]] * 4,
     } | fields
     counts: dict[str, Any] = {f"{name}_count": [len(part) for part in parts] for name, parts in arrays.items()}
     frames = [

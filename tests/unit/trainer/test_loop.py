@@ -222,7 +222,7 @@ def without_reference_counts(lines: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [0, 3, 4])
+@pytest.mark.parametrize("step", [0, 3])
 def test_a_run_killed_between_update_and_report_and_its_replay_equal_an_uninterrupted_one(
     make_run, straight, monkeypatch, tmp_path, step
 ):
@@ -253,19 +253,17 @@ def kill_on_report_of(step: int) -> Callable[..., Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [1, 3, 5])
-def test_a_stopped_run_saves_a_checkpoint_resumes_from_it_and_publishes_what_it_restored(make_run, straight, step):
+def test_a_stopped_run_saves_a_checkpoint_resumes_from_it_and_publishes_what_it_restored(make_run, straight):
     stopped = make_run("stopped")
     feeder = stopped.feed()
-    stopped.train(stop=stopped_at(stopped, step))
-    assert not_none(checkpoint.newest(stopped.config.checkpoints)).step == step
+    stopped.train(stop=stopped_at(stopped, 3))
+    assert not_none(checkpoint.newest(stopped.config.checkpoints)).step == 3
     stopped.train(resume=True)
     feeder.join()
     assert stopped.metrics() == straight.metrics()
     assert same_weights(stopped, straight)
-    if step == 3:
-        # Version 1 was the newest when the trainer stopped, 4 is the last; 2 and 3 were not to be kept.
-        assert published(stopped) == [(0, 0), (1, 2), (4, 6)]
+    # Version 1 was the newest when the trainer stopped, 4 is the last; 2 and 3 were not to be kept.
+    assert published(stopped) == [(0, 0), (1, 2), (4, 6)]
 
 
 def started(run: Run) -> tuple[threading.Thread, threading.Event, Trainer]:

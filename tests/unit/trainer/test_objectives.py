@@ -491,20 +491,6 @@ def distance(p: np.ndarray, q: np.ndarray) -> float:
 
 
 @pytest.mark.slow
-def test_the_optimum_is_reached_from_a_fixed_uniform_sampler():
-    steps = size(400, 1200)
-    learner, reward, optimum = make_task(steps, learning_rate=size(4e-3, 3e-3))
-    assert distance(distribution(learner.policy), optimum) > 0.3
-    rng = np.random.default_rng(0)
-    uniform = np.full(optimum.shape, 1 / len(RESPONSES))
-    for _ in range(steps):
-        learner.step(draw(reward, uniform, rng))
-    reached = distance(distribution(learner.policy), optimum)
-    print(f"total variation {reached:.4f}")
-    assert reached < NEAR
-
-
-@pytest.mark.slow
 def test_the_optimum_is_reached_from_data_that_is_64_steps_stale():
     steps = size(400, 2000)
     learner, reward, optimum = make_task(steps, learning_rate=size(4e-3, 2e-3))

@@ -107,18 +107,13 @@ def step_of(batch: TrainBatch, name: str, tokens: int) -> tuple[Any, torch.Tenso
 )
 def test_the_loss_does_not_depend_on_how_many_sequences_an_episode_became(name, tokens):
     whole, cut = batch_of(cut=False), batch_of(cut=True)
-    name, *turn = name.split()
-    keys = {"log_z": "turn"} if turn else {}
-    (expected, of_whole), (found, of_cut) = (step_of(batch, name, tokens, **keys) for batch in (whole, cut))
+    (expected, of_whole), (found, of_cut) = (step_of(batch, name, tokens) for batch in (whole, cut))
     assert of_whole.abs().max() > 1e-6
-    # For a log Z of each turn the reference's log-probabilities of tokens are kept in float32.
-    assert torch.allclose(of_cut, of_whole, atol=1e-5 if turn else 1e-12, rtol=0)
+    assert torch.allclose(of_cut, of_whole, atol=1e-12, rtol=0)
     same = [n for n in expected.metrics if n not in ("tokens", "grad_cosine")]
-    assert {n: found.metrics[n] for n in same} == pytest.approx(
-        {n: expected.metrics[n] for n in same}, abs=1e-5 if turn else 1e-8
-    )
+    assert {n: found.metrics[n] for n in same} == pytest.approx({n: expected.metrics[n] for n in same}, abs=1e-8)
     for field in ("logprob", "log_ratio", "advantage", "weight", "mismatch"):
-        assert getattr(found.rows, field) == pytest.approx(getattr(expected.rows, field), abs=1e-5 if turn else 1e-8)
+        assert getattr(found.rows, field) == pytest.approx(getattr(expected.rows, field), abs=1e-8)
     mean = sum(int(row.loss_mask.sum()) for row in whole.rows) / len(whole.rows)
     assert found.metrics["response_tokens_mean"] == mean
 

@@ -238,8 +238,8 @@ def test_settings_without_a_meaning_are_refused(keys, message):
         ObjectiveSection(**keys)
 
 
-@pytest.mark.parametrize("search", [{"top_p": 0.95}, {"top_p": {"min": 0.9, "max": 1.0}}, {"temperature": [0.0, 1.0]}])
-def test_sampling_without_ratios_is_refused_for_objectives_that_need_them(search):
+def test_sampling_without_ratios_is_refused_for_objectives_that_need_them():
+    search = {"temperature": [0.0, 1.0]}
     for keys in ({"name": "grpo"}, {"name": "tb_stale"}, {"name": "rloo", "kl": "ema"}, {"name": "oapl"}):
         with pytest.raises(ValidationError, match="ratios of the policy to its sampler"):
             Config.model_validate({"search": search, "objective": keys})
@@ -253,18 +253,21 @@ def test_sampling_without_ratios_is_refused_for_objectives_that_need_them(search
 @pytest.mark.parametrize("objective", [{"name": "tb", "imitation": 0.5}, {"name": "tb_stale", "truncation": "off"}])
 def test_imitation_is_refused_where_no_response_has_a_ratio(objective):
     objective = {**objective, "kl": "none"} if objective["name"] == "tb_stale" else objective
-    for search in ({"top_p": 0.95}, {"temperature": 0.0}):
-        with pytest.raises(ValidationError, match=r"set objective\.imitation = 0"):
-            Config.model_validate({"search": search, "objective": objective})
-        Config.model_validate({"search": search, "objective": {**objective, "imitation": 0.0}})
-    for explored in ({"top_p": {"min": 0.9, "max": 1.0}}, {"temperature": [0.0, 1.0]}):
-        Config.model_validate({"search": explored, "objective": objective})
+    search = {"temperature": 0.0}
+    with pytest.raises(ValidationError, match=r"set objective\.imitation = 0"):
+        Config.model_validate({"search": search, "objective": objective})
+    Config.model_validate({"search": search, "objective": {**objective, "imitation": 0.0}})
+    Config.model_validate({"search": {"temperature": [0.0, 1.0]}, "objective": objective})
 
 
-@pytest.mark.parametrize("name", ["reinforce", "rloo"])
-def test_a_nucleus_at_a_temperature_is_refused_for_objectives_that_train_the_policy_at_it(name):
-    nucleus = {"top_p": 0.95, "temperature": {"min": 0.7, "max": 1.0}}
-    with pytest.raises(ValidationError, match=r"not known of responses of a nucleus: set search\.top_p = 1"):
-        Config.model_validate({"search": nucleus, "objective": {"name": name}})
+@pytest.mark.parametrize("cut", [{"top_p": 0.95}, {"top_p": {"min": 0.9, "max": 1.0}}, {"min_p": 0.1}])
+@pytest.mark.parametrize("name", ["tb_stale", "rloo", "grpo"])
+def test_on_vllm_the_tokens_that_a_nucleus_keeps_need_a_limit(name, cut):
+    with pytest.raises(ValidationError, match=r"set search\.top_k, such as 1000, without search\.serve"):
+        Config.model_validate({"search": cut, "objective": {"name": name}})
+    with pytest.raises(ValidationError, match=r"without search\.serve"):
+        Config.model_validate({"search": cut | {"top_k": 100, "serve": "8000"}, "objective": {"name": name}})
+    for more in ({"top_k": 100}, {"engine": "transformers"}):
+        assert Config.model_validate({"search": cut | more, "objective": {"name": name}}).needs_kept
     # Its optimum is that of the policy at temperature 1, whatever the sampler.
-    Config.model_validate({"search": nucleus, "objective": {"name": "tb"}})
+    assert not Config.model_validate({"search": cut, "objective": {"name": "tb"}}).needs_kept

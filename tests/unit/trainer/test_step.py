@@ -468,7 +468,7 @@ def test_values_and_gradients_equal_those_of_log_softmax(monkeypatch, bias, posi
 def test_gradients_equal_finite_differences():
     head, hidden, target = case(bias=True)
     assert torch.autograd.gradcheck(
-        lambda h, w, b: chunked_logprobs._ChunkedLogprobs.apply(h, w, b, target, None, False, False)[0],
+        lambda h, w, b: chunked_logprobs._ChunkedLogprobs.apply(h, w, b, target, None, None, False, False)[0],
         (hidden, head.weight, head.bias),
     )
 

@@ -154,7 +154,7 @@ class LimitedTask:
         if hasattr(task, "score"):
             self.score = task.score
         self._task = task
-        # A task may make them again in each call, and they are asked for often.
+        # A task may make new ones in each call, and they are asked for often.
         self.prompts = cache(partial(self._first, "prompts", limit or None))
         self.held_out = cache(partial(self._first, "held_out", held_out_limit or None))
 

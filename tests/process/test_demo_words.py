@@ -54,7 +54,7 @@ def test_the_pairs_are_solutions_of_which_many_misread_an_event(prepared):
 
 
 def test_the_demo_of_word_problems_runs_from_an_untrained_model(prepared, tba, tba_here, tmp_path):
-    """In full size it gains 20 points on held-out problems. Small, every stage runs and leaves what it should."""
+    """In full size it gains 30 points on held-out problems. Small, every stage runs and leaves what it should."""
     assert WARM_START in (ROOT / "Makefile").read_text()
     start, directory = prepared[0], tmp_path / "demo"
     sft = tba_here(
@@ -79,4 +79,4 @@ def test_the_demo_of_word_problems_runs_from_an_untrained_model(prepared, tba, t
     if FULL_SIZE:
         # Of the 42 % that a perfect student of the pairs reaches. Less means a warm start that has not converged.
         assert evaluated[0]["accuracy"] > 0.36
-        check_gain(result, directory, points=20)
+        check_gain(result, directory, points=30)

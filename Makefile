@@ -39,7 +39,7 @@ words-start: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(WORDS)-start
 	@$(BIN)/python examples/words/prepare.py --out $(WORDS)-start
 	@$(BIN)/tba sft $(WORDS)-start/pairs.jsonl --config examples/words/demo.toml --model $(WORDS)-start/untrained \
-		--out $(WORDS)-start/model --batch-size 16 --set train.schedule=wsd
+		--out $(WORDS)-start/model --batch-size 16
 
 # A game of several turns, from an untrained model; then once more without hints: what it has learned is to use them.
 demo-game: game-start

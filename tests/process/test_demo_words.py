@@ -16,7 +16,7 @@ from tba.tests.process.test_demo import check_gain
 from tba.tests.runner import size
 
 CONFIG = "examples/words/demo.toml"
-WARM_START = "--batch-size 16 --set train.schedule=wsd"
+WARM_START = "--batch-size 16"
 FULL_SIZE = size(False, True)
 
 

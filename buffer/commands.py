@@ -417,8 +417,12 @@ def _as_served(options: ConfigOptions, buffer: Path | None, run: str | None) -> 
     path = resolved.config.database
     given = run or (resolved.config.run.name if "run.name" in resolved.origins else None)
     from tba.buffer.store.starts import recorded_start
+    from tba.common.config.layers import secret_keys
 
-    recorded = {**recorded_start(path, given).settings_here(), "buffer.database": path}
+    served = recorded_start(path, given).settings_here()
+    # A secret is not recorded. These commands need none, but an address that is served must have one.
+    hidden = {key: "*" * 16 for key in secret_keys() if served.get(key)}
+    recorded = {**served, **hidden, "buffer.database": path}
     if given is not None:
         recorded["run.name"] = given
     settings = resolved.over(recorded, f"recorded in {path}", needs="buffer")

@@ -186,9 +186,8 @@ class Clients:
     def sources_of(self, address: str) -> list[str]:
         """Return the addresses of the nodes that a serving node asks for snapshots before the trainer, nearest first.
 
-        Node i, numbered as they came, has node (i - 1)
-
-        2 before it: none serves more than two, and no two wait for each other.
+        Node i, numbered as they came, has node (i - 1) // 2 before it: none serves more than two, and no two wait for
+        each other.
         """
         if address not in self._count_living().nodes:
             self.recount()

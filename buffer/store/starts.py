@@ -91,7 +91,7 @@ def starts_of(rows: Sequence[Mapping[str, Any]]) -> list[Start]:
             origins=None if origins is None else stored_object(origins),
             imported=IMPORT in recorded,
         )
-        before = starts[-1] if starts and not start.imported else start
+        before = starts[-1] if starts and not (start.imported or starts[-1].imported) else start
         starts.append(replace(start, changes=changed(before, start)))
     return starts
 

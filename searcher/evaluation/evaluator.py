@@ -283,7 +283,7 @@ def questions(config: Config, subject: Subject) -> list[Question]:
     """Return the greedy question of every prompt, then `eval.samples` sampled ones of each."""
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=config.search.max_tokens)
     asked = [Question(prompt.key, greedy) for prompt in subject.prompts]
-    sampled = {"temperature": config.eval.temperature, "top_p": 1.0}
+    sampled = {"temperature": config.eval.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     exploration = Exploration(config.search.model_copy(update=sampled), run_seed=config.run.seed, searcher="eval")
     for prompt in subject.prompts:
         visit = Visit(lease=NO_VISIT, epoch=_EPOCH, prompt_key=prompt.key)

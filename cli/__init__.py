@@ -31,7 +31,8 @@ class _Commands(TyperGroup):
 
         for name, instead in removed()["commands"].items():
             words, _, option = name.partition(" --")
-            if args[: words.count(" ") + 1] == words.split() and (not option or f"--{option}" in args):
+            given = {argument.partition("=")[0] for argument in args}
+            if args[: len(words.split())] == words.split() and (not option or f"--{option}" in given):
                 raise UsageError(f"there is no `tba {name}` any more: {instead}")
         return super().resolve_command(ctx, args)
 

@@ -19,6 +19,8 @@ _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[
 # Within this time an equal warning is counted. The number of different ones that are remembered is limited.
 _EQUAL_SECONDS = 60.0
 _EQUAL_KEPT = 1000
+# Of a failed thread, the innermost ones.
+_FRAMES = 8
 # They differ from one response to the next.
 _NOT_COMPARED = ("prompt", "error")
 
@@ -75,7 +77,9 @@ def configure(role: str, *, level: str = "INFO", gpu: str = "") -> None:
 
 def _log_failed_thread(failed: threading.ExceptHookArgs) -> None:
     """Log that a thread of a library has ended, as one line: a traceback is 30 lines of a journal."""
-    where = traceback.extract_tb(failed.exc_traceback)[-1:]
+    if failed.exc_type is SystemExit:
+        return
+    where = traceback.extract_tb(failed.exc_traceback)[-_FRAMES:]
     get_logger(__name__).error(
         "a thread has failed",
         thread=failed.thread.name if failed.thread else "",

@@ -40,6 +40,8 @@ log = get_logger(__name__)
 
 # A prompt that does not fit the context is a row with an error. When nothing else comes, the settings are wrong.
 _MAX_FAILURES_IN_A_ROW = 1_000
+# The number of responses that show whether responses end by themselves.
+_FIRST_RESPONSES = 200
 _ERROR_CHARACTERS = 2_000
 # The share of a group of episodes that must be good for the group to be trained on.
 _LEAST_GOOD = 0.75
@@ -169,7 +171,10 @@ class GenerationStage:
 class ScoringStage:
     """Responses in, groups whose rows all have their reward out. The episodes of a group are played here."""
 
-    def __init__(self, rewards: Rewards, stopping: Stopping, truncated: Truncated, episodes: Episodes) -> None:
+    def __init__(
+        self, rewards: Rewards, stopping: Stopping, truncated: Truncated, episodes: Episodes, *, gives_up: bool = True
+    ) -> None:
+        self._gives_up = gives_up
         self._rewards = rewards
         self._stopping = stopping
         self._truncated = truncated
@@ -179,6 +184,7 @@ class ScoringStage:
         self._unscored: dict[int, Response] = {}
         self._complete: list[Group] = []
         self._failures_in_a_row = 0
+        self._cut_off = 0
         self._warned = False
         self.trajectories = 0
         self.tokens = 0
@@ -225,15 +231,23 @@ class ScoringStage:
     def _count_failure(self, error: str) -> None:
         """Count what could not be generated. Raises EngineError if nothing else comes."""
         self._failures_in_a_row = self._failures_in_a_row + 1 if error else 0
-        if self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+        if self._gives_up and self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
             raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {error}")
+
+    def _count_cut_off(self, is_cut: bool, error: str) -> None:
+        """Count a response, and say whether the first ones end by themselves. The trainer never sees masked ones."""
+        self.trajectories += not error
+        self._cut_off += is_cut
+        if self.trajectories == _FIRST_RESPONSES and not error and 2 * self._cut_off > _FIRST_RESPONSES:
+            reason = f"{self._cut_off} of the first {_FIRST_RESPONSES} reached the length limit without an end token"
+            log.warning("responses do not end", reason=reason, remedy="raise search.max_tokens, or set search.stop")
 
     def _finish(self, response: Response, scored: Scored) -> None:
         """Add the row of a response to its group."""
         group, generation = response.group, response.generation
         if generation.stop_reason == STOP_LENGTH and scored.error is None:
             scored = self._cut(scored, len(generation.response_ids))
-        self.trajectories += not response.error
+        self._count_cut_off(generation.stop_reason == STOP_LENGTH, response.error)
         self.tokens += len(generation.response_ids)
         tokens = one_turn(
             group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs, generation.kept

@@ -90,7 +90,7 @@ def _refuse_large_frames(size: int) -> None:
         raise Refused(
             "oversize",
             f"a batch with {size} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
-            "lower train.prompts_per_step or search.max_tokens, or search.top_k if top-p leaves many tokens",
+            "lower train.prompts_per_step or search.max_tokens",
         )
 
 
@@ -150,6 +150,9 @@ class Training:
         blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
         recency = state.store.batches.recency(state.run, message.step)
         turn_rewards = [_decoded(_turn_rewards, text, "turns") for text in rows["turn_rewards"]]
+        if sum(map(len, blobs[KEPT])) > MAX_FRAME_BYTES:
+            # They fit no message: the ratios of this batch are not known, in a repetition neither.
+            blobs[KEPT] = (b"",) * len(blobs[KEPT])
         has_kept = [len(blob) > 0 for blob in blobs[KEPT]]
         # Without kept tokens, the ratios of a response that was cut are not known.
         known = [kept or not cut for kept, cut in zip(has_kept, rows["is_cut"], strict=True)]

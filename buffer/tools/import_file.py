@@ -28,6 +28,7 @@ from tba.common import jsonl
 from tba.common.config import Config
 from tba.common.config.layers import is_database
 from tba.common.errors import BufferFault, StorageError, UsageError, quantity
+from tba.common.system.durable import sha256_of
 from tba.common.weights.model_files import model_here, vocabulary_size
 from tba.common.wire import messages
 from tba.common.wire.trajectory import Trajectory, pack
@@ -143,7 +144,8 @@ def read_rows(
 def _file_rows(source: Path, format_: str, importing: str, senders: Collection[str]) -> Iterator[SourceRow]:
     is_parquet = format_ == PARQUET
     lines = enumerate(read_parquet(source), 1) if is_parquet else jsonl.read(source, malformed=UsageError)
-    origins = _origins(source, importing, senders)
+    # A file of lines may have grown; a Parquet file is another one then.
+    origins = [(0, f"file {sha256_of(source)}")] if is_parquet else _origins(source, importing, senders)
     for sequence, (number, value) in enumerate(lines):
         where = f"{source} row {number}" if is_parquet else f"{source}:{number}"
         is_trace = format_ == OPENENV or training_trace.is_trace(value)

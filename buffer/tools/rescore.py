@@ -75,8 +75,10 @@ def _wanted(
         for read, record in enumerate(records, 1):  # noqa: B007
             versions = {version for version, _ in record["version_runs"]} if at is None else {at}
             for version in versions if record["run_name"] == config.run.name else ():
-                if version < 0:
+                if version < 0 or (at is None and record["policy_version"] < 0):
                     left_out["no version of this run sampled them"] += 1
+                elif not record["prompt_tokens"] or not record["response_tokens"]:
+                    left_out["they have no prompt or no response"] += 1
                 elif (record["id"], version) in scored:
                     left_out["scored already"] += 1
                 else:

@@ -147,6 +147,8 @@ def _absolute(value: Any, key: str, directory: str) -> Any:
     # A task of one's own is a file with the name of its class.
     file = value.partition(":")[0] if key == "name" else value
     may_be = key in (*_MAY_BE_PATHS, *_MAY_HOLD_PATHS) and (key != "name" or file.endswith(".py"))
+    # A word of these may be the name of a folder by chance.
+    may_be = may_be and (key not in _MAY_HOLD_PATHS or "/" in value or "." in value)
     is_path = key in _ARE_PATHS or (may_be and os.path.exists(os.path.join(directory, file)))
     return os.path.normpath(os.path.join(directory, value)) if is_path else value
 

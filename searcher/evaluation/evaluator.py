@@ -143,7 +143,7 @@ class Answering:
         )
         limits, version = Limits.of(config), lambda: engine.weights_version
         episodes = Episodes(self._generation.ask, rewards, renderer, stopping, limits, version)
-        self._scoring = ScoringStage(rewards, stopping, "score", episodes)
+        self._scoring = ScoringStage(rewards, stopping, "score", episodes, gives_up=False)
 
     def answer(self, go_on: Callable[[int], bool] = lambda _: True) -> list[Trajectory] | None:
         """Return the answers in the order of the questions, as rows; those with an error have their least reward.

@@ -37,7 +37,7 @@ from tba.trainer.objectives.from_config import Objective, make_objective
 from tba.trainer.preflight.check import Report, examine
 from tba.trainer.preflight.shape import meta_model, shape_of
 from tba.trainer.step.host_optimizer import take_masters
-from tba.trainer.step.learner import Learner, Measured, Models
+from tba.trainer.step.learner import Learner, Measured, Models, check_tokens
 
 log = get_logger(__name__)
 
@@ -229,6 +229,7 @@ def open_scorer(files: Path, config: Config, device: str) -> Callable[[Sequence[
     def score(records: Sequence[Mapping[str, Any]]) -> list[Float32]:
         arrays = [{kind.name: np.asarray(one[kind.name], kind.dtype) for kind in ARRAY_KINDS} for one in records]
         rows = [row_of_arrays(one["id"], each, one["temperature"]) for one, each in zip(records, arrays, strict=True)]
+        check_tokens(rows, scorer.vocabulary)
         found = scorer.score(rows, tempered=True).tempered_R.float().cpu().numpy()
         return np.split(found, np.cumsum([len(row.response_ids) for row in rows])[:-1])
 

@@ -173,7 +173,7 @@ class Learner:
         If a loss, gradient or reference log-probability is not finite, or a reward is huge, the step is skipped: it
         counts, but weights and optimiser do not change. Raises ConfigError for token ids outside the vocabulary.
         """
-        self._check_tokens(batch)
+        check_tokens(batch.rows, self.scorer.vocabulary)
         self._check_floor(batch)
         with self._watch.phase("reference"):
             reference_BK, computed, of_tokens = self._complete_reference(batch)
@@ -379,16 +379,6 @@ class Learner:
             of_tokens = torch.split(self.ranks.sum(token_R), lengths)
         return reference.view_as(batch.reward_BK), computed, dict(zip(missing, of_tokens, strict=True))
 
-    def _check_tokens(self, batch: TrainBatch) -> None:
-        """Check token ids: one outside the vocabulary would be an obscure device error, or silently another token."""
-        for row in batch.rows:
-            for tokens in (row.prompt_ids, row.response_ids, row.kept[row.kept > 0] - 1):
-                if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.scorer.vocabulary):
-                    raise ConfigError(
-                        f"trajectory {row.id} has token ids outside the model's vocabulary of "
-                        f"{self.scorer.vocabulary}: searchers, imported rows and trainer must be of the same model"
-                    )
-
     def _check_floor(self, batch: TrainBatch) -> None:
         """Log once that a reward is below the least reward that the objective counts from."""
         least, floor = float(batch.reward_BK.min()), self._objective.reward_floor
@@ -448,6 +438,17 @@ def beta_at(config: TrainSection, step: int) -> float:
     if step >= config.beta_anneal_steps or (stop != "off" and step >= stop):
         return config.beta_final
     return config.beta + (config.beta_final - config.beta) * step / config.beta_anneal_steps
+
+
+def check_tokens(rows: Sequence[Row], vocabulary: int) -> None:
+    """Raise ConfigError for an id outside the vocabulary: an obscure device error, or silently another token."""
+    for row in rows:
+        for tokens in (row.prompt_ids, row.response_ids, row.kept[row.kept > 0] - 1):
+            if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocabulary):
+                raise ConfigError(
+                    f"trajectory {row.id} has token ids outside the model's vocabulary of {vocabulary}: searchers, "
+                    "imported rows and trainer must be of the same model"
+                )
 
 
 def _trained(policy: PreTrainedModel) -> dict[str, nn.Parameter]:

@@ -77,7 +77,8 @@ def stale_metrics(batch: TrainBatch, log_ratio_BK: Tensor) -> dict[str, float]:
     sampled_BK = torch.tensor(sampled, dtype=torch.float64).view_as(log_ratio_BK)
     measured_BK = measured(batch.rows).view_as(log_ratio_BK)
     responses = [row.response_ids.tobytes() for row in batch.rows]
-    all_known = known(batch.rows).all() and measured_BK.any()
+    # Over kept tokens pi has nothing outside of them: what leaves them would not be seen.
+    all_known = known(batch.rows).all() and measured_BK.any() and not any(len(row.kept) for row in batch.rows)
     masses = mass_metrics(log_ratio_BK, sampled_BK, measured_BK, responses) if all_known else {}
     return {**log_ratios_by_advantage(log_ratio_BK, measured_BK, batch.reward_BK), **masses}
 

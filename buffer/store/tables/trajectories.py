@@ -210,12 +210,10 @@ class Trajectories:
         return [found[id_] for id_ in trajectories]
 
     def largest_frame(self, trajectories: Sequence[int]) -> int:
-        """Return the bytes of the largest array frame of a batch. A trajectory counts as often as it is listed."""
+        """Return the bytes of the largest frame of a batch but that of kept tokens. A repeated one counts again."""
         self.flush()
-        query = """SELECT MAX(4 * COALESCE(SUM(t.prompt_tokens), 0), 4 * COALESCE(SUM(t.response_tokens), 0),
-                       COALESCE(SUM(LENGTH(k.kept)), 0))
-                   FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value
-                   LEFT JOIN kept_tokens k ON k.trajectory = t.id"""
+        query = """SELECT MAX(4 * COALESCE(SUM(t.prompt_tokens), 0), 4 * COALESCE(SUM(t.response_tokens), 0))
+                   FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value"""
         return int(self._database.one(query, json.dumps(trajectories))[0])
 
     def payload_sizes(self, run: Run) -> dict[int, int]:

@@ -32,8 +32,11 @@ def settings(**values: object) -> list[str]:
 
 def test_a_removed_command_is_refused_with_what_is_in_its_place(tba_here):
     for command, instead in removed()["commands"].items():
-        done = tba_here(*command.split(), "x")
-        assert (done.exit_code, done.message) == (2, f"there is no `tba {command}` any more: {instead}")
+        # An option has a value, or is followed by one.
+        written = [f"{command}=x"] if " --" in command else []
+        for line in [f"{command} x", *written]:
+            done = tba_here(*line.split())
+            assert (done.exit_code, done.message) == (2, f"there is no `tba {command}` any more: {instead}")
 
 
 def test_version_is_printed(tba_here):

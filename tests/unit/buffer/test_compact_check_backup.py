@@ -118,6 +118,13 @@ def test_prune_of_tokens_uses_the_configuration_that_the_run_recorded_last(cappe
     assert (done["run"], done["trajectories_compacted"], done["trajectories_kept"]) == ("test", 8, 2)
 
 
+def test_prune_of_tokens_needs_no_secret_of_the_run(capped, tba_buffer):
+    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"}, reward_model={"url": "http://a"})
+    change(capped, "UPDATE starts SET config = json_set(config, '$.reward_model.api_key', '********** 188a')")
+    done = tba_buffer("prune", "--tokens", "-b", capped, "--keep-steps", 0, "--json").json
+    assert (done["trajectories_compacted"], done["trajectories_kept"]) == (8, 2)
+
+
 def test_prune_of_tokens_is_of_the_run_that_is_named_whatever_the_configuration_says(capped, tba_buffer):
     record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
     store = Store(capped, durability="process")

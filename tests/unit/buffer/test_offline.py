@@ -443,6 +443,8 @@ def test_the_settings_of_a_run_mean_in_every_directory_what_they_meant_in_that_o
     shutil.copytree(example_model, tmp_path / "base")
     for name in ("own.py", "rows.jsonl", "easy.txt"):
         (tmp_path / name).touch()
+    # A word, not this folder.
+    (tmp_path / "easy").mkdir()
     task = {"name": "own.py:Own", "train": "rows.jsonl", "options": {"words": "easy.txt", "level": "easy"}}
     monkeypatch.chdir(tmp_path)
     start(config_of("run", "base", task=task, search={"spool_dir": "spool"}), lease=True)
@@ -579,4 +581,9 @@ def test_a_setting_that_a_start_changed_is_told_with_the_step_of_the_change(fill
         (1, []),
     ]
     assert value_over_steps(starts, "train.learning_rate") == "1e-06 until step 1, then 3e-05"
+    # An import before it, with settings of its own, says nothing of the first start.
+    imported = "UPDATE starts SET config = json_set(config, '$.import', 'rows.jsonl', '$.train.steps', 4)"
+    change(filled, (again, [1.0, 5e-5]), (f"{imported} WHERE started_at = ?", [1.0]))
+    with run.rows() as rows:
+        assert run.starts(rows)[0].changes == []
     assert value_over_steps(starts, "train.steps") == "9"

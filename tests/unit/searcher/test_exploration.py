@@ -215,6 +215,16 @@ def test_kept_tokens_are_stored_with_the_row_if_they_fit_a_message(make, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("stop_reason", "warnings"), [("length", 1), ("eos", 0)])
+def test_responses_of_which_most_reach_the_length_limit_are_told_once(make, caplog, stop_reason, warnings):
+    pipeline, _, _ = make(FakeEngine(stop_reason=stop_reason), FakeTokenizer(), truncated="mask")
+    for _ in range(3):
+        pipeline.submit(visits(100))
+        pipeline.step(generate=True, wait_seconds=0.0)
+    assert [record.getMessage() for record in caplog.records].count("responses do not end") == warnings
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("truncated", "reward", "error"),
     [("score", 0.0, None), (-1.0, -1.0, None), ("mask", 0.0, "not trained on: cut off after 2 tokens, and task.trunc")],

@@ -72,6 +72,8 @@ def test_ratios_of_fresh_data_are_1(harness, tmp_path, cuts, train):
     ratios = [not_none(ratio) for ratio in not_none(result.rows).log_ratio]
     assert max(map(abs, ratios)) < 1e-5
     assert result.metrics["mismatch_max"] < 1e-5
+    # Over kept tokens they would be equal, however much probability leaves these.
+    assert not {"sampled_mass", "policy_mass"} & result.metrics.keys()
 
 
 def test_without_kept_tokens_ratios_of_cut_responses_are_not_known(harness, tmp_path):
@@ -81,6 +83,17 @@ def test_without_kept_tokens_ratios_of_cut_responses_are_not_known(harness, tmp_
     cut = {n for n, row in enumerate(trajectories) if row.sampling["top_p"] < 1}
     known = [ratio is not None for ratio in not_none(result.rows).log_ratio]
     assert sum(known) == len(trajectories) - len(cut)
+
+
+def test_a_batch_whose_kept_tokens_fit_no_message_is_handed_out_without_them(harness, tmp_path, monkeypatch):
+    trajectories = sampled(save_tiny_model(tmp_path), [{"top_k": 7}])
+    sizes = [4 * len(one.kept) for one in trajectories], [4 * len(one.response_ids) for one in trajectories]
+    monkeypatch.setattr("tba.buffer.service.training.MAX_FRAME_BYTES", sum(sizes[0]) - 1)
+    assert sum(sizes[1]) < sum(sizes[0])
+    batch = batch_of(harness, trajectories)
+    assert [len(row.kept) for row in batch.rows] == [0] * 8
+    ratios = not_none(make_learner(name="tb_stale").step(batch).rows).log_ratio
+    assert ratios == [None] * 8
 
 
 def test_kept_tokens_survive_the_way_to_another_rank_and_ids_are_checked(harness, tmp_path):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tba.common.weights.snapshot import MANIFEST, directory_name, read
 from tba.common.wire.trajectory import sequences
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings
-from tba.tests.helpers.buffer import ask
+from tba.tests.helpers.buffer import ask, change
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_episode, make_trajectory
 from tba.tests.helpers.trainer import FakeSearcher
@@ -108,3 +108,18 @@ def test_a_repetition_scores_what_is_new_and_a_running_server_or_another_snapsho
     assert f"rescored at v1 {logprob:.4g}" in " ".join(shown.split())
     (lab.config.snapshots / directory_name(0) / MANIFEST).write_text("{}")
     assert "does not hash to what was announced" in rescore("--at", 0).message
+
+
+def test_a_row_without_a_prompt_or_of_another_run_is_left_out_and_a_foreign_token_is_named(recorded):
+    lab, _, rescore = recorded
+    change(
+        lab.config.database,
+        "UPDATE payloads SET prompt_ids = x'' WHERE trajectory = 1",
+        "UPDATE trajectory_rows SET prompt_tokens = 0 WHERE id = 1",
+        "UPDATE trajectory_rows SET policy_version = -1 WHERE id = 2",
+    )
+    left_out = rescore("--where", "id <= 4", "--json").json["left_out"]
+    assert left_out == {"they have no prompt or no response": 1, "no version of this run sampled them": 1}
+    foreign = np.full(2, 99_999, "<i4").tobytes()
+    change(lab.config.database, ("UPDATE payloads SET prompt_ids = ? WHERE trajectory = 5", [foreign]))
+    assert "trajectory 5 has token ids outside the model's vocabulary" in rescore("--where", "id = 5").message

@@ -43,7 +43,13 @@ HANDS = {
     "log deleted": (delete("-wal"), "buffer.sqlite-wal", "deleted or moved", "buffer.sqlite"),
     "replaced": (replace, "buffer.sqlite", "replaced by another file", "buffer.sqlite.replaced-*Z"),
     "moved": (move, "buffer.sqlite", "deleted or moved", "aside"),
-    "directory replaced": (replace_directory, "buffer.sqlite", "replaced by another file", "aside/buffer.sqlite"),
+    # The server may look before the other file is there.
+    "directory replaced": (
+        replace_directory,
+        "buffer.sqlite",
+        "(replaced by another file|deleted or moved)",
+        "aside/buffer.sqlite",
+    ),
     "a file for the directory": (
         replace_directory_by_a_file,
         "buffer.sqlite",

@@ -77,7 +77,8 @@ test-failed: $(VENV)/installed-vllm
 # faults, where they can be had.
 test-all: $(VENV)/installed-vllm
 	-$(MAKE) fleet-packages
-	TEST_FULL_SIZE=1 $(PYTEST) --durations=10
+	TEST_FULL_SIZE=1 $(PYTEST) --durations=10 --ignore=tests/fleet
+	TEST_FULL_SIZE=1 $(BIN)/python -m pytest --durations=10 tests/fleet
 
 # Four nodes with systemd on one network, from nothing, and three minutes of faults: 45 minutes on two cores, as root,
 # with systemd-nspawn and sshd. TEST_SOAK_SECONDS=7200 for two hours of faults.

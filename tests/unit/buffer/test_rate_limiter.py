@@ -181,7 +181,7 @@ IMPOSSIBLE: list[tuple[int, dict[str, Any], str]] = [
     (40, {"buffer": NEVER | {"max_trajectories": 141, "keep": "reservoir", "prompt_cap": 10}}, "set at least 142"),
     (40, {"buffer": {"keep": "both"}}, "set that to a number"),
     (40, {"buffer": {"keep": "both", "max_trajectories": 40, "max_payload_bytes": 9000}}, "would prefer short ones"),
-    (40, {"buffer": {"keep": "reservoir", "max_trajectories": 900, "max_staleness": 4}}, 'set buffer.keep = "both"'),
+    (40, {"buffer": {"keep": "reservoir", "max_trajectories": 900, "max_staleness": 4}}, 'Set buffer.keep = "both"'),
     (40, {"buffer": {"prompt_cap": 1, "min_fill": 50}}, "at most 40 sampleable"),
     (5, {"buffer": {"prompt_cap": 2, "min_fill": 16}}, "at most 10 sampleable"),
     (40, {"buffer": {"min_fill": 50}, "search": GREEDY}, "at most 40 sampleable"),

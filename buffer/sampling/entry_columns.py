@@ -57,7 +57,7 @@ class EntryColumns:
     `prompt` is the prompt's ordinal in the index, `next` the row of the same prompt's next entry.
     """
 
-    def __init__(self, *, with_keys: bool) -> None:
+    def __init__(self, *, with_keys: bool, with_ranks: bool) -> None:
         self.id = array("q")
         self.prompt = array("i")
         self.step = array("i")
@@ -67,6 +67,7 @@ class EntryColumns:
         self.state = array("B")
         self.next = array("i")
         self.key = array("Q") if with_keys else None
+        self.rank = array("Q") if with_ranks else None
 
     def __len__(self) -> int:
         return len(self.id)
@@ -94,8 +95,9 @@ class EntryColumns:
         """Drop the removed rows. Return the new row of each old one, for `renumbered`."""
         live = np.frombuffer(self.state, np.uint8) != REMOVED
         new_rows = np.cumsum(live, dtype=np.int32) - 1
-        for name in _COLUMNS if self.key is None else (*_COLUMNS, "key"):
-            column = getattr(self, name)
+        for name in (*_COLUMNS, "key", "rank"):
+            if (column := getattr(self, name)) is None:
+                continue
             rows = np.frombuffer(column, dtype=column.typecode)[live]
             setattr(self, name, array(column.typecode, rows.tobytes()))
         self.next = renumbered(self.next, new_rows)

@@ -9,9 +9,20 @@ depends on ids, rewards and the seed alone.
 
 An entry is a row of flat typed columns (`EntryColumns`), linked to the next row of its prompt. A prompt has an
 ordinal: its position in the order of first appearance.
+
+Which entries leave at `max_trajectories` is decided by `keep`:
+
+    newest      the oldest
+    reservoir   those of the largest rank, a hash of the seed, the prompt and the step: what stays is a uniform sample
+                of all that arrived (bottom-k sampling: Cohen and Kaplan 2007)
+    both        the same among all but the newest half of the room, as in WMAR (arXiv 2401.16650)
+
+The responses of a prompt at one step have one rank, so that they leave or stay together: a group of a single trajectory
+teaches nothing, and a sample of single trajectories would be made of such groups.
 """
 
 from array import array
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +32,10 @@ import numpy.typing as npt
 import xxhash
 
 from tba.buffer.sampling.entry_columns import NONE, REMOVED, TRAINED, Block, EntryColumns, renumbered
-from tba.buffer.sampling.rules import Keep, Limits
+from tba.buffer.sampling.rules import Limits, PromptKeep
+
+# The share of a reservoir that is sorted at once, to find what leaves it next.
+_SORTED_SHARE = 64
 
 
 @dataclass(slots=True)
@@ -45,7 +59,7 @@ class SamplingIndex:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.columns = EntryColumns(with_keys=limits.prompt_keep == "reservoir")
+        self.columns = EntryColumns(with_keys=limits.prompt_keep == "reservoir", with_ranks=limits.keep != "newest")
         # Columns by the ordinal of the prompt: its id, the rows of its oldest and newest entry, the number of its
         # entries, and the value that `changes` had after its last change.
         self.prompt_ids = array("i")
@@ -62,6 +76,11 @@ class SamplingIndex:
         self.payload_bytes = 0
         # All rows before this one are removed.
         self._oldest = 0
+        # With a reservoir: its rows are those before `_fresh`, and `_fresh_count` is the number of entries after them.
+        # `_leaving` are the (rank, id) of its entries with at least the rank `_least`, ascending; some may be removed.
+        self._fresh = self._fresh_count = 0
+        self._leaving: list[tuple[int, int]] = []
+        self._least = 1 << 64
 
     def __len__(self) -> int:
         return self._rows
@@ -99,7 +118,10 @@ class SamplingIndex:
         while self._rows and self._exceeds_totals():
             is_full = limits.max_trajectories is not None and self._rows > limits.max_trajectories
             self.left["max_trajectories" if is_full else "max_payload_bytes"] += 1
-            self._remove_oldest()
+            if limits.keep == "newest":
+                self._remove_oldest()
+            else:
+                self._remove_from_reservoir()
         self._note_change(ordinal)
         removed = len(self.columns) - self._rows
         # A quarter of the rows: compaction then costs each entry the copying of three rows.
@@ -118,6 +140,7 @@ class SamplingIndex:
         """Drop the rows of removed entries. No result of any method changes."""
         new_rows = self.columns.compact()
         self._head, self._tail = renumbered(self._head, new_rows), renumbered(self._tail, new_rows)
+        self._fresh = int(new_rows[self._fresh - 1]) + 1 if self._fresh else 0
         self._oldest = 0
 
     # ------------------------------------------------------------ questions
@@ -177,6 +200,9 @@ class SamplingIndex:
         first = self.columns.extend(ordinal, block)
         if self.columns.key is not None:
             self.columns.key.extend(keyed_hash(self.limits.seed, id_) for id_ in block.id)
+        if self.columns.rank is not None:
+            self.columns.rank.extend(keyed_hash(self.limits.seed, block.prompt << 32 | step) for step in block.step)
+            self._fresh_count += len(block)
         if self._count[ordinal]:
             self.columns.next[self._tail[ordinal]] = first
         else:
@@ -211,6 +237,41 @@ class SamplingIndex:
         self._remove(ordinal, NONE, self._oldest)
         self._note_change(ordinal)
 
+    def _remove_from_reservoir(self) -> None:
+        """Let what is too old for the newest half of the room enter the reservoir, and remove its largest rank."""
+        limits, state, rank = self.limits, self.columns.state, self.columns.rank
+        assert rank is not None
+        assert limits.max_trajectories is not None
+        room = limits.max_trajectories - limits.max_trajectories // 2 if limits.keep == "both" else 0
+        while self._fresh_count > room:
+            if state[self._fresh] != REMOVED:
+                self._fresh_count -= 1
+                if rank[self._fresh] >= self._least:
+                    insort(self._leaving, (rank[self._fresh], self.columns.id[self._fresh]))
+            self._fresh += 1
+        row = NONE
+        while row == NONE or state[row] == REMOVED:
+            if not self._leaving:
+                self._sort_reservoir()
+            row = self.columns.find(self._leaving.pop()[1])
+        ordinal = self.columns.prompt[row]
+        previous, other = NONE, self._head[ordinal]
+        while other != row:
+            previous, other = other, self.columns.next[other]
+        self._remove(ordinal, previous, row)
+        self._note_change(ordinal)
+
+    def _sort_reservoir(self) -> None:
+        """Find the entries of the reservoir with the largest ranks."""
+        assert self.columns.rank is not None
+        rows = np.flatnonzero(np.frombuffer(self.columns.state, np.uint8)[: self._fresh] != REMOVED)
+        ranks = np.frombuffer(self.columns.rank, np.uint64)[rows]
+        found = len(rows) - 1 - len(rows) // _SORTED_SHARE
+        self._least = int(np.partition(ranks, found)[found])
+        # All of an equal rank: the order of those is that of their ids.
+        chosen = rows[ranks >= self._least].tolist()
+        self._leaving = sorted((self.columns.rank[row], self.columns.id[row]) for row in chosen)
+
     def _remove(self, ordinal: int, previous: int, row: int) -> None:
         """Unlink a row from its prompt's list; `previous` is the row before it there, or NONE."""
         after = self.columns.next[row]
@@ -222,11 +283,12 @@ class SamplingIndex:
             self._tail[ordinal] = previous
         self.columns.state[row] = REMOVED
         self._count[ordinal] -= 1
+        self._fresh_count -= self.columns.rank is not None and row >= self._fresh
         self._rows -= 1
         self.payload_bytes -= self.columns.payload_bytes[row]
 
 
-def surplus(columns: EntryColumns, head: int, keep: Keep) -> tuple[int, int]:
+def surplus(columns: EntryColumns, head: int, keep: PromptKeep) -> tuple[int, int]:
     """Return the entry that leaves a prompt with one entry too many: (the row before it or NONE, its row).
 
     newest: the oldest leaves; best: the lowest reward, the oldest of equal ones; reservoir: the largest keyed hash.

@@ -1,9 +1,9 @@
 """[buffer] and [curriculum]: the replay buffer, and which prompts an epoch skips or postpones."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tba.common.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
@@ -61,11 +61,34 @@ class BufferSection(Section):
     prompt_keep: Literal["newest", "best", "reservoir"] = "newest"
     """Which trajectories of a prompt stay sampleable: the newest, those of highest reward, or a uniform sample."""
     max_trajectories: Positive | Literal["unbounded"] = "unbounded"
-    """Maximum number of sampleable trajectories; the oldest ones leave, and stay in history."""
+    """Maximum number of sampleable trajectories; `keep` says which ones leave. They stay in history."""
+    keep: Literal["newest", "reservoir", "both"] = "newest"
+    """Which trajectories of the run stay sampleable at max_trajectories. newest; reservoir: a uniform sample of the
+    whole history, in which fresh data becomes rare; both: the newest in one half, a sample of all older ones in the
+    other. A sample keeps the responses of a prompt at one optimiser step together."""
     max_payload_bytes: Positive | Literal["unbounded"] = "unbounded"
     """Maximum bytes of sampleable token ids, log-probabilities and masks; the oldest trajectories leave."""
     dedup: bool = True
     """Sample only the newest of identical responses to a prompt. Set it to false where answers are short and repeat."""
+
+    @model_validator(mode="after")
+    def _check_keep(self) -> Self:
+        if self.keep == "newest":
+            return self
+        what = f'buffer.keep = "{self.keep}"'
+        if self.max_trajectories == "unbounded":
+            raise ValueError(f"{what} is about what leaves at buffer.max_trajectories: set that to a number")
+        if self.max_payload_bytes != "unbounded":
+            raise ValueError(
+                f"{what} samples trajectories alike, and a limit in bytes would prefer short ones: remove "
+                "buffer.max_payload_bytes, and set buffer.max_trajectories alone"
+            )
+        if self.keep == "reservoir" and self.max_staleness != "unbounded":
+            raise ValueError(
+                f"{what} runs out of data within buffer.max_staleness = {self.max_staleness}: ever fewer of the sample "
+                'are fresh. Set buffer.keep = "both"'
+            )
+        return self
 
 
 class CurriculumSection(Section):

@@ -238,10 +238,14 @@ def check_batches(config: Config, prompts: int | None = None) -> None:
     least = max(buffer.min_fill, _rows_of_batch(config, prompts or asked))
     most = buffer.max_trajectories
     if most != "unbounded" and most < least:
+        together = f"the {config.search.samples_per_prompt} of a visit (search.samples_per_prompt) arrive together"
+        why = {
+            "newest": f"as {together}",
+            "reservoir": f"as a sample may hold the buffer.prompt_cap = {buffer.prompt_cap} of each prompt",
+            "both": f"as {together}, and half of the room is theirs",
+        }[buffer.keep]
         raise ValueError(
-            f"buffer.max_trajectories = {most} is less than the {least} that a batch needs, as the "
-            f"{config.search.samples_per_prompt} of a visit (search.samples_per_prompt) arrive together: set at least "
-            f"{least}"
+            f"buffer.max_trajectories = {most} is less than the {least} that a batch needs, {why}: set at least {least}"
         )
     if buffer.max_payload_bytes != "unbounded" and buffer.max_payload_bytes < least * _LEAST_BYTES:
         roomy = least * (_BYTES_PER_TOKEN * config.search.max_tokens + _PROMPT_BYTES)
@@ -284,4 +288,8 @@ def _rows_of_batch(config: Config, prompts: int) -> int:
         )
     kept = 1 if _repeats(config) else min(samples, buffer.prompt_cap)
     visits, asked = -(-need // kept), config.train.prompts_per_step
-    return (asked - 1) * kept + need if visits == 1 else kept * ((visits - 1) * prompts + asked)
+    if buffer.keep == "reservoir":
+        # At worst the others have one trajectory too few each, and are all in the sample.
+        return (asked - 1) * buffer.prompt_cap + (prompts - asked + 1) * (need - 1) + 1
+    newest = (asked - 1) * kept + need if visits == 1 else kept * ((visits - 1) * prompts + asked)
+    return 2 * newest if buffer.keep == "both" else newest

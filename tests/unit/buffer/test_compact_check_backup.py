@@ -87,6 +87,28 @@ def test_prune_of_tokens_does_not_change_the_sampleable_trajectories(capped, tba
     assert sampleable_of(harness(capped, buffer={"prompt_cap": 100})) == {9, 10}
 
 
+def test_a_sample_of_the_history_survives_that_the_tokens_of_the_others_are_dropped(harness, trajectory, tba_buffer):
+    sizes = {"train": {"prompts_per_step": 1}, "search": {"samples_per_prompt": 2}}
+    sampled = {"buffer": {"max_trajectories": 6, "keep": "both"}, **sizes}
+    buffer = harness(fill=(4, 0), **sampled)
+    for step in range(10):
+        buffer.announce(step + 1, step + 1)
+        buffer.put([trajectory(f"p{step % 4}", version=step + 1, tokens=[n]) for n in range(2)], 2 * step)
+    before = sampleable_of(buffer)
+    buffer.store.close()
+    keys = [f"{name}.{key}={value}" for name, section in sampled.items() for key, value in section.items()]
+    settings = [part for key in keys for part in ("--set", key)]
+    done = tba_buffer("prune", "--tokens", "-b", buffer.store.path, *TEST_RUN, *settings, "--keep-steps", 0, "--json")
+    assert (done.json["trajectories_compacted"], done.json["trajectories_kept"]) == (14, 6)
+    assert (
+        before
+        == {id_ for (id_,) in ask(buffer.store.path, LEFT)}
+        == sampleable_of(harness(buffer.store.path, **sampled))
+    )
+    assert before > {18, 19, 20}, "the newest half of the room"
+    assert min(before) < 18 - 3, "older ones than those that would be left without a sample"
+
+
 def test_a_batch_with_compacted_tokens_is_refused_with_the_reason(capped, tba_buffer, harness):
     tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0)
     buffer = harness(capped, buffer={"prompt_cap": 2})

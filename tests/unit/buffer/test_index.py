@@ -43,6 +43,60 @@ def test_a_reservoir_is_a_uniform_sample_of_all_that_arrived():
     assert ((counts - 60) ** 2 / 60).sum() < 56
 
 
+def group_hash(seed: int, entry: Entry) -> int:
+    return keyed_hash(seed, entry.prompt << 32 | entry.step)
+
+
+def visits(count: int, *, seed: int, **limits: Any) -> SamplingIndex:
+    """Return an index of visits of 2 responses, each at a step of its own. Every fourth visit is of another prompt."""
+    index = SamplingIndex(Limits(**{"prompt_cap": 1000, "dedup": False, "seed": seed} | limits))
+    for visit in range(count):
+        entries = [Entry(2 * visit + n, visit % 4, visit, 0.0, 2 * visit + n) for n in range(2)]
+        index.extend(block_of(entries))
+    return index
+
+
+def kept_ids(index: SamplingIndex) -> list[int]:
+    return sorted(entry.id for prompt in index.prompts() for entry in index.entries(prompt))
+
+
+@pytest.mark.parametrize(("keep", "newest"), [("reservoir", 0), ("both", 8)])
+def test_what_stays_of_the_run_is_a_uniform_sample_of_whole_visits_beside_the_newest(keep, newest):
+    counts = np.zeros(40, int)
+    for seed in range(400):
+        kept = kept_ids(visits(40, seed=seed, max_trajectories=16, keep=keep))
+        assert len(kept) == 16
+        assert kept[16 - newest :] == list(range(80 - newest, 80))
+        ids = np.array(kept[: 16 - newest])
+        assert list(ids[::2] + 1) == list(ids[1::2]), "responses of a visit stay together"
+        counts[ids[::2] // 2] += 1
+    sampled = counts[: 40 - newest // 2]
+    expected = 400 * (8 - newest // 2) / len(sampled)
+    # Chi-square with 39 or 35 degrees of freedom: p < 1e-5.
+    assert ((sampled - expected) ** 2 / expected).sum() < 93
+    # Old and new visits alike.
+    assert sampled[:18].sum() == pytest.approx(18 * expected, rel=0.1)
+
+
+@pytest.mark.parametrize("keep", ["newest", "reservoir", "both"])
+def test_what_left_the_run_may_be_missing_in_a_rebuild(keep):
+    """Tokens that cannot be sampled are archived: an index without their rows goes on as one that had them."""
+    limits = Limits(prompt_cap=1000, dedup=False, max_trajectories=150, keep=keep, seed=1)
+    used, rebuilt = SamplingIndex(limits), SamplingIndex(limits)
+    entries = [Entry(id_, id_ % 7, id_ // 5, 0.0, id_) for id_ in range(3000)]
+    for entry in entries[:2000]:
+        add(used, entry)
+    for entry in entries[:2000]:
+        if entry.id in used:
+            add(rebuilt, entry)
+    for entry in entries[2000:]:
+        add(used, entry)
+        add(rebuilt, entry)
+        assert len(used) == len(rebuilt) == 150
+    assert kept_ids(used) == kept_ids(rebuilt)
+    assert used.left["max_trajectories"] == 2850
+
+
 # ------------------------------------------------------------ any sequence
 
 
@@ -57,6 +111,7 @@ class Model:
     def kept(self) -> list[Entry]:
         limits: Limits = self.limits
         kept: list[Entry] = []
+        first_safe = 0
         for entry in self.history:
             if limits.dedup:
                 kept = [old for old in kept if (old.prompt, old.dedup_hash) != (entry.prompt, entry.dedup_hash)]
@@ -73,7 +128,14 @@ class Model:
                 limits.max_payload_bytes is not None
                 and sum(old.payload_bytes for old in kept) > limits.max_payload_bytes
             ):
-                del kept[0]
+                if limits.keep == "newest":
+                    del kept[0]
+                    continue
+                # The newest half of the room, or nothing, is safe. What has left it does not return.
+                safe = (limits.max_trajectories + 1) // 2 if limits.keep == "both" else 0
+                first_safe = max(first_safe, kept[-safe].id if safe else entry.id + 1)
+                old = [old for old in kept if old.id < first_safe]
+                kept.remove(max(old, key=lambda old: (group_hash(limits.seed, old), old.id)))
         return [dataclasses.replace(entry, trained=entry.id in self.trained) for entry in kept]
 
     def untrained(self, min_step: int, need: int) -> set[int]:
@@ -84,15 +146,18 @@ class Model:
         return {p for p, group in groups.items() if len(group) >= need and not all(entry.trained for entry in group)}
 
 
+common = {
+    "prompt_cap": st.integers(1, 4),
+    "dedup": st.booleans(),
+    "prompt_keep": st.sampled_from(["newest", "best", "reservoir"]),
+    "seed": st.integers(0, 3),
+}
 limits = st.builds(
     Limits,
-    prompt_cap=st.integers(1, 4),
-    dedup=st.booleans(),
-    prompt_keep=st.sampled_from(["newest", "best", "reservoir"]),
     max_trajectories=st.none() | st.integers(1, 12),
     max_payload_bytes=st.none() | st.integers(1, 60),
-    seed=st.integers(0, 3),
-)
+    **common,
+) | st.builds(Limits, max_trajectories=st.integers(1, 12), keep=st.sampled_from(["reservoir", "both"]), **common)
 sampling_rules = st.builds(
     SamplingRules,
     recency_fraction=st.sampled_from([0.0, 0.5, 1.0]),

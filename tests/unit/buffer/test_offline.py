@@ -16,6 +16,7 @@ import pytest
 from tba.buffer.offline.offline_buffer import OfflineBuffer
 from tba.buffer.offline.recorded_run import read_recorded_run
 from tba.buffer.server.start import serve
+from tba.buffer.service.service import BufferService
 from tba.buffer.store.archives import NAME_KEY
 from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
 from tba.buffer.store.starts import IMPORT, as_recorded, changes_since_last_start, record_of, resolve_start
@@ -145,6 +146,34 @@ def test_file_configuration_and_step_determine_a_batch(offline):
     assert ids(offline("b"), range(9)) == first
     newest = {"recency_fraction": 1.0, "recency_window": 1}
     assert ids(offline("c", buffer=newest), range(9)) != first
+
+
+@pytest.mark.parametrize("keep", ["reservoir", "both"])
+def test_as_of_a_step_and_after_a_restart_the_same_sample_of_the_history_stays(keep, harness, tmp_path):
+    sampled = {
+        "buffer": {"keep": keep, "max_trajectories": 12, "prompt_cap": 10},
+        "train": {"prompts_per_step": 2, "samples_per_prompt": 2},
+        "search": {"samples_per_prompt": 2},
+    }
+    (tmp_path / "sampled").mkdir()
+    run, at_steps = harness(tmp_path / "sampled/buffer.sqlite", **sampled), []
+    run.register(PROMPTS)
+    for step in range(2 * STEPS):
+        continue_run(run, step)
+        at_steps.append(sampleable(run.service))
+    run.store.close()
+    assert [len(kept) for kept in at_steps] == [8] + [12] * (2 * STEPS - 1)
+    assert at_steps[-1][0] <= 2 * STEPS * ROUND - 12, "older than the newest 12"
+    assert sampleable(harness(run.store.path, **sampled).service) == at_steps[-1]
+    for step, kept in enumerate(at_steps):
+        recorded = read_recorded_run(run.store.path, run=None, as_of=step)
+        with closing(OfflineBuffer(config_at(tmp_path / f"off{step}", **sampled), recorded, replay=False)) as buffer:
+            assert sampleable(buffer._service) == kept
+
+
+def sampleable(service: BufferService) -> list[int]:
+    index = service.state.index
+    return sorted(entry.id for prompt in index.prompts() for entry in index.entries(prompt))
 
 
 def test_a_replay_has_the_recorded_reference_logprobs_at_each_step(offline, source):

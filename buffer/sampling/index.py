@@ -28,7 +28,8 @@ from tba.buffer.sampling.rules import Keep, Limits
 class Entry:
     """One trajectory that can be sampled.
 
-    `step` is the optimiser step of the policy that generated it; `trained` says whether a recorded batch has it.
+    `prompt` is what `context_of` returns: guided responses are of a prompt of their own. `step` is the optimiser step
+    of the policy that generated it; `trained` says whether a recorded batch has it.
     """
 
     id: int
@@ -48,7 +49,7 @@ class SamplingIndex:
         self.columns = EntryColumns(with_keys=limits.prompt_keep == "reservoir")
         # Columns by the ordinal of the prompt: its id, the rows of its oldest and newest entry, the number of its
         # entries, and the value that `changes` had after its last change.
-        self.prompt_ids = array("i")
+        self.prompt_ids = array("q")
         self._head = array("i")
         self._tail = array("i")
         self._count = array("i")

@@ -1,160 +1,105 @@
-"""Guided starts (docs/tasks.md) on a task whose reward plain search hardly ever finds: spell a word backwards.
+"""Guided starts (docs/tasks.md) on a reward that plain search hardly ever finds: combination locks.
 
-    python -m benchmarks.guided [--seeds 5] [--guided 0 0.5] [--steps 800] [--objective tb]
+    python -m benchmarks.guided [--seeds 5] [--guided 0 0.5 1] [--steps 400] [--objectives tb tb_stale]
 
-An untrained Llama of two layers gets five of eight letters, as in "bdaca:", and has a reward for "acadb" alone: of its
-responses one in two million is right. One process and one loop, as in examples/one_page.py, on fresh data, with the
-searcher's choice of guided groups, the buffer's pass rates, and the trainer's rows and objective. Printed are the right
-ones of the plain responses, and the accuracy of greedy plain responses to words that were trained on, and to others.
+A prompt is a lock with a code of six of eight letters, and only the whole code has a reward: of the first responses one
+in 262,144 is right. The policy is a table: for each lock, and each number of letters that are right so far or one that
+is wrong, it has a logit of each letter. Objective, masks, the choice of guided groups and the pass rates are those of a
+run, on fresh data. Success is computed from the table; that of the optimum is 0.999.
+
+Shape suffixes: N responses, L letters of a code.
 """
 
 import argparse
-import itertools
-import json
-import random
-import time
+import math
 from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
 
 from tba.buffer.service.curriculum import Curriculum
 from tba.common.config import CurriculumSection, ObjectiveSection, SearchSection
-from tba.common.wire.episode import one_turn
 from tba.common.wire.messages import Visit
 from tba.searcher.pipeline import Exploration
-from tba.trainer.batch.batch import Row, counted
-from tba.trainer.model.scorer import Scorer, sequence_logprobs
 from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.objectives.responses import Responses, Totals
 
-LETTERS, LENGTH, WORDS, HELD_OUT = 8, 5, 32, 128
-END, COLON = LETTERS, LETTERS + 1
-PROMPTS, SAMPLES, BETA, RATE = 4, 16, 0.02, 2e-3
-Word = tuple[int, ...]
+LETTERS, LENGTH, LOCKS = 8, 6, 32
+PROMPTS, SAMPLES, BETA, RATE = 8, 16, 0.05, 0.1
 
 
-def make_model(seed: int) -> Any:
-    """Return an untrained model whose tokens are letters, an end and a colon."""
-    torch.manual_seed(seed)
-    shape = LlamaConfig(
-        vocab_size=LETTERS + 2, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=16, tie_word_embeddings=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(shape).eval()
-
-
-@torch.no_grad()
-def generate(model: Any, contexts: list[list[int]], most: list[int], rng: torch.Generator | None) -> list[list[int]]:
-    """Return what follows contexts, at most so many tokens, sampled or without `rng` greedy. The end ends it."""
-    found: list[list[int]] = [[] for _ in contexts]
-    while live := [n for n, one in enumerate(found) if len(one) < most[n] and one[-1:] != [END]]:
-        rows = [contexts[n] + found[n] for n in live]
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [END] * (width - len(row)) for row in rows])
-        logits = model(input_ids=ids).logits[range(len(rows)), [len(row) - 1 for row in rows]]
-        drawn = torch.multinomial(logits.softmax(1), 1, generator=rng)[:, 0] if rng else logits.argmax(1)
-        for n, token in zip(live, drawn.tolist(), strict=True):
-            found[n].append(token)
-    return found
-
-
-def accuracy(model: Any, words: list[Word]) -> float:
-    """Return the share of words that the greedy policy spells backwards."""
-    found = generate(model, [[*word, COLON] for word in words], [LENGTH + 1] * len(words), None)
-    return mean(one == [*word[::-1], END] for one, word in zip(found, words, strict=True))
-
-
-def run(seed: int, guided: float, steps: int, name: Any) -> dict[str, float]:
-    """Train a model. Returns what is printed."""
-    every = list(itertools.product(range(LETTERS), repeat=LENGTH))
-    words = random.Random(seed).sample(every, WORDS + HELD_OUT)
+def run(seed: int, guided: float, steps: int, name: Any) -> tuple[float, float]:
+    """Train a table. Returns the mean success of plain responses, and how many of those in training were right."""
+    rng = torch.Generator().manual_seed(seed)
+    code_PL = torch.randint(LETTERS, (LOCKS, LENGTH), generator=rng)
+    # The last state has a wrong letter.
+    table = torch.zeros(LOCKS, LENGTH + 1, LETTERS, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([table], lr=RATE)
+    objective = make_objective(ObjectiveSection(name=name), longest_response=LENGTH)
     exploration = Exploration(SearchSection(guided=guided), run_seed=seed, searcher="")
-    curriculum = Curriculum(CurriculumSection(answers=32), guided=guided > 0)
-    policy, reference = (Scorer(make_model(seed), packed=False, autocast=False) for _ in range(2))
-    objective = make_objective(ObjectiveSection(name=name), longest_response=LENGTH + 1)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    rng, started = torch.Generator().manual_seed(seed), time.monotonic()
-    plain = plain_right = guided_right = guided_all = 0
+    curriculum = Curriculum(CurriculumSection(), guided=guided > 0)
+    plain_right = 0
     for step in range(steps):
-        rows, rewards = [], []
-        epoch, first = divmod(step * PROMPTS, WORDS)
-        for number in range(first, first + PROMPTS):
-            word, answer = words[number], [*words[number][::-1], END]
-            part = exploration.guide(Visit(0, epoch, str(number), curriculum.guide(number)))
-            prefix = answer[: round((part or 0.0) * (LENGTH - 1))]
-            context = [*word, COLON, *prefix]
-            found = generate(policy.model, [context] * SAMPLES, [LENGTH + 1 - len(prefix)] * SAMPLES, rng)
-            own = [float(prefix + one == answer) for one in found]
-            curriculum.note(number, [0] * SAMPLES, own, guided=part is not None)
-            if part is None:
-                plain, plain_right = plain + SAMPLES, plain_right + int(sum(own))
-            else:
-                guided_all, guided_right = guided_all + SAMPLES, guided_right + int(sum(own))
-            rewards += own
-            for one in found:
-                runs, logprobs = np.array([[0, len(one)]], np.int32), np.zeros(len(one), np.float32)
-                turn = one_turn(
-                    np.array([*word, COLON]), np.array(one), logprobs, runs, prefix=np.array(prefix, np.int32)
-                )
-                mask = turn.loss_mask if len(turn.loss_mask) else np.ones(len(one), np.uint8)
-                rows.append(Row(len(rows), turn.prompt_ids, turn.response_ids, turn.logprobs, mask, on_policy=True))
-        loss = loss_of(policy, reference, objective, rows, rewards)
+        epoch, first = divmod(step * PROMPTS, LOCKS)
+        locks = range(first, first + PROMPTS)
+        parts = [exploration.guide(Visit(0, epoch, str(lock), curriculum.guide(lock))) for lock in locks]
+        given = torch.tensor([round((part or 0.0) * (LENGTH - 1)) for part in parts])
+        lock_N, given_N = torch.tensor(locks).repeat_interleave(SAMPLES), given.repeat_interleave(SAMPLES)
+        state_NL, letter_NL = sample(table.detach(), lock_N, code_PL[lock_N], given_N, rng)
+        reward_bK = (letter_NL == code_PL[lock_N]).all(1).double().view(PROMPTS, SAMPLES)
+        for lock, part, rewards in zip(locks, parts, reward_bK.tolist(), strict=True):
+            curriculum.note(lock, [0] * SAMPLES, rewards, guided=part is not None)
+            plain_right += 0 if part is not None else int(sum(rewards))
+        logprob_R = table[lock_N[:, None], state_NL].log_softmax(2).gather(2, letter_NL[:, :, None]).flatten()
+        mask_NL = torch.arange(LENGTH) >= given_N[:, None]
+        responses = Responses(
+            logprob_R=logprob_R,
+            sampled_logprob_R=logprob_R.detach(),
+            mask_R=mask_NL.flatten(),
+            lengths=[LENGTH] * len(lock_N),
+            reward_bK=reward_bK,
+            reference_bK=-math.log(LETTERS) * mask_NL.double().sum(1).view_as(reward_bK),
+            staleness_bK=torch.zeros_like(reward_bK),
+            totals=Totals(PROMPTS, len(lock_N), int(mask_NL.sum())),
+        )
         optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        torch.autograd.backward(objective.loss(responses, BETA))
         optimizer.step()
-        if step % 200 == 199:
-            seen = accuracy(policy.model, words[:WORDS])
-            print(
-                f"  step {step + 1}: seen {seen:.3f} guide {mean(map(curriculum.guide, range(WORDS))):.2f}", flush=True
-            )
-    return {
-        "plain_right": plain_right, "plain": plain, "guided_right": guided_right, "guided": guided_all,
-        "seen": accuracy(policy.model, words[:WORDS]), "others": accuracy(policy.model, words[WORDS:]),
-        "seconds": round(time.monotonic() - started),
-    }  # fmt: skip
+    letters = table.detach()[:, :LENGTH].softmax(2).gather(2, code_PL[:, :, None])
+    return float(letters[:, :, 0].prod(1).mean()), plain_right
 
 
-def loss_of(policy: Scorer, reference: Scorer, objective: Any, rows: list[Row], rewards: list[float]) -> torch.Tensor:
-    """Return the loss of groups on fresh data."""
-    lengths, mask_R, shape = [len(row.response_ids) for row in rows], counted(rows), (len(rows) // SAMPLES, SAMPLES)
-    logprob_R = policy.score(rows).logprob_R
-    with torch.no_grad():
-        reference_N = sequence_logprobs(reference.score(rows).logprob_R, rows)
-    responses = Responses(
-        logprob_R=logprob_R,
-        sampled_logprob_R=logprob_R.detach(),
-        mask_R=mask_R,
-        lengths=lengths,
-        reward_bK=torch.tensor(rewards, dtype=torch.float64).view(shape),
-        reference_bK=reference_N.view(shape),
-        staleness_bK=torch.zeros(shape, dtype=torch.float64),
-        totals=Totals(shape[0], len(rows), int(mask_R.sum())),
-    )
-    loss: torch.Tensor = objective.loss(responses, BETA)
-    return loss
+def sample(
+    table: Tensor, lock_N: Tensor, code_NL: Tensor, given_N: Tensor, rng: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return states and letters of responses, [N, L] each, of which the first `given_N` are those of the code."""
+    states, letters, state_N = [], [], torch.zeros_like(lock_N)
+    for place in range(LENGTH):
+        drawn_N = torch.multinomial(table[lock_N, state_N].softmax(1), 1, generator=rng)[:, 0]
+        letter_N = torch.where(place < given_N, code_NL[:, place], drawn_N)
+        states.append(state_N)
+        letters.append(letter_N)
+        is_right = (state_N == place) & (letter_N == code_NL[:, place])
+        state_N = torch.where(is_right, place + 1, LENGTH)
+    return torch.stack(states, 1), torch.stack(letters, 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--guided", type=float, nargs="+", default=[0.0, 0.5])
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--objective", default="tb")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--guided", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--objectives", nargs="+", default=["tb", "tb_stale"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for guided in options.guided:
-        found = []
-        for seed in options.seeds:
-            found.append(run(seed, guided, options.steps, options.objective))
-            print(json.dumps({"guided_share": guided, "seed": seed, **found[-1]}), flush=True)
-        for name in ("seen", "others"):
-            values = [one[name] for one in found]
-            error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-            print(f"guided {guided:g}: accuracy of {name} {mean(values):.3f} +- {error:.3f}", flush=True)
+    for name in options.objectives:
+        for guided in options.guided:
+            found = [run(seed, guided, options.steps, name) for seed in range(options.seeds)]
+            success, right = zip(*found, strict=True)
+            error = stdev(success) / len(success) ** 0.5 if len(success) > 1 else 0.0
+            print(f"{name} guided {guided:g}: success {mean(success):.4f} +- {error:.4f}", end=", ", flush=True)
+            print(f"right plain responses in training {mean(right):.1f} ({[*map(round, right)]})", flush=True)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,11 @@ def check_loaded(config: Config, loaded: LoadedTask, prompts: Sequence[Prompt]) 
     """Raise TaskError for a prompt that cannot be rendered or that the context has no room for; return warnings."""
     task, renderer, stopping = loaded
     check_rendering(task, prompts, renderer, context_of(config))
+    if config.search.guided and not any(one.demonstration and not has_environment(task, one) for one in prompts):
+        raise TaskError(
+            f"task {task.name} has no prompt with a demonstration, with which guided responses begin: give it some "
+            "(docs/tasks.md), or set search.guided = 0"
+        )
     return "; ".join(filter(None, (_explained_luck(config, task), unstopped_turn(stopping, renderer, prompts))))
 
 

@@ -185,6 +185,7 @@ class Searcher:
             loaded.renderer,
             exploration.settings,
             config.search.samples_per_prompt,
+            exploration.guide,
         )
         episodes = Episodes(
             generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config), lambda: engine.weights_version

@@ -27,7 +27,7 @@ from tba.common.wire.codec import MAX_REQUEST_FRAME_BYTES
 from tba.common.wire.episode import EpisodeTokens, one_turn
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
-from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Trajectory
+from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Int32, Trajectory
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine, Generation, Requests, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
@@ -81,6 +81,17 @@ class Exploration:
             min_p=self.config.min_p,
         )
 
+    def guide(self, visit: Visit) -> float | None:
+        """Return the fraction of the demonstration with which the responses to a visit begin; None: it is plain.
+
+        The whole group has one, so that it is a sample of one context. It is drawn uniformly up to `visit.guide`: a
+        prompt that is seen for the first time then meets all parts of its demonstration, and not only its end.
+        """
+        generator = random.Random(self._hash("guide", visit.prompt_key, visit.epoch))  # noqa: S311
+        if generator.random() >= self.config.guided:
+            return None
+        return visit.guide * generator.random()
+
     def _hash(self, *parts: str | int) -> int:
         # repr distinguishes ("a", 11) from ("a1", 1).
         digest = hashlib.blake2b(repr((self.run_seed, *parts)).encode(), digest_size=8).digest()
@@ -109,9 +120,17 @@ class Response:
     generation: Generation
     error: str = ""
 
+    @property
+    def prefix(self) -> Int32:
+        """The tokens before those that the engine generated."""
+        return _NO_TOKENS if self.group.prefix is None else self.group.prefix
+
 
 class GenerationStage:
-    """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each."""
+    """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each.
+
+    `guide` is `Exploration.guide`; without it all responses are plain.
+    """
 
     def __init__(
         self,
@@ -121,11 +140,14 @@ class GenerationStage:
         renderer: PromptRenderer,
         settings: Callable[[Visit, int], SamplingSettings],
         samples: int,
+        guide: Callable[[Visit], float | None] = lambda _: None,
     ) -> None:
         self._engine = engine
         self._task = task
         self._settings = settings
         self._samples = samples
+        self._guide = guide
+        self._encode = renderer.encode
         self._prompts = by_key = {prompt.key: prompt for prompt in prompts}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
         self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(by_key[key]), np.int32))
@@ -148,15 +170,28 @@ class GenerationStage:
         if has_environment(self._task, prompt):
             group = Group(visit, prompt, _NO_TOKENS, self._samples)
             return [(self._requests.new_id(), group, sampling) for sampling in settings]
-        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples)
+        prefix = self._prefix(visit, prompt, settings[0].max_tokens)
+        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples, prefix)
+        context = group.prompt_ids
+        if prefix is not None:
+            context = np.concatenate([context, prefix])
+            settings = [replace(one, max_tokens=one.max_tokens - len(prefix)) for one in settings]
         for sampling in settings:
             try:
-                self.ask(group.prompt_ids, sampling, partial(self._take, group, sampling), first=False)
+                self.ask(context, sampling, partial(self._take, group, sampling), first=False)
             except EngineError as error:
                 runs = np.array([[self._engine.weights_version, 0]], np.int32)
                 nothing = Generation(self._requests.new_id(), _NO_TOKENS, _NO_LOGPROBS, runs, STOP_ERROR, 0.0)
                 self._done.append(Response(group, sampling, nothing, f"not generated: {error}"))
         return []
+
+    def _prefix(self, visit: Visit, prompt: Prompt, max_tokens: int) -> Int32 | None:
+        """Return the tokens that a guided group begins with, None for a plain one: at most all but the last token."""
+        fraction = self._guide(visit) if prompt.demonstration else None
+        if fraction is None:
+            return None
+        ids = self._encode(prompt.demonstration)[:max_tokens]
+        return np.asarray(ids[: round(fraction * (len(ids) - 1))], np.int32)
 
     def _take(self, group: Group, sampling: SamplingSettings, generation: Generation) -> None:
         self._done.append(Response(group, sampling, generation))
@@ -201,7 +236,8 @@ class ScoringStage:
             )
             return
         try:
-            text = storable(self._stopping.scored_text(generation.response_ids))
+            whole = np.concatenate([response.prefix, generation.response_ids])
+            text = storable(self._stopping.scored_text(whole))
         # The ids are of another vocabulary. The row carries the error, as it does when a scorer fails.
         except Exception as error:
             log.exception("response not decoded", prompt=prompt.key)
@@ -250,8 +286,9 @@ class ScoringStage:
         self._count_cut_off(generation.stop_reason == STOP_LENGTH, response.error)
         self.tokens += len(generation.response_ids)
         tokens = one_turn(
-            group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs, generation.kept
-        )
+            group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs, generation.kept,
+            response.prefix,
+        )  # fmt: skip
         self._add(group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds)
 
     def _finish_episode(self, episode: Episode) -> None:
@@ -286,7 +323,7 @@ class ScoringStage:
             reward=scored.reward.total,
             reward_parts=scored.reward.parts,
             stop_reason=stop,
-            sampling=sampling.recorded(),
+            sampling=sampling.recorded() | ({} if group.prefix is None else {"guided": len(group.prefix)}),
             created_at=time.time(),
             generation_seconds=seconds,
             text=scored.text,

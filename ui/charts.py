@@ -24,7 +24,7 @@ from tba.ui.runs import Run
 _MAX_POINTS = 1000
 # Title, unit, and the metrics of docs/metrics.md with their labels.
 _CHARTS = (
-    ("Reward", "reward", {"reward_mean": "training batch"}),
+    ("Reward", "reward", {"reward_mean": "training batch", "plain_reward_mean": "not guided"}),
     ("Loss", "", {"loss": "loss"}),
     ("KL to the reference", "nats per response", {"kl": "KL"}),
     ("Entropy", "nats per token", {"entropy": "entropy"}),

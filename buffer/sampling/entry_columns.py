@@ -19,9 +19,21 @@ REMOVED, UNTRAINED, TRAINED = range(3)
 _COLUMNS = ("id", "prompt", "step", "reward", "dedup_hash", "payload_bytes", "state", "next")
 
 
+def context_of(prompt: int, guided: int | None) -> int:
+    """Return the number under which responses to a prompt are sampled that begin with `guided` tokens given to them.
+
+    Each number of such tokens is a context with a log Z of its own, and no group mixes two. Without any it is the id of
+    the prompt, which has at most 32 bits.
+    """
+    return prompt + ((guided or 0) << 32)
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Entries of one prompt as columns of equal length, in the order of their ids: see `index.Entry`."""
+    """Entries of one prompt as columns of equal length, in the order of their ids: see `index.Entry`.
+
+    `prompt` is what `context_of` returns.
+    """
 
     prompt: int
     id: Sequence[int]

@@ -42,7 +42,8 @@ _SORTED_SHARE = 64
 class Entry:
     """One trajectory that can be sampled.
 
-    `step` is the optimiser step of the policy that generated it; `trained` says whether a recorded batch has it.
+    `prompt` is what `context_of` returns: guided responses are of a prompt of their own. `step` is the optimiser step
+    of the policy that generated it; `trained` says whether a recorded batch has it.
     """
 
     id: int
@@ -62,7 +63,7 @@ class SamplingIndex:
         self.columns = EntryColumns(with_keys=limits.prompt_keep == "reservoir", with_ranks=limits.keep != "newest")
         # Columns by the ordinal of the prompt: its id, the rows of its oldest and newest entry, the number of its
         # entries, and the value that `changes` had after its last change.
-        self.prompt_ids = array("i")
+        self.prompt_ids = array("q")
         self._head = array("i")
         self._tail = array("i")
         self._count = array("i")

@@ -158,7 +158,7 @@ class Sampler:
         self.rules = rules
         self._tables: dict[int, PromptTable] = {}
         # The last answer of `untrained_prompts`: each searcher that asks for leases needs the same one.
-        self._untrained: tuple[tuple[int, int, int], npt.NDArray[np.int32]] = ((-1, 0, 0), np.empty(0, np.int32))
+        self._untrained: tuple[tuple[int, int, int], npt.NDArray[np.int64]] = ((-1, 0, 0), np.empty(0, np.int64))
         self._table(rules.need(samples))
 
     def sample(self, *, step: int, groups: int, samples: int, rng: np.random.Generator) -> Draw | Shortage:
@@ -189,12 +189,12 @@ class Sampler:
             recency_missed=int(np.count_nonzero(table.newest_step[recent] < step - ages.window)),
         )
 
-    def untrained_prompts(self, min_step: int, need: int) -> npt.NDArray[np.int32]:
+    def untrained_prompts(self, min_step: int, need: int) -> npt.NDArray[np.int64]:
         """Return the ids of prompts with `need` entries of at least this step, one of them in no recorded batch."""
         asked = (self.index.changes, min_step, need)
         if asked != self._untrained[0]:
             found = np.flatnonzero(self._table(need).with_entries_since(min_step, untrained=True))
-            self._untrained = (asked, np.array(self.index.prompt_ids, np.int32)[found])
+            self._untrained = (asked, np.array(self.index.prompt_ids, np.int64)[found])
         return self._untrained[1]
 
     def _ages(self, table: PromptTable, eligible: Mask, step: int) -> _Ages:

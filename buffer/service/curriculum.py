@@ -1,4 +1,5 @@
-"""The curriculum: which prompts an epoch skips or postpones, by the pass rates of their newest answers.
+"""The curriculum: which prompts an epoch skips or postpones, by the pass rates of their newest answers, and how much of
+a demonstration guided responses begin with.
 
 The pass rates are a function of the stored answers, oldest first, so a restart rebuilds them. What they decided for an
 epoch is stored when the epoch begins, and does not change while it lasts.
@@ -12,24 +13,38 @@ from tba.common.wire.fields import NO_POLICY
 
 
 class Curriculum:
-    """The newest answers of each prompt, and what they mean for an epoch. Without settings it does nothing."""
+    """The newest answers of each prompt, and what they mean for an epoch. Without settings it does nothing.
 
-    def __init__(self, settings: CurriculumSection) -> None:
+    `guided` says whether there are guided responses. They count by themselves: their answer was given in part.
+    """
+
+    def __init__(self, settings: CurriculumSection, *, guided: bool = False) -> None:
         self._settings = settings
+        self.is_on = settings.is_on or guided
         self._mask = (1 << settings.answers) - 1
         # By prompt: the newest answers as bits, 1 for one that passed, the newest lowest; and how many there are.
         self._answers: dict[int, tuple[int, int]] = {}
+        self._guided: dict[int, tuple[int, int]] = {}
 
-    def note(self, prompt: int, versions: Iterable[int], rewards: Iterable[float]) -> None:
+    def note(self, prompt: int, versions: Iterable[int], rewards: Iterable[float], *, guided: bool = False) -> None:
         """Take new answers to a prompt, oldest first. Those that no policy of the run gave do not count."""
         settings = self._settings
-        if not settings.is_on:
+        if not self.is_on:
             return
-        bits, count = self._answers.get(prompt, (0, 0))
+        answers = self._guided if guided else self._answers
+        bits, count = answers.get(prompt, (0, 0))
         for version, reward in zip(versions, rewards, strict=True):
             if version != NO_POLICY:
                 bits, count = bits << 1 | (reward >= settings.pass_reward), count + 1
-        self._answers[prompt] = bits & self._mask, min(count, settings.answers)
+        answers[prompt] = bits & self._mask, min(count, settings.answers)
+
+    def guide(self, prompt: int) -> float:
+        """Return the largest fraction of the demonstration that guided responses to a prompt begin with.
+
+        It is the share of the newest guided answers that did not pass; those that are missing count as such.
+        """
+        passed = self._guided.get(prompt, (0, 0))[0].bit_count()
+        return 1.0 - passed / self._settings.answers
 
     def decide(self, epoch: int, order: Sequence[int], least: int) -> list[Decision]:
         """Return the decisions for an epoch with this order of prompts. `least` are kept, the hardest first."""

@@ -1,10 +1,13 @@
 """Trajectories arrive from searchers and imports. Each is stored once, however often it is sent."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from tba.buffer.sampling.entry_columns import Block
+import msgspec
+
+from tba.buffer.sampling.entry_columns import Block, context_of
 from tba.buffer.service.put_columns import PutColumns
 from tba.buffer.service.run_state import ReplyBody, RunState
 from tba.common.errors import Refused
@@ -77,7 +80,8 @@ class Ingest:
         announced = set(columns["policy_version"]) - {fields.NO_POLICY}
         steps = {fields.NO_POLICY: 0, **{version: state.versions[version].step for version in announced}}
         start = 0
-        for (prompt, error), rows in groupby(zip(columns["prompt"], columns["error"], strict=True)):
+        each = zip(columns["prompt"], map(_guided, columns["sampling"]), columns["error"], strict=True)
+        for (prompt, guided, error), rows in groupby(each):
             part = slice(start, start + len(list(rows)))
             start = part.stop
             if error is not None:
@@ -85,7 +89,7 @@ class Ingest:
                 state.uncommitted_errors += columns["error"][part]
                 continue
             block = Block(
-                prompt=prompt,
+                prompt=context_of(prompt, guided),
                 id=ids[part],
                 step=[steps[version] for version in columns["policy_version"][part]],
                 reward=columns["reward"][part],
@@ -94,7 +98,8 @@ class Ingest:
                 payload_bytes=columns["payload_bytes"][part],
             )
             state.index.extend(block)
-            state.curriculum.note(prompt, columns["policy_version"][part], block.reward)
+            versions = columns["policy_version"][part]
+            state.curriculum.note(prompt, versions, block.reward, guided=guided is not None)
 
     def _prompts_of(self, put: PutColumns) -> list[int]:
         state = self._state
@@ -134,3 +139,10 @@ class Ingest:
         done = [visit for visit, prompt in answered if state.leases.close(visit, prompt, sender)]
         if done:
             state.store.visits.close(done, state.clock.wall())
+
+
+# A run has few different settings, and with guided responses as many as demonstrations have tokens.
+@functools.lru_cache(1 << 16)
+def _guided(sampling: str) -> int | None:
+    """Return how many tokens of a demonstration the responses of some settings, as JSON, begin with."""
+    return msgspec.json.decode(sampling, type=messages.Sampling).guided

@@ -127,9 +127,10 @@ class Leasing:
         if not visits and message.want and has_newest:
             state.clients[sender].held_back = reason
             return None
+        guide, keys = state.curriculum.guide, state.prompt_keys
         granted = [
-            messages.Visit(lease=visit.id, epoch=visit.epoch, prompt_key=state.prompt_keys[visit.prompt])
-            for visit in visits
+            messages.Visit(lease=one.id, epoch=one.epoch, prompt_key=keys[one.prompt], guide=guide(one.prompt))
+            for one in visits
         ]
         return ReplyBody(messages.Leases(visits=granted, reason=reason))
 

@@ -5,7 +5,7 @@ Invariant: the memory never holds more than what is committed. If a transaction 
 
 from dataclasses import dataclass, field
 
-from tba.buffer.sampling.entry_columns import Block
+from tba.buffer.sampling.entry_columns import Block, context_of
 from tba.buffer.sampling.index import SamplingIndex
 from tba.buffer.sampling.rate_limiter import RateLimiter
 from tba.buffer.sampling.rules import Limits, SamplingRules, from_section
@@ -108,14 +108,16 @@ class RunState:
     def _rebuild_index(self) -> None:
         announced = {version: ref.step for version, ref in self.versions.items()}
         steps_of = self.as_of.policy_steps if self.as_of else announced
-        self.index, self.curriculum = SamplingIndex(self._limits), Curriculum(self.config.curriculum)
-        for prompt, (ids, versions, *columns) in self.store.trajectories.blocks(self.run):
-            self.index.extend(Block(prompt, ids, [steps_of.get(version, 0) for version in versions], *columns))
+        self.index = SamplingIndex(self._limits)
+        self.curriculum = Curriculum(self.config.curriculum, guided=self.config.search.guided > 0)
+        for prompt, guided, (ids, versions, *columns) in self.store.trajectories.blocks(self.run):
+            context = context_of(prompt, guided)
+            self.index.extend(Block(context, ids, [steps_of.get(version, 0) for version in versions], *columns))
         # Also from answers that were compacted: the index no longer has them.
-        for prompt, version, reward in (
-            self.store.trajectories.answers(self.run) if self.config.curriculum.is_on else ()
+        for prompt, version, reward, guided in (
+            self.store.trajectories.answers(self.run) if self.curriculum.is_on else ()
         ):
-            self.curriculum.note(prompt, [version], [reward])
+            self.curriculum.note(prompt, [version], [reward], guided=guided is not None)
         self.sampler = Sampler(self.index, self.rules, samples=self.config.train.samples_per_prompt)
 
     def begin_epoch(self) -> None:

@@ -17,6 +17,7 @@ SELECT t.id, r.name AS run, p.key AS prompt, p.text AS prompt_text, p.answer, v.
        t.reward, t.reward_parts, t.stop_reason, t.prompt_tokens, t.response_tokens,
        json_extract(t.sampling, '$.temperature') AS temperature,
        json_extract(t.sampling, '$.top_p') AS top_p,
+       json_extract(t.sampling, '$.guided') AS guided,
        t.created_at, t.received_at, strftime('%Y-%m-%dT%H:%M:%SZ', t.received_at, 'unixepoch') AS received_at_text,
        t.generation_seconds, t.text, t.error, t.error_kind, json_array_length(t.turns) AS turns, t.metadata,
        t.compacted_at, a.url AS archive,
@@ -62,6 +63,7 @@ def _of_group(prompt: str, visit: str) -> str:
        (SELECT MIN(t.reward) {good}) AS min_reward,
        (SELECT MAX(t.reward) {good}) AS max_reward,
        (SELECT MAX(0.0, AVG(t.reward * t.reward) - AVG(t.reward) * AVG(t.reward)) {good}) AS reward_variance,
+       (SELECT MAX(json_extract(t.sampling, '$.guided')) {rows}) AS guided,
        (SELECT GROUP_CONCAT(DISTINCT t.policy_version) {rows}) AS policy_versions,
        (SELECT SUM(t.response_tokens) {rows}) AS response_tokens"""
 
@@ -159,6 +161,7 @@ WITH RECURSIVE ends (run, first, last) AS (
         (SELECT COUNT(*) {_TRAINED}) AS times,
         (SELECT MIN(b.trained_at) {_TRAINED}) AS first_trained_at
     FROM spread s CROSS JOIN trajectory_rows t ON t.id = s.id AND t.run = s.run
+    WHERE json_extract(t.sampling, '$.guided') IS NULL
 )
 SELECT r.name AS run, s.least_tokens, COUNT(*) AS trajectories, COUNT(s.error) AS errors,
        SUM(s.times = 0) AS never_trained, SUM(s.response_tokens) AS response_tokens,
@@ -174,7 +177,8 @@ _SLOTS = "FROM consumption_rows c CROSS JOIN trajectory_rows t ON t.id = c.traje
 WASTE = f"""
 CREATE VIEW waste AS
 SELECT r.name AS run, b.step, b.prompts AS groups,
-       (SELECT COUNT(*) FROM (SELECT 1 {_SLOTS} GROUP BY t.prompt HAVING MIN(t.reward) = MAX(t.reward))) AS flat_groups,
+       (SELECT COUNT(*) FROM (SELECT 1 {_SLOTS} GROUP BY t.prompt, json_extract(t.sampling, '$.guided')
+           HAVING MIN(t.reward) = MAX(t.reward))) AS flat_groups,
        (SELECT SUM(t.response_tokens) {_SLOTS}) AS response_tokens,
        (SELECT AVG(b.trained_at - t.created_at) {_SLOTS}) AS mean_seconds_to_training,
        b.trained_at

@@ -10,15 +10,17 @@ from tba.common.config.layers import secret_keys
 
 # The trajectories of a batch count as trained on when its step is reported.
 _TRAINED = "FROM consumption_rows JOIN batches ON batches.id = batch WHERE run = ? AND trained_at IS NOT NULL"
+# A part of a guided response was given.
+_PLAIN = "FROM trajectory_rows WHERE run = ? AND error IS NULL AND json_extract(sampling, '$.guided') IS NULL"
 _QUERIES = {
     "trajectories": "SELECT COUNT(*) FROM trajectory_rows WHERE run = ?",
     "compacted": "SELECT COUNT(compacted_at) - COUNT(archive) FROM trajectory_rows WHERE run = ?",
     "archived": "SELECT COUNT(archive) FROM trajectory_rows WHERE run = ?",
     "with_error": "SELECT COUNT(error) FROM trajectory_rows WHERE run = ?",
     "response_tokens": "SELECT COALESCE(SUM(response_tokens), 0) FROM trajectory_rows WHERE run = ?",
-    "mean_reward": "SELECT AVG(reward) FROM trajectory_rows WHERE run = ? AND error IS NULL",
+    "mean_reward": f"SELECT AVG(reward) {_PLAIN}",
     # What the mean is of: with many errors it says little of all trajectories.
-    "mean_reward_of": "SELECT COUNT(*) - COUNT(error) FROM trajectory_rows WHERE run = ?",
+    "mean_reward_of": f"SELECT COUNT(*) {_PLAIN}",
     "prompts": "SELECT COUNT(*) FROM prompts WHERE run = ?",
     "visits_done": "SELECT COUNT(done_at) FROM visits WHERE run = ?",
     "visits_open": "SELECT COUNT(*) - COUNT(done_at) FROM visits WHERE run = ?",

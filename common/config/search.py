@@ -12,6 +12,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tba.common.config.section import (
     BearerToken,
+    Fraction,
     GpuList,
     NonNegative,
     NonNegativeFloat,
@@ -59,6 +60,9 @@ class SearchSection(Section):
     temperature."""
     explore: Literal["sample", "group", "searcher"] = "sample"
     """Whether temperature and top_p are drawn for each response, for each visit of a prompt, or once per searcher."""
+    guided: Fraction = 0.0
+    """Share of the visits whose responses begin with a part of the task's demonstration, which is not trained on. The
+    part shrinks from all of it to nothing as the guided responses to the prompt pass (docs/tasks.md); 0 is none."""
     max_tokens: Positive = 512
     """Maximum length of a response, in tokens. Of an episode: of everything after its first context."""
     turn_tokens: NonNegative = 0

@@ -16,7 +16,7 @@ import numpy as np
 from tba.common.wire.trajectory import Float32, Int32, UInt8
 
 _NO_MASK = np.zeros(0, np.uint8)
-_NO_SEGMENTS = _NO_KEPT = np.zeros(0, np.int32)
+_NO_SEGMENTS = _NO_KEPT = _NO_PREFIX = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,19 @@ class EpisodeTokens(NamedTuple):
 
 
 def one_turn(
-    prompt_ids: Int32, response_ids: Int32, logprobs: Float32, version_runs: Int32, kept: Int32 = _NO_KEPT
-) -> EpisodeTokens:
-    """Return the row of a single response, all of whose tokens were sampled."""
+    prompt_ids: Int32, response_ids: Int32, logprobs: Float32, version_runs: Int32, kept: Int32 = _NO_KEPT,
+    prefix: Int32 = _NO_PREFIX,
+) -> EpisodeTokens:  # fmt: skip
+    """Return the row of a single response, all of whose tokens were sampled; the `prefix` before it was not."""
+    mask, given = _NO_MASK, len(prefix)
+    if given:
+        mask = np.repeat(np.array([0, 1], np.uint8), [given, len(response_ids)])
+        response_ids = np.concatenate([prefix, response_ids])
+        logprobs = np.concatenate([np.zeros(given, np.float32), logprobs])
+        version_runs = version_runs + np.array([[0, given]] + [[0, 0]] * (len(version_runs) - 1), np.int32)
+        kept = np.concatenate([np.zeros(given, np.int32), kept]) if len(kept) else kept
     return EpisodeTokens(
-        prompt_ids, response_ids, _NO_MASK, logprobs, version_runs, segments=_NO_SEGMENTS, turns=[], kept=kept
+        prompt_ids, response_ids, mask, logprobs, version_runs, segments=_NO_SEGMENTS, turns=[], kept=kept
     )
 
 

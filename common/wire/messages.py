@@ -93,21 +93,29 @@ class RunState(Message, frozen=True):
     finished: bool
 
 
-class Visit(Message, frozen=True):
-    """A prompt handed out once in an epoch. `lease` is its id, and the right to answer it."""
+class Visit(Message, frozen=True, omit_defaults=True):
+    """A prompt handed out once in an epoch. `lease` is its id, and the right to answer it.
+
+    `guide` is the largest fraction of the demonstration with which its responses may begin (`search.guided`).
+    """
 
     lease: Id
     epoch: Id
     prompt_key: Name
+    guide: Annotated[float, Meta(ge=0, le=1)] = 1.0
 
 
 class Sampling(Message, frozen=True, omit_defaults=True):
-    """The settings that a response was sampled with. `top_k` 0 keeps all tokens."""
+    """The settings that a response was sampled with. `top_k` 0 keeps all tokens.
+
+    `guided` is how many tokens of a demonstration the response begins with, None without `search.guided`.
+    """
 
     temperature: Temperature
     top_p: Annotated[float, Meta(gt=0, le=1)]
     top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    guided: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
 
 
 class ArrayCounts(Message, frozen=True):

@@ -92,12 +92,16 @@ class Scored:
 
 @dataclass(slots=True)
 class Group:
-    """The responses to one visit of a prompt. `done` holds the finished rows, `size` of them in the end."""
+    """The responses to one visit of a prompt. `done` holds the finished rows, `size` of them in the end.
+
+    Those of a guided group begin with the tokens of `prefix`, which may be none; that of a plain group is None.
+    """
 
     visit: Visit
     prompt: Prompt
     prompt_ids: Int32
     size: int
+    prefix: Int32 | None = None
     done: list[Trajectory] = field(default_factory=list)
 
 

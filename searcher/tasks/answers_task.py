@@ -14,7 +14,7 @@ from typing import Any
 from tba.common.errors import TaskError
 from tba.searcher.tasks.answers import last_boxed, normalised
 from tba.searcher.tasks.gsm8k import last_number
-from tba.searcher.tasks.rows import RowsTask, answers_in, question_in
+from tba.searcher.tasks.rows import RowsTask, answers_in, question_in, text_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 from tba.searcher.tasks.verdict import MAX_CHARACTERS
 
@@ -41,7 +41,8 @@ class AnswersTask(RowsTask):
     `prompt` and `answer` are columns, or fields below one such as `reward_model.ground_truth`; empty takes the first
     of prompt, question, problem, messages and of answer, answers, reward_model.ground_truth. A prompt is a text, which
     stands for `{prompt}` in `format`, or a list of messages. An answer is a text, a number, or a list of right answers.
-    `grade` is "exact", "number", "regex" or "choice". `subset` and the splits are those of a data set on the hub.
+    `grade` is "exact", "number", "regex" or "choice". `demonstration` is the column of a right response, with which
+    guided responses begin; empty: none. `subset` and the splits are those of a data set on the hub.
     """
 
     name = "answers"
@@ -57,10 +58,11 @@ class AnswersTask(RowsTask):
         subset: str = "",
         train_split: str = "train",
         test_split: str = "test",
+        demonstration: str = "",
     ) -> None:
         if grade not in _READERS:
             raise TaskError(f"task answers: task.options.grade = {grade!r}: use one of {', '.join(_READERS)}")
-        self._grade, self._format = grade, format
+        self._grade, self._format, self._demonstration = grade, format, demonstration
         columns = ((prompt,) if prompt else _PROMPT_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
         self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
 
@@ -79,7 +81,9 @@ class AnswersTask(RowsTask):
                     raise ValueError(f"the answer {gold!r:.60} cannot be graded with grade = {self._grade!r}")
             except re.error as error:
                 raise ValueError(f"the answer {gold!r:.60} is not a regular expression: {error}") from error
-        return Prompt(**question_in(row, columns[0], self._format, _PLAIN), answer=golds[0], accepted=golds[1:])
+        shown = text_in(row, self._demonstration) if self._demonstration else ""
+        question = question_in(row, columns[0], self._format, _PLAIN)
+        return Prompt(**question, answer=golds[0], accepted=golds[1:], demonstration=shown)
 
     def _is_right(self, gold: str, found: Any) -> bool:
         if self._grade == _REGEX:

@@ -30,7 +30,7 @@ class ArithmeticTask(ListedTask):
     def __init__(self) -> None:
         problems = sorted(
             (
-                Prompt(key=f"{a}{sign}{b}", text=f"{a}{sign}{b}=", answer=str(operation(a, b)))
+                Prompt(f"{a}{sign}{b}", f"{a}{sign}{b}=", answer := str(operation(a, b)), demonstration=answer)
                 for (sign, operation), a, b in product(_OPERATIONS.items(), _OPERANDS, _OPERANDS)
             ),
             # Python's hash() of a string differs between processes.

@@ -25,6 +25,8 @@ _SPELLINGS = (
     (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
 )
 _SUBSET = "main"
+# The solutions have results of a calculator, as in "48/2 = <<48/2=24>>24".
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 class Gsm8kTask(RowsTask):
@@ -46,7 +48,8 @@ class Gsm8kTask(RowsTask):
         answer = solution.rpartition("####")[2].strip()
         if last_number(answer) is None or why_no_gold(answer):
             raise ValueError(f"the answer {answer!r:.60} has no final number")
-        return Prompt(key_of(question), f"[MATH TASK] Problem:\n{question}\n\nSolution:\n", answer)
+        text = f"[MATH TASK] Problem:\n{question}\n\nSolution:\n"
+        return Prompt(key_of(question), text, answer, demonstration=_CALCULATOR.sub("", solution))
 
 
 def last_number(text: str, *, alone: bool = False) -> Decimal | None:

@@ -97,7 +97,9 @@ class MathTask(RowsTask):
         gold = answer.rpartition("####")[2] if "####" in answer else last_boxed(answer) or answer
         if reason := why_no_gold(gold):
             raise ValueError(f"the gold answer {gold!r:.60}: {reason}: correct or remove the row")
-        return Prompt(**question_in(row, columns[0], self._template, "{problem}"), answer=gold.strip())
+        solution = row.get("solution")
+        question = question_in(row, columns[0], self._template, "{problem}")
+        return Prompt(**question, answer=gold.strip(), demonstration=solution if isinstance(solution, str) else "")
 
 
 def _answer(response: str, boxed: str | None, gold: str) -> str:

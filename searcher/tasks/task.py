@@ -30,7 +30,8 @@ class Prompt:
     It is a text; or messages, pairs (role, content) or maps of these two and other fields such as `tool_calls`, that
     the model's chat template renders; or token ids, which are used as they are. With both text and messages, the text
     is used where there is no template. `template_kwargs` are variables of the template, such as `tools`, and replace
-    those of `task.template_kwargs`. `accepted` are right answers besides `answer`.
+    those of `task.template_kwargs`. `accepted` are right answers besides `answer`. `demonstration` is a right response
+    as text, with which guided responses begin (`search.guided`).
 
     Lists become tuples, and a map with other fields becomes (role, content, the map as JSON). Raises ValueError for a
     message of another form, and for a text with a lone surrogate.
@@ -43,11 +44,13 @@ class Prompt:
     ids: Sequence[int] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     accepted: Sequence[str] = ()
+    demonstration: str = ""
 
     def __post_init__(self) -> None:
         try:
             object.__setattr__(self, "messages", tuple(message_of(message) for message in self.messages))
-            require_unicode([self.key, self.text, self.answer, self.messages, self.template_kwargs, self.accepted])
+            texts = [self.key, self.text, self.answer, self.messages, self.template_kwargs, self.accepted]
+            require_unicode([*texts, self.demonstration])
         except ValueError as error:
             raise ValueError(f"prompt {self.key!r} has {error}") from error
         object.__setattr__(self, "ids", tuple(int(id_) for id_ in self.ids))
@@ -246,6 +249,8 @@ def fingerprint(prompts: Sequence[Prompt], settings: str = "") -> str:
             digest.update(json.dumps([prompt.messages, prompt.ids]).encode())
         if prompt.template_kwargs or prompt.accepted:
             digest.update(json.dumps([prompt.template_kwargs, prompt.accepted], default=str).encode())
+        if prompt.demonstration:
+            digest.update(f"demonstration\0{prompt.demonstration}\0".encode())
     return digest.hexdigest()
 
 

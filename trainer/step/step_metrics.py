@@ -50,7 +50,19 @@ def batch_metrics(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[st
         "reuse_mean": batch.reuse_mean,
         "tokens": float(sum(row.tokens for row in batch.rows)),
         "response_tokens_mean": sum(lengths) / len(lengths),
+        **_guided(batch),
         **_truncated(batch, end_ids),
+    }
+
+
+def _guided(batch: TrainBatch) -> dict[str, float]:
+    """Return the share of responses that begin with tokens that do not count, and the mean reward of the others."""
+    plain_N = torch.tensor([not len(row.loss_mask) or bool(row.loss_mask[0]) for row in batch.rows])
+    if plain_N.all():
+        return {}
+    return {
+        "guided_share": 1.0 - float(plain_N.double().mean()),
+        "plain_reward_mean": float(batch.reward_BK.flatten()[plain_N].mean()),
     }
 
 

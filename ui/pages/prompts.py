@@ -29,7 +29,8 @@ KINDS = {
 # The part `correct` says what passes; without it, a reward above 0 does.
 _PASSED = "COALESCE(json_extract(t.reward_parts, '$.correct') >= 1, t.reward > 0)"
 _RESPONSES = f"""SELECT t.id, t.visit, t.policy_version, t.reward, t.response_tokens, t.stop_reason, t.error,
-    {_PASSED} AS passed FROM trajectory_rows t WHERE t.prompt = ? ORDER BY t.policy_version DESC, t.id DESC LIMIT ?"""  # noqa: S608
+    {_PASSED} AS passed, json_extract(t.sampling, '$.guided') AS guided
+    FROM trajectory_rows t WHERE t.prompt = ? ORDER BY t.policy_version DESC, t.id DESC LIMIT ?"""  # noqa: S608
 _VISIT = "SELECT id, epoch, leased_at, done_at FROM visits WHERE id = ?"
 # A list needs no texts, and they are on pages of their own.
 _WITH_TEXT = _RESPONSES.replace("t.error,", "t.error, substr(t.text, 1, 200) AS text,")
@@ -42,7 +43,8 @@ _NEWEST = 20_000
 _BY_RATE = f"""SELECT * FROM (SELECT {_COLUMNS}, ROW_NUMBER() OVER (ORDER BY w.rate {{order}}, p.id) AS place,
     {{fits}} AS fits FROM (SELECT t.prompt, AVG({_PASSED}) AS rate FROM (SELECT id FROM trajectory_rows WHERE run = ?
     ORDER BY received_at DESC LIMIT {_NEWEST}) n CROSS JOIN trajectory_rows t ON t.id = n.id
-    WHERE t.error IS NULL GROUP BY t.prompt) w JOIN prompts p ON p.id = w.prompt)
+    WHERE t.error IS NULL AND json_extract(t.sampling, '$.guided') IS NULL GROUP BY t.prompt) w
+    JOIN prompts p ON p.id = w.prompt)
     WHERE place > ? ORDER BY place LIMIT ?"""  # noqa: S608
 # By their pass rate over the newest responses of the run.
 SORTS = {"": "as registered", "hardest": "hardest first", "easiest": "easiest first"}
@@ -114,8 +116,11 @@ def held_out(request: Request) -> Response:
 
 
 def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the pass rates of a prompt and its kinds. `responses` are its newest ones first, errors included."""
-    good = [response for response in responses if response["error"] is None]
+    """Return the pass rates of a prompt and its kinds. `responses` are its newest ones first, errors included.
+
+    Guided ones are left out of the rates: a part of them was given.
+    """
+    good = [response for response in responses if response["error"] is None and response["guided"] is None]
     by_version: dict[int, list[bool]] = {}
     for response in reversed(good):
         by_version.setdefault(response["policy_version"], []).append(bool(response["passed"]))
@@ -125,7 +130,7 @@ def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rewards = {response["reward"] for response in newest}
     return {
         "responses": len(responses),
-        "errors": len(responses) - len(good),
+        "errors": sum(response["error"] is not None for response in responses),
         "pass_rate": sum(r["passed"] for r in good) / len(good) if good else None,
         "newest_rate": sum(r["passed"] for r in newest) / len(newest) if newest else None,
         "newest_version": good[0]["policy_version"] if good else None,

@@ -1,0 +1,303 @@
+"""Guided responses: they begin with tokens of a demonstration, which are no part of the loss or of log Z."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tba.buffer.service.curriculum import Curriculum
+from tba.common.config import Config, CurriculumSection, SearchSection
+from tba.common.config.layers import resolve
+from tba.common.errors import ConfigError, TaskError
+from tba.common.rendering import PromptRenderer
+from tba.common.wire.fields import NO_POLICY
+from tba.common.wire.messages import Visit
+from tba.searcher.build import LoadedTask, check_loaded
+from tba.searcher.engines.stopping import Stopping
+from tba.searcher.episodes import Episodes, Limits
+from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.tasks.task import Prompt, Reward, fingerprint
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.engines import cpu_engine
+from tba.tests.helpers.puts import make_trajectory
+from tba.tests.helpers.trainer import make_learner, objective, save_tiny_model
+from tba.trainer.batch.batch import decode
+from tba.trainer.objectives.responses import Responses, Totals
+
+# A world whose responses can be enumerated, and a policy that is a row of logits for each prefix.
+TOKENS, LENGTH, BETA = 3, 3, 0.3
+RESPONSES = list(itertools.product(range(TOKENS), repeat=LENGTH))
+PREFIXES = [prefix for length in range(LENGTH) for prefix in itertools.product(range(TOKENS), repeat=length)]
+PLACES = torch.tensor([[PREFIXES.index(one[:length]) for length in range(LENGTH)] for one in RESPONSES])
+# The prefixes of guided groups, of one and of two tokens.
+GIVEN = PREFIXES[1:]
+RNG = np.random.default_rng(0)
+START = torch.from_numpy(RNG.normal(0, 1, (len(PREFIXES), TOKENS))).log_softmax(1)
+REWARD = torch.from_numpy(RNG.random(len(RESPONSES)))
+
+
+def logprobs(table: Tensor, first: int = 0) -> Tensor:
+    """Return log pi of each response from its token `first` on: [Y]."""
+    return table.log_softmax(1)[PLACES, torch.tensor(RESPONSES)][:, first:].sum(1)
+
+
+def posterior() -> np.ndarray:
+    """Return pi* of the whole responses by enumeration: [Y]."""
+    weights = np.exp(logprobs(START).numpy() + REWARD.numpy() / BETA)
+    return weights / weights.sum()
+
+
+def optimum() -> Tensor:
+    """Return pi* as a table, by summing the posterior below each prefix."""
+    mass = {
+        prefix: sum(p for p, one in zip(posterior(), RESPONSES, strict=True) if one[: len(prefix)] == prefix)
+        for prefix in [*PREFIXES, *RESPONSES]
+    }
+    return torch.tensor([[math.log(mass[*prefix, token] / mass[prefix]) for token in range(TOKENS)]
+                         for prefix in PREFIXES], dtype=torch.float64)  # fmt: skip
+
+
+def group(prefix: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return each response that begins with a prefix, as (index, tokens that were given)."""
+    return [(n, len(prefix)) for n, one in enumerate(RESPONSES) if one[: len(prefix)] == prefix]
+
+
+def responses_of(table: Tensor, rows: list[tuple[int, int]]) -> Responses:
+    """Return one group as the trainer makes it of rows with a mask."""
+    chosen, given = torch.tensor(rows).unbind(1)
+    mask = torch.arange(LENGTH) >= given[:, None]
+    reference = torch.stack([logprobs(START, first)[n] for n, first in rows])
+    return Responses(
+        logprob_R=table.log_softmax(1)[PLACES[chosen], torch.tensor(RESPONSES)[chosen]].flatten(),
+        sampled_logprob_R=torch.zeros(mask.numel(), dtype=torch.float64),
+        mask_R=mask.flatten(),
+        lengths=[LENGTH] * len(rows),
+        reward_bK=REWARD[chosen][None],
+        reference_bK=reference[None],
+        staleness_bK=torch.zeros(1, len(rows), dtype=torch.float64),
+        totals=Totals(1, len(rows), int(mask.sum())),
+    )
+
+
+def loss_at(table: Tensor, rows: list[tuple[int, int]], name: str = "tb") -> float:
+    return float(objective(name).loss(responses_of(table, rows), BETA))
+
+
+def test_at_the_posterior_every_group_with_one_prefix_has_no_residual_and_a_mixed_group_has_one():
+    for prefix in PREFIXES:
+        assert loss_at(optimum(), group(prefix)) < 1e-25
+    assert max(loss_at(optimum(), [*group(()), *group(prefix)]) for prefix in GIVEN) > 1e-3
+    assert min(loss_at(START, group(prefix)) for prefix in GIVEN) > 1e-4
+
+
+def test_log_z_of_a_prefix_is_that_of_the_prompt_plus_what_the_posterior_gains_on_the_prefix():
+    table = optimum()
+    for prefix in GIVEN:
+        index = next(n for n, _ in group(prefix))
+        gained = (logprobs(table) - logprobs(table, len(prefix)) - logprobs(START) + logprobs(START, len(prefix)))[
+            index
+        ]
+        log_z = [
+            (logprobs(START, first) - logprobs(table, first) + REWARD / BETA)[n]
+            for n, first in (group(())[0], group(prefix)[0])
+        ]
+        assert log_z[1] == pytest.approx(float(log_z[0] + gained), abs=1e-12)
+
+
+@pytest.mark.parametrize("guided", [True, False])
+def test_guided_groups_alone_train_the_continuations_to_their_posterior_and_with_plain_ones_all(guided):
+    table = START.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([table], max_iter=400, tolerance_grad=1e-12, tolerance_change=0)
+    groups = [group(prefix) for prefix in (GIVEN if guided else PREFIXES)]
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        # The gradient of a group is the covariance with a detached log Z; at K = all it is that of its variance.
+        loss = torch.stack([objective("tb").loss(responses_of(table, rows), BETA) for rows in groups]).sum()
+        torch.autograd.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+    expected, found = posterior(), logprobs(table.detach()).exp().numpy()
+    for prefix in PREFIXES:
+        own = [n for n, _ in group(prefix)]
+        difference = np.abs(found[own] / found[own].sum() - expected[own] / expected[own].sum()).sum() / 2
+        assert (difference < 1e-6) == (not guided or len(prefix) > 0)
+
+
+class WithSolutions:
+    """A task whose demonstrations are known."""
+
+    name = "shown"
+
+    def __init__(self, *demonstrations: str) -> None:
+        self._prompts = [Prompt(f"p{n}", ids=[1, 2 + n], demonstration=one) for n, one in enumerate(demonstrations)]
+
+    def prompts(self):
+        return self._prompts
+
+    def held_out(self):
+        return []
+
+    def score(self, prompt, response, finished):
+        return Reward(float(response.startswith("3")), {})
+
+
+class Digits:
+    """A tokenizer whose tokens are digits."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [int(digit) for digit in text]
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(map(str, ids))
+
+
+def explore(guided: float) -> Exploration:
+    return Exploration(SearchSection(engine="transformers", guided=guided), run_seed=3, searcher="s")
+
+
+def test_the_share_of_guided_visits_and_their_parts_are_drawn_from_seed_prompt_and_epoch():
+    visits = [Visit(lease=n, epoch=n % 7, prompt_key=f"p{n // 7}", guide=0.5) for n in range(2000)]
+    parts = [explore(0.25).guide(visit) for visit in visits]
+    drawn = [part for part in parts if part is not None]
+    assert abs(len(drawn) - 500) < 5 * math.sqrt(2000 * 0.25 * 0.75)
+    assert 0 <= min(drawn) < 0.01
+    assert 0.49 < max(drawn) <= 0.5
+    assert parts == [explore(0.25).guide(visit) for visit in visits]
+    assert {explore(0.0).guide(visit) for visit in visits} == {None}
+
+
+class Delivered:
+    """Keeps the rows of a pipeline."""
+
+    leases = frozenset[int]()
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def submit(self, rows, lease) -> None:
+        self.rows += rows
+
+
+def guided_rows(directory: Any, guided: float, **search: Any) -> list[Any]:
+    """Return the rows of eight visits of each of two prompts, of which the second has no demonstration."""
+    task, tokenizer, keys = WithSolutions("345", ""), Digits(), {"guided": guided, "max_tokens": 6, **search}
+    config = Config.model_validate({"search": {"engine": "transformers", **keys}, "task": {"reward_workers": 0}})
+    renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), (9,))  # type: ignore[arg-type]
+    exploration, engine = Exploration(config.search, run_seed=3, searcher="s"), cpu_engine(directory)
+    stage = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, 2, exploration.guide)
+    rewards, delivery = Rewards(task, config.task), Delivered()
+    episodes = Episodes(stage.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
+    pipeline = Pipeline(stage, ScoringStage(rewards, stopping, "score", episodes), delivery)  # type: ignore[arg-type]
+    pipeline.submit(Visit(lease=n + 1, epoch=n // 2, prompt_key=f"p{n % 2}") for n in range(16))
+    while len(delivery.rows) < 32:
+        pipeline.step(generate=True, wait_seconds=0.0)
+    rewards.close()
+    return delivery.rows
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.6}])
+def test_a_group_has_one_prefix_and_its_fresh_rows_have_ratios_of_1_and_are_batches_of_their_own(
+    harness, tmp_path, cut
+):
+    rows = guided_rows(save_tiny_model(tmp_path), 1.0, **cut)
+    shown = [row for row in rows if row.prompt_key == "p0"]
+    assert len({(row.lease, row.sampling["guided"]) for row in shown}) == 8
+    assert {row.sampling["guided"] for row in shown} == {0, 1, 2}
+    assert not any("guided" in row.sampling for row in rows if row.prompt_key == "p1")
+    for row in shown:
+        given = row.sampling["guided"]
+        assert row.prompt_ids.tolist() == [1, 2]
+        assert row.response_ids[:given].tolist() == [3, 4, 5][:given]
+        assert row.loss_mask.tolist() == ([0] * given + [1] * (len(row.response_ids) - given) if given else [])
+        assert given < len(row.response_ids) <= 6
+        assert row.text == "".join(map(str, row.response_ids.tolist()))
+        assert row.reward == float(row.text.startswith("3"))
+    rows = [dataclasses.replace(row, lease=0) for row in rows]
+    buffer = harness(fill=(2, 0), search={"guided": 1.0}, buffer={"dedup": False})
+    buffer.put(rows, 0)
+    contexts = len({row.sampling.get("guided", 0) for row in shown}) + 1
+    reply = buffer.sample(0, prompts=contexts, samples=2)
+    batch = decode(reply.message, [memoryview(frame) for frame in reply.frames], prompts=contexts, samples=2)
+    given = [int((row.loss_mask == 0).sum()) for row in batch.rows]
+    assert given[::2] == given[1::2]
+    assert sorted(given[::2]) == [0, 0, 1, 2]
+    result = make_learner(name="tb_stale").step(batch)
+    assert max(abs(not_none(ratio)) for ratio in not_none(result.rows).log_ratio) < 1e-5
+    assert result.metrics["guided_share"] == 0.5
+    plain = [reward for reward, one in zip(reply.message.reward, given, strict=True) if not one]
+    assert result.metrics["plain_reward_mean"] == sum(plain) / len(plain)
+    everything = [dataclasses.replace(row, loss_mask=np.ones_like(row.loss_mask)) for row in batch.rows]
+    metrics = make_learner().step(dataclasses.replace(batch, rows=everything)).metrics
+    assert not {"guided_share", "plain_reward_mean"} & metrics.keys()
+
+
+def make_guided(prompt: str, given: int, tokens: list[int], reward: float, **fields: Any) -> Any:
+    mask = np.array([0] * given + [1] * (len(tokens) - given), np.uint8)
+    sampling = {"temperature": 1.0, "top_p": 1.0, "guided": given}
+    return make_trajectory(prompt, tokens=tokens, loss_mask=mask, sampling=sampling, reward=reward, **fields)
+
+
+def test_pass_rates_and_contexts_of_guided_responses_are_their_own_also_after_a_restart(harness, tmp_path):
+    keys: dict[str, Any] = {"search": {"guided": 0.5}, "curriculum": {"answers": 4, "solved": 1.0}}
+    path = tmp_path / "buffer.sqlite"
+    buffer = harness(path, fill=(2, 0), **keys)
+    first = not_none(buffer.lease(2)).visits
+    assert [visit.guide for visit in first] == [1.0, 1.0]
+    leases = {visit.prompt_key: visit.lease for visit in first}
+    # The same response three times: as one of the policy alone, and after one and two tokens that were given.
+    rows = [make_trajectory("p0", lease=leases["p0"], tokens=[5, 6, 7], reward=0.0)]
+    rows += [make_guided("p0", given, [5, 6, 7], 1.0, lease=leases["p0"]) for given in (1, 2, 2)]
+    rows += [make_guided("p1", 1, [5, 6, 7], 1.0, lease=leases["p1"], error="broken")]
+    buffer.put(rows, 0)
+    before = buffer.service.state.curriculum.guide
+    assert [before(prompt) for prompt in buffer.service.state.prompt_keys] == [0.25, 1.0]
+    contexts = [
+        (prompt, len(buffer.service.state.index.entries(prompt))) for prompt in buffer.service.state.index.prompts()
+    ]
+    assert [(prompt >> 32, entries) for prompt, entries in contexts] == [(0, 1), (1, 1), (2, 1)]
+    buffer.store.close()
+    state = (after := harness(path, **keys)).service.state
+    assert [state.curriculum.guide(prompt) for prompt in state.prompt_keys] == [0.25, 1.0]
+    assert [(prompt, len(state.index.entries(prompt))) for prompt in state.index.prompts()] == contexts
+    assert {visit.prompt_key: visit.guide for visit in not_none(after.lease(2)).visits} == {"p0": 0.25, "p1": 1.0}
+    ask = state.store.database.all
+    assert ask("SELECT guided, AVG(reward) FROM trajectories WHERE error IS NULL GROUP BY guided") == [
+        (None, 0.0), (1, 1.0), (2, 1.0)]  # fmt: skip
+    assert ask("SELECT SUM(trajectories), MAX(mean_reward) FROM lengths") == [(1, 0.0)]
+
+
+def test_guided_answers_solve_no_prompt_and_answers_of_no_policy_of_the_run_do_not_count():
+    curriculum = Curriculum(CurriculumSection(answers=4, solved=1.0, revisit_every=1000), guided=True)
+    curriculum.note(7, [0] * 6, [0.0, 1.0, 1.0, 1.0, 1.0, 1.0], guided=True)
+    curriculum.note(7, [NO_POLICY], [0.0], guided=True)
+    assert (curriculum.guide(7), curriculum.guide(8)) == (0.0, 1.0)
+    assert curriculum.decide(1, [7], least=0) == []
+    curriculum.note(7, [0] * 4, [1.0] * 4)
+    assert [one.decision for one in curriculum.decide(1, [7], least=0)] == ["skipped"]
+
+
+def test_a_demonstration_is_part_of_what_searchers_must_have_in_common():
+    assert len({fingerprint(WithSolutions(*shown).prompts()) for shown in (["1"], ["2"], [""])}) == 3
+
+
+def test_settings_that_cannot_be_guided_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="learns log Z of the prompt alone"):
+        resolve(None, environment={}, assignments=["search.guided=0.5", "objective.name=tb_learned_z"])
+    config = Config.model_validate({"search": {"guided": 0.5}, "model": {"path": str(save_tiny_model(tmp_path))}})
+    tokenizer: Any = Digits()
+    for demonstration in ("12", ""):
+        task: Any = WithSolutions(demonstration)
+        loaded = LoadedTask(task, PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ()))
+        if demonstration:
+            check_loaded(config, loaded, task.prompts())
+        else:
+            with pytest.raises(TaskError, match="no prompt with a demonstration"):
+                check_loaded(config, loaded, task.prompts())

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -111,7 +112,10 @@ class Response:
 
 
 class GenerationStage:
-    """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each."""
+    """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each.
+
+    `metadata` returns those of the rows of a visit when it is submitted.
+    """
 
     def __init__(
         self,
@@ -121,11 +125,13 @@ class GenerationStage:
         renderer: PromptRenderer,
         settings: Callable[[Visit, int], SamplingSettings],
         samples: int,
+        metadata: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._engine = engine
         self._task = task
         self._settings = settings
         self._samples = samples
+        self._metadata = metadata
         self._prompts = by_key = {prompt.key: prompt for prompt in prompts}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
         self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(by_key[key]), np.int32))
@@ -146,9 +152,9 @@ class GenerationStage:
         prompt = self._prompts[visit.prompt_key]
         settings = [self._settings(visit, sample) for sample in range(self._samples)]
         if has_environment(self._task, prompt):
-            group = Group(visit, prompt, _NO_TOKENS, self._samples)
+            group = Group(visit, prompt, _NO_TOKENS, self._samples, self._metadata())
             return [(self._requests.new_id(), group, sampling) for sampling in settings]
-        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples)
+        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples, self._metadata())
         for sampling in settings:
             try:
                 self.ask(group.prompt_ids, sampling, partial(self._take, group, sampling), first=False)
@@ -292,6 +298,7 @@ class ScoringStage:
             text=scored.text,
             error=scored.error and scored.error[:_ERROR_CHARACTERS],
             error_kind=scored.error_kind,
+            metadata=group.metadata,
         )
         group.done.append(row)
         if len(group.done) == group.size:

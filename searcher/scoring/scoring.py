@@ -92,12 +92,16 @@ class Scored:
 
 @dataclass(slots=True)
 class Group:
-    """The responses to one visit of a prompt. `done` holds the finished rows, `size` of them in the end."""
+    """The responses to one visit of a prompt. `done` holds the finished rows, `size` of them in the end.
+
+    All have this `metadata`.
+    """
 
     visit: Visit
     prompt: Prompt
     prompt_ids: Int32
     size: int
+    metadata: dict[str, Any] = field(default_factory=dict)
     done: list[Trajectory] = field(default_factory=list)
 
 

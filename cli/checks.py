@@ -30,7 +30,7 @@ from tba.deploy import doctor
 from tba.deploy.doctor import Result
 from tba.deploy.fleet import searcher_groups
 from tba.deploy.run_directory import refuse_start
-from tba.searcher.build import check_reward_model, check_task_and_prompts
+from tba.searcher.build import check_reward_model, check_task_and_prompts, find_policy
 from tba.trainer.preflight.before_start import model_parameters, trainer_memory
 
 
@@ -186,6 +186,21 @@ def _model(setting: str, path: str) -> Result:
     return "ok", path
 
 
+def _policy(plan: Plan) -> Result:
+    policy = plan.config.search.policy
+    if not policy:
+        return "ok", "searchers serve the newest weights of the run"
+    if model_here(plan.config.model.path) is None:
+        return "unchecked", f"{policy}: its tokenizer is compared with that of model.path once that is here"
+    try:
+        find_policy(plan.config)
+    except MissingExtra as error:
+        return ("fail" if plan.starts else "unchecked"), f"{policy}: {error}; a searcher needs it"
+    if plan.starts:
+        return "warn", f"every searcher of the run serves {policy}, and none the policy that is trained"
+    return "ok", f"searchers serve {policy} and never reload it"
+
+
 def _embedder(plan: Plan) -> Result:
     path = plan.config.eval.embedder
     if not path or "eval.embedder" in unused_models(plan.config):
@@ -248,6 +263,7 @@ CHECKS = (
     Check("packages", _of_machine(doctor.check_packages), start=_need_packages),
     # First of those on the model: it asks the hub for the configuration that the others read.
     Check("model", lambda plan: _model("model.path", plan.config.model.path), anywhere=True, of_role="model.path"),
+    Check("explorer", _policy, start=_policy, anywhere=True),
     Check("embedder", _embedder, anywhere=True, of_role="eval.embedder"),
     Check("cuda", _of_machine(doctor.check_cuda)),
     Check("compiler", _of_machine(doctor.check_compiler)),

@@ -1,18 +1,21 @@
 """Build the parts of a searcher, an evaluation or `tba generate` from the configuration, and check what they load."""
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from tba.common.config import Config, RewardModelSection
+from tba.common.config import Config, LoraSection, RewardModelSection
 from tba.common.config.root import check_batches
 from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
-from tba.common.errors import ConfigError, MissingExtra, TaskError
+from tba.common.errors import ConfigError, MissingExtra, TaskError, quantity
 from tba.common.rendering import PromptRenderer
+from tba.common.run_snapshots import find_source
 from tba.common.terminal import need
-from tba.common.weights.model_files import model_directory, model_here, read_json
+from tba.common.weights.model_files import local_model, model_directory, model_here, read_json, vocabulary_size
 from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping, read_stopping, unstopped_turn
@@ -22,6 +25,7 @@ from tba.searcher.tasks.task import Prompt, Task, check_prompts, check_rendering
 
 _MEASURED_PROMPTS = 256
 _SERVER_SECONDS = 3.0
+_POLICY = "search.policy"
 
 
 def context_of(config: Config) -> int | None:
@@ -116,6 +120,44 @@ def make_engine(
         canary_tolerance=config.canary_tolerance,
         stopping=stopping,
     )
+
+
+def find_policy(config: Config) -> Path | None:
+    """Return the model directory of `search.policy`, None if it is empty.
+
+    Raises ConfigError if its token ids are not those of `model.path`, UsageError for a version that is not kept.
+    """
+    named = config.search.policy
+    if not named:
+        return None
+    is_version = re.fullmatch(r"v\d+", named)
+    directory = local_model(str(find_source(config, None, int(named[1:]))) if is_version else named, setting=_POLICY)
+    if directory is None:
+        raise ConfigError(
+            f"{_POLICY} {named} is not a directory here: `hf download {named}` makes one of the hub's model"
+        )
+    own = model_directory(config.model.path)
+    ids, own_ids = (load_tokenizer(one).get_vocab() for one in (directory, own))
+    if differing := sorted(ids.items() ^ own_ids.items()):
+        token, _ = differing[0]
+        raise ConfigError(
+            f"search.policy = {named}: its tokenizer is not that of model.path {config.model.path}: {token!r} has id "
+            f"{ids.get(token, 'none')} instead of {own_ids.get(token, 'none')}, and so for "
+            f"{quantity(len({name for name, _ in differing}), 'token')}: name a model of the same tokenizer"
+        )
+    size, own_size = vocabulary_size(directory), vocabulary_size(own)
+    if size is not None and own_size is not None and size > own_size:
+        raise ConfigError(
+            f"search.policy = {named} has {size} token ids, and model.path {config.model.path} has {own_size}: it "
+            "could sample what the trainer has no embedding of"
+        )
+    return directory
+
+
+def served(config: Config, directory: Path) -> Config:
+    """Return the configuration of an engine that serves a model directory instead of the run's policy."""
+    model = config.model.model_copy(update={"path": str(directory)})
+    return config.model_copy(update={"model": model, "lora": LoraSection()})
 
 
 def check_task_and_prompts(config: Config) -> str:

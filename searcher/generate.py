@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.common.config import Config, LoraSection
+from tba.common.config import Config
 from tba.common.errors import TaskError, UsageError, quantity
 from tba.common.rendering import Message, PromptRenderer
 from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.trajectory import STOP_EOS
-from tba.searcher.build import make_engine
+from tba.searcher.build import make_engine, served
 from tba.searcher.engines.engine import Engine, Generation, Requests, SamplingSettings
 from tba.searcher.engines.stopping import read_stopping
 from tba.searcher.episodes import Episodes, Limits
@@ -41,9 +41,8 @@ class Generator:
 
     def __init__(self, config: Config, directory: Path, *, device: str, chat: bool) -> None:
         # Adapters are merged in the directory.
-        model = config.model.model_copy(update={"path": str(directory)})
         task = config.task.model_copy(update={"template": "chat"}) if chat else config.task
-        own = config.model_copy(update={"model": model, "task": task, "lora": LoraSection()})
+        own = served(config, directory).model_copy(update={"task": task})
         tokenizer = load_tokenizer(directory)
         if chat and not tokenizer.chat_template:
             raise UsageError("the tokenizer of this model has no chat template: leave out --chat")

@@ -31,7 +31,17 @@ from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.codec import Reply
 from tba.common.wire.keys import buffer_client_keys
-from tba.searcher.build import LoadedTask, check_loaded, context_of, load, make_engine, make_rewards, mean_tokens
+from tba.searcher.build import (
+    LoadedTask,
+    check_loaded,
+    context_of,
+    find_policy,
+    load,
+    make_engine,
+    make_rewards,
+    mean_tokens,
+    served,
+)
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Engine
@@ -40,7 +50,7 @@ from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, Scorin
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Task, check_prompts, fingerprint
 from tba.searcher.weights.fetch import Serving
-from tba.searcher.weights.follower import Preparation, WeightsFollower
+from tba.searcher.weights.follower import FixedWeights, Preparation, WeightsFollower
 
 log = get_logger(__name__)
 
@@ -75,6 +85,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     if device == CPU == config.train.gpu:
         give_way()
     loaded = task, renderer, _ = load(config)
+    policy = find_policy(config)
     check_prompts(task)
     if warning := check_loaded(config, loaded, task.prompts()):
         log.warning("the settings do not fit the task", reason=warning)
@@ -82,7 +93,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     make_directory(weights_directory(config))
     clock = SystemClock()
     # The same after a restart, so that the buffer recognizes the searcher.
-    name = f"{socket.gethostname()}-{label}"
+    name = f"{socket.gethostname()}-{label}{f'-{policy.name}' if policy else ''}"
     keys = buffer_client_keys(config.security.keys, config.address)
     client = BufferClient(config.address, role="searcher", name=name, clock=clock, keys=keys)
     with contextlib.ExitStack() as ending:
@@ -102,7 +113,12 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         with stop.exits_immediately():
             prompt_tokens = mean_tokens(task.prompts(), renderer)
             engine = make_engine(
-                config, loaded.stopping, device=device, name=name, prompt_tokens=prompt_tokens, kept=config.needs_kept
+                config if policy is None else served(config, policy),
+                loaded.stopping,
+                device=device,
+                name=name,
+                prompt_tokens=prompt_tokens,
+                kept=config.needs_kept,
             )
             ending.callback(engine.close)
         searcher = Searcher(
@@ -174,7 +190,9 @@ class Searcher:
         # Responses to requests of the endpoint that the engine generates.
         self._asked = 0
         self._serving = Serving(config, clock)
-        self._weights = WeightsFollower(engine, clock, Preparation(config, clock, engine.prepare))
+        parts = engine, clock, Preparation(config, clock, engine.prepare)
+        policy = config.search.policy
+        self._weights = FixedWeights(*parts, policy) if policy else WeightsFollower(*parts)
         self._delivery = Delivery(
             client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
         )
@@ -185,6 +203,7 @@ class Searcher:
             loaded.renderer,
             exploration.settings,
             config.search.samples_per_prompt,
+            lambda: self._weights.metadata,
             exploration.guide,
         )
         episodes = Episodes(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -129,7 +130,8 @@ class Response:
 class GenerationStage:
     """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each.
 
-    `guide` is `Exploration.guide`; without it all responses are plain.
+    `metadata` returns those of the rows of a visit when it is submitted. `guide` is `Exploration.guide`; without it all
+    responses are plain.
     """
 
     def __init__(
@@ -140,12 +142,14 @@ class GenerationStage:
         renderer: PromptRenderer,
         settings: Callable[[Visit, int], SamplingSettings],
         samples: int,
+        metadata: Callable[[], dict[str, Any]] = dict,
         guide: Callable[[Visit], float | None] = lambda _: None,
     ) -> None:
         self._engine = engine
         self._task = task
         self._settings = settings
         self._samples = samples
+        self._metadata = metadata
         self._guide = guide
         self._encode = renderer.encode
         self._prompts = by_key = {prompt.key: prompt for prompt in prompts}
@@ -168,10 +172,10 @@ class GenerationStage:
         prompt = self._prompts[visit.prompt_key]
         settings = [self._settings(visit, sample) for sample in range(self._samples)]
         if has_environment(self._task, prompt):
-            group = Group(visit, prompt, _NO_TOKENS, self._samples)
+            group = Group(visit, prompt, _NO_TOKENS, self._samples, self._metadata())
             return [(self._requests.new_id(), group, sampling) for sampling in settings]
         prefix = self._prefix(visit, prompt, settings[0].max_tokens)
-        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples, prefix)
+        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples, self._metadata(), prefix)
         context = group.prompt_ids
         if prefix is not None:
             context = np.concatenate([context, prefix])
@@ -329,6 +333,7 @@ class ScoringStage:
             text=scored.text,
             error=scored.error and scored.error[:_ERROR_CHARACTERS],
             error_kind=scored.error_kind,
+            metadata=group.metadata,
         )
         group.done.append(row)
         if len(group.done) == group.size:

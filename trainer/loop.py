@@ -296,7 +296,7 @@ class Trainer:
                 rows=result.rows,
             )
         )
-        at_temperature_1 = all(row.temperature == 1 and not len(row.kept) for row in batch.rows)
+        at_temperature_1 = all(row.temperature == 1 and not (len(row.kept) or row.explored) for row in batch.rows)
         self._health.update(batch.step, metrics, float(batch.reward_BK.max()), at_temperature_1=at_temperature_1)
         self._show(batch.step, metrics)
         self._count_skipped(batch.step, result)

@@ -104,6 +104,12 @@ ABLATIONS = {
     ),
 }
 PANELS = {
+    "explorers": Panel(
+        {FRESH: {}, "D = 4": {"staleness": 4}}
+        | {f"D = 4, {kind} explorer": {"staleness": 4, "explorer": kind} for kind in ("weak", "strong")},
+        ("tb", "tb_stale", "tba_prime", "dr_grpo"),
+        common={"steps": 64},
+    ),
     "staleness": Panel({FRESH: {}} | {f"D = {age}": {"staleness": age} for age in (4, 16, 64, 256)}),
     "long": Panel({FRESH: {}} | {f"D = {age}": {"staleness": age} for age in (64, 256)}, common={"steps": 512}),
     "buffer": Panel(

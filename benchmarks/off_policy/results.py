@@ -19,7 +19,7 @@ import torch
 from benchmarks.off_policy.sampling import as_batch, measure
 from benchmarks.off_policy.setting import Setting, objective_section
 from benchmarks.off_policy.sources import ExactStaleness, PaperBuffer, Searcher
-from benchmarks.off_policy.tasks import load_task
+from benchmarks.off_policy.tasks import explorer_model, load_task
 from tba.common.config import ReferenceSection
 from tba.tests.helpers.trainer import learner_of
 from tba.trainer.model.scorer import load_model
@@ -107,7 +107,14 @@ def run(setting: Setting) -> dict[str, object]:
     learner = learner_of(
         policy, reference, setting.train_section(), objective, reference_config=resets
     )  # fmt: skip
-    source = (PaperBuffer if setting.sync_every else ExactStaleness)(Searcher(policy, task, setting), setting)
+    searcher = Searcher(policy, task, setting)
+    source: PaperBuffer | ExactStaleness
+    if setting.sync_every:
+        source = PaperBuffer(searcher, setting)
+    else:
+        frozen = load_model(explorer_model(setting.explorer), torch.device("cpu")) if setting.explorer else None
+        explorer = Searcher(frozen, task, setting.replace(seed=setting.seed + 1000)) if frozen else None
+        source = ExactStaleness(searcher, setting, explorer)
     problems = task.held_out[setting.part]
     found = [measure(policy, task, problems)]
     every = setting.steps // MEASUREMENTS

@@ -20,13 +20,15 @@ PASS_AT = 8
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response with its reward. `logprobs` are those with which its tokens were sampled."""
+    """One response with its reward. `logprobs` are those with which its tokens were sampled, by the weights of `step`
+    or, `explored`, by an explorer."""
 
     problem: Problem
     tokens: tuple[int, ...]
     logprobs: np.ndarray
     reward: float
     step: int
+    explored: bool = False
 
 
 def respond(
@@ -77,7 +79,8 @@ def as_batch(groups: Sequence[Sequence[Response]], step: int) -> TrainBatch:
             response_ids=np.array(response.tokens, np.int32),
             sampling_logprobs=response.logprobs.astype(np.float32),
             loss_mask=np.ones(len(response.tokens), np.uint8),
-            on_policy=response.step == step,
+            on_policy=response.step == step and not response.explored,
+            explored=response.explored,
         )
         for number, response in enumerate(responses)
     ]

@@ -25,6 +25,7 @@ class Setting:
     `beta_first` is annealed linearly to `beta` over `anneal_steps`. `reset_every` copies the policy to the reference.
     `rate_by_ess` is `train.learning_rate_by_ess`. A random number of up to `penalty` is subtracted from each reward
     that is trained on.
+    With an `explorer`, a model of `tasks.explorer_model` that never changes samples half of the groups of a batch.
     `part` is the part of the held-out problems that is measured: "choosing" or "reporting".
     """
 
@@ -47,6 +48,7 @@ class Setting:
     priority: float = 0.0
     rate_by_ess: bool = False
     penalty: float = 0.0
+    explorer: str = ""
 
     @property
     def part(self) -> str:

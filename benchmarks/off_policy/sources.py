@@ -43,10 +43,13 @@ class Searcher:
 
 
 class ExactStaleness:
-    """The batch of step s is sampled with the weights of step max(0, s - D), by a queue of D batches."""
+    """The batch of step s is sampled with the weights of step max(0, s - D), by a queue of D batches.
 
-    def __init__(self, searcher: Searcher, setting: Setting) -> None:
-        self._searcher, self._setting = searcher, setting
+    An explorer samples the second half of it.
+    """
+
+    def __init__(self, searcher: Searcher, setting: Setting, explorer: Searcher | None = None) -> None:
+        self._searcher, self._setting, self._explorer = searcher, setting, explorer
         self._queue: deque[list[Group]] = deque()
         self._sampled = 0
 
@@ -54,9 +57,17 @@ class ExactStaleness:
         """Return the groups of a step, `samples` responses each."""
         last = min(step + self._setting.staleness, self._setting.steps - 1)
         while self._sampled <= last:
-            self._queue.append(self._searcher.groups(self._setting.prompts, self._setting.samples, step))
+            self._queue.append(self._groups(step))
             self._sampled += 1
         return self._queue.popleft()
+
+    def _groups(self, step: int) -> list[Group]:
+        prompts, samples = self._setting.prompts, self._setting.samples
+        if self._explorer is None:
+            return self._searcher.groups(prompts, samples, step)
+        others = self._explorer.groups(prompts // 2, samples, step)
+        explored = [[dataclasses.replace(response, explored=True) for response in group] for group in others]
+        return self._searcher.groups(prompts - len(explored), samples, step) + explored
 
 
 class PaperBuffer:

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from examples.arithmetic.make_model import build_tokenizer, save, train
+from examples.arithmetic.make_model import demonstrations as arithmetic_demonstrations
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.task import Prompt
 
@@ -29,6 +30,8 @@ COPYING_PROBLEMS = 4096
 COPYING_HELD_OUT = 64
 COPYING_STEPS = 150
 SLIP_RATE = 0.65
+# Of the demonstrations of a strong explorer, and how many batches of them it learns.
+STRONG_SLIP_RATE, STRONG_STEPS = 0.1, 50
 # Tokens of a batch of demonstrations; long strings have fewer of them in a batch.
 BATCH_TOKENS = 256 * 66
 
@@ -128,6 +131,24 @@ def _copying(digits: int) -> Task:
             "reporting": problems[COPYING_HELD_OUT : 2 * COPYING_HELD_OUT],
         },
     )
+
+
+def explorer_model(kind: str) -> Path:
+    """Return the model of an explorer of arithmetic: "weak" is that which the policy starts from.
+
+    "strong" is the same after demonstrations with few errors. It is made at first use.
+    """
+    start = _arithmetic().model
+    if kind == "weak":
+        return start
+    path = ROOT / "models" / "arithmetic-strong"
+    if not (path / "config.json").exists():
+        torch.set_num_threads(1)
+        model, tokenizer = LlamaForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+        examples = arithmetic_demonstrations(ArithmeticTask().prompts(), STRONG_SLIP_RATE, random.Random(1))
+        train(model.float(), tokenizer, examples, STRONG_STEPS)
+        save(model, tokenizer, path)
+    return path
 
 
 def encoded(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Problem]:

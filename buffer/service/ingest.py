@@ -30,8 +30,10 @@ class Ingest:
             prompts, versions = [ids[key] for key in put.prompt_key], self._imported_versions(put)
         else:
             prompts = self._prompts_of(put)
-            oldest = {versions: self._oldest(versions) for versions in set(put.versions)}
-            versions = [oldest[versions] for versions in put.versions]
+            # An explorer's are not versions of this run.
+            named = [own if source is None else () for own, source in zip(put.versions, put.counts_from, strict=True)]
+            oldest = {own: self._oldest(own) if own else fields.NO_POLICY for own in set(named)}
+            versions = [oldest[own] for own in named]
         sender_id = state.sender_id(sender)
         stored = state.stored_sequences(sender, put.first_sequence, len(put))
         for sequence, content in stored.items():
@@ -52,6 +54,10 @@ class Ingest:
                 "sender": [sender_id] * len(put),
                 "sequence": range(put.first_sequence, put.first_sequence + len(put)),
                 "policy_version": versions,
+                "counts_from": [
+                    version if source is None else source
+                    for version, source in zip(versions, put.counts_from, strict=True)
+                ],
                 "received_at": [state.clock.wall()] * len(put),
             }
             self._add(put, columns, rows)
@@ -77,8 +83,8 @@ class Ingest:
     def _add_to_index(self, ids: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
         """Enter the rows without an error into the index, as blocks of adjacent rows of one prompt."""
         state = self._state
-        announced = set(columns["policy_version"]) - {fields.NO_POLICY}
-        steps = {fields.NO_POLICY: 0, **{version: state.versions[version].step for version in announced}}
+        known = state.versions
+        steps = {v: known[v].step if v in known else 0 for v in set(columns["counts_from"])}
         start = 0
         each = zip(columns["prompt"], map(_guided, columns["sampling"]), columns["error"], strict=True)
         for (prompt, guided, error), rows in groupby(each):
@@ -91,7 +97,7 @@ class Ingest:
             block = Block(
                 prompt=context_of(prompt, guided),
                 id=ids[part],
-                step=[steps[version] for version in columns["policy_version"][part]],
+                step=[steps[version] for version in columns["counts_from"][part]],
                 reward=columns["reward"][part],
                 dedup_hash=columns["dedup_hash"][part],
                 trained=[False] * (part.stop - part.start),
@@ -129,8 +135,8 @@ class Ingest:
         """Return NO_POLICY for versions of another run: the same number here names a different policy."""
         known = self._state.versions.keys()
         return [
-            fields.NO_POLICY if is_foreign or not known >= set(versions) else self._oldest(versions)
-            for is_foreign, versions in zip(put.is_foreign, put.versions, strict=True)
+            fields.NO_POLICY if source is not None or not known >= set(versions) else self._oldest(versions)
+            for source, versions in zip(put.counts_from, put.versions, strict=True)
         ]
 
     def _close_visits(self, answered: set[tuple[int, int]], sender: str) -> None:

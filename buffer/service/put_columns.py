@@ -17,6 +17,7 @@ import xxhash
 
 from tba.common.errors import Oversize, WireError
 from tba.common.wire.codec import Request
+from tba.common.wire.fields import NO_POLICY
 from tba.common.wire.messages import Message, PutTrajectories, Rows, Sampling
 from tba.common.wire.trajectory import (
     ARRAY_KINDS,
@@ -45,8 +46,9 @@ class PutColumns:
 
     Row i has sequence number `first_sequence + i`. `versions` are the policy versions of a row's tokens. `columns` are
     those of the table that need no state of the run: ROW_FIELDS, with maps and lists as JSON text, `prompt_tokens`,
-    `response_tokens`, `dedup_hash` and `payload_bytes`. `is_foreign`: the metadata name a version of another run.
-    `payload` has one column per array kind.
+    `response_tokens`, `dedup_hash` and `payload_bytes`. `counts_from` is None for rows of the run's policies; for
+    others, by their metadata, the version that their staleness counts from, NO_POLICY for step 0. `payload` has one
+    column per array kind.
     """
 
     first_sequence: int
@@ -54,7 +56,7 @@ class PutColumns:
     visit: list[int]
     versions: list[tuple[int, ...]]
     columns: dict[str, Sequence[Any]]
-    is_foreign: list[bool]
+    counts_from: list[int | None]
     payload: list[list[memoryview]]
 
     def __len__(self) -> int:
@@ -75,7 +77,7 @@ def to_columns(request: Request) -> Message | PutColumns:
     columns: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
     columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
     columns["sampling"] = list(map(_sampling_json, rows.sampling))
-    columns["metadata"], is_foreign = _metadata(rows.metadata)
+    columns["metadata"], counts_from = _metadata(rows.metadata)
     columns["turns"], columns["error_kind"] = _turns(rows), rows.error_kind or [None] * len(rows.prompt_key)
     columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
     columns["dedup_hash"] = list(map(_hash, payload[PROMPT_IDS], payload[RESPONSE_IDS]))
@@ -86,7 +88,7 @@ def to_columns(request: Request) -> Message | PutColumns:
         visit=rows.lease,
         versions=_versions(rows.version_runs_count, frames[VERSION_RUNS]),
         columns=columns,
-        is_foreign=is_foreign,
+        counts_from=counts_from,
         payload=payload,
     )
 
@@ -123,17 +125,19 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
-def _metadata(rows: Sequence[msgspec.Raw]) -> tuple[list[str], list[bool]]:
-    """Return the metadata of each row as JSON, and whether it names a version of another run. Raises WireError.
+def _metadata(rows: Sequence[msgspec.Raw]) -> tuple[list[str], list[int | None]]:
+    """Return the metadata of each row as JSON, and `counts_from` as in PutColumns. Raises WireError.
 
     Each row is decoded by itself: msgpack may be a hundred times as large as Python objects.
     """
-    texts, is_foreign, characters = [], [], 0
+    texts: list[str] = []
+    counts_from: list[int | None] = []
+    characters = 0
     for row, packed in enumerate(rows):
         # The usual case: an empty map.
         if packed == _EMPTY_MAP:
             texts.append("{}")
-            is_foreign.append(False)
+            counts_from.append(None)
             continue
         size = memoryview(packed).nbytes
         if size > MAX_METADATA_BYTES:
@@ -145,8 +149,16 @@ def _metadata(rows: Sequence[msgspec.Raw]) -> tuple[list[str], list[bool]]:
             texts.append(json.dumps(metadata, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise WireError(f"metadata of row {row} cannot be written as JSON: {error}"[:300]) from error
-        is_foreign.append("imported_version" in metadata)
+        counts_from.append(_counts_from(metadata))
         characters += len(texts[-1])
         if characters > _MAX_JSON_CHARACTERS:
             raise Oversize(f"the metadata of rows 0 to {row} have more than {_MAX_JSON_CHARACTERS} characters as JSON")
-    return texts, is_foreign
+    return texts, counts_from
+
+
+def _counts_from(metadata: dict[str, Any]) -> int | None:
+    """Return what the staleness of a row counts from: as `Trajectories.blocks` reads it from the database."""
+    if "imported_version" in metadata:
+        return NO_POLICY
+    newest = metadata.get("newest_version", NO_POLICY)
+    return (newest if type(newest) is int else NO_POLICY) if "policy" in metadata else None

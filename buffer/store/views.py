@@ -20,6 +20,7 @@ SELECT t.id, r.name AS run, p.key AS prompt, p.text AS prompt_text, p.answer, v.
        json_extract(t.sampling, '$.guided') AS guided,
        t.created_at, t.received_at, strftime('%Y-%m-%dT%H:%M:%SZ', t.received_at, 'unixepoch') AS received_at_text,
        t.generation_seconds, t.text, t.error, t.error_kind, json_array_length(t.turns) AS turns, t.metadata,
+       json_extract(t.metadata, '$.policy') AS policy,
        t.compacted_at, a.url AS archive,
        (SELECT COUNT(*) {_TRAINED}) AS times_trained,
        (SELECT MIN(b.step) {_TRAINED}) AS first_step,

@@ -14,7 +14,7 @@ from tba.common.weights.model_files import check_model, is_hub_name
 from tba.common.wire.socket_files import is_local
 
 # The last parts of keys whose texts may be paths, of tables whose texts may be, and of those that are in any case.
-_MAY_BE_PATHS, _MAY_HOLD_PATHS = ("path", "name", "train", "test", "embedder"), ("options", "vllm")
+_MAY_BE_PATHS, _MAY_HOLD_PATHS = ("path", "name", "train", "test", "embedder", "policy"), ("options", "vllm")
 _ARE_PATHS = ("spool_dir", "weights_dir", "keys")
 # The largest share of a GPU that an engine may have if a trainer uses it too.
 SHARED_UTILIZATION = 0.5

@@ -35,6 +35,10 @@ class SearchSection(Section):
 
     engine: Literal["transformers", "vllm"] = "vllm"
     """The generation engine."""
+    policy: str = ""
+    """What the searchers serve. Empty: the newest weights of the run. A model directory or a kept snapshot of the run
+    (`v40`) makes them explorers (docs/objectives.md): they never reload it. Its tokenizer must be that of `model.path`.
+    """
     gpus: GpuList = "all"
     """The GPUs, one searcher on each: `0-6`, `0,2,4`, UUIDs, `all` (`tba run`: without the trainer's); or `cpu`."""
     tensor_parallel: Positive = 1
@@ -124,6 +128,10 @@ class SearchSection(Section):
         if token and len(token) < LEAST_TOKEN:
             raise ValueError(
                 f"search.serve_token needs at least {LEAST_TOKEN} characters: `openssl rand -hex 16` makes one"
+            )
+        if self.serve and self.policy:
+            raise ValueError(
+                "search.serve answers with the policy of the run: leave out search.policy, or search.serve"
             )
         if self.serve and self.serve_address[1] >= 1 << 16:
             raise ValueError(f"search.serve = {self.serve}: no port has that number")

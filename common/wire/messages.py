@@ -216,7 +216,8 @@ class PutTrajectories(Request, frozen=True):
 
     Row i has sequence number `first_sequence + i` of this sender; rows already stored are counted as duplicates. Array
     frames follow. An importer's prompts need not be registered and its versions need not be announced: unknown
-    versions, and those of rows whose metadata has `imported_version`, become NO_POLICY.
+    versions, and those of rows whose metadata has `imported_version`, become NO_POLICY. So do those of an
+    explorer, whose metadata has `policy` and `newest_version`.
     """
 
     TYPE = "put_trajectories"
@@ -347,6 +348,7 @@ class Batch(ArrayCounts, Reply, frozen=True):
     `temperature` is 0 where the distribution that was sampled from cannot be computed. `recency_groups` of the prompts
     were drawn by recency; `recency_missed` of them have no data within `recency_window` steps. `reuse_mean` is how
     often earlier batches had each trajectory. `turn_rewards` are those of each row's turns, None without episodes.
+    `explored`: whether an explorer (`search.policy`) sampled the row, left out if none is.
     """
 
     TYPE = "batch"
@@ -366,6 +368,7 @@ class Batch(ArrayCounts, Reply, frozen=True):
     reuse_mean: Finite
     turn_rewards: Column[list[Finite]] | None = None
     kept_count: Column[Count] | UnsetType = UNSET
+    explored: Column[bool] | UnsetType = UNSET
 
 
 class NotReady(Reply, frozen=True):

@@ -94,13 +94,15 @@ class Scored:
 class Group:
     """The responses to one visit of a prompt. `done` holds the finished rows, `size` of them in the end.
 
-    Those of a guided group begin with the tokens of `prefix`, which may be none; that of a plain group is None.
+    All have this `metadata`. Those of a guided group begin with the tokens of `prefix`, which may be none; that of a
+    plain group is None.
     """
 
     visit: Visit
     prompt: Prompt
     prompt_ids: Int32
     size: int
+    metadata: dict[str, Any] = field(default_factory=dict)
     prefix: Int32 | None = None
     done: list[Trajectory] = field(default_factory=list)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tba.common.clock import Clock
 from tba.common.config import Config
@@ -214,6 +215,11 @@ class WeightsFollower:
         """The version of the newest snapshot if it was refused and waits to be tried again."""
         return self._refused.ref.version if self._refused and not self._refused.missed else None
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What rows that begin now have to record of who samples them."""
+        return {}
+
     def ask(self, nodes: Sequence[str]) -> None:
         """Have the next snapshot fetched from these addresses, in order, before the trainer is asked."""
         self._preparation.nodes = nodes
@@ -285,3 +291,30 @@ class WeightsFollower:
             )
             refused = f"the engine refused {_MOST_REFUSED} snapshots in a row, and serves {serving}"
             raise EngineError(f"{refused}; the last: {error}. {advice}")
+
+
+class FixedWeights(WeightsFollower):
+    """Keeps an engine on the weights that it has: those of an explorer, `policy`.
+
+    `current` is the newest snapshot of the run all the same, which the staleness of the responses counts from: it says
+    how much the policy has learned since they were begun.
+    """
+
+    def __init__(self, engine: Engine, clock: Clock, preparation: Preparation, policy: str) -> None:
+        super().__init__(engine, clock, preparation)
+        self._policy = policy
+        self._newest: WeightsRef | None = None
+
+    @property
+    def current(self) -> WeightsRef | None:
+        """The newest snapshot of the run; None before the first, when there is nothing to explore for."""
+        return self._newest
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Who samples, and the newest version of the run."""
+        return {"policy": self._policy} | ({"newest_version": self._newest.version} if self._newest else {})
+
+    def update(self, newest: WeightsRef | None) -> None:
+        """Note the newest snapshot. Loads nothing."""
+        self._newest = newest or self._newest

@@ -35,8 +35,8 @@ class Row:
     `sampling_logprobs` and `loss_mask` have one entry per response token; a token with mask 0 does not count.
     They are of softmax(logits / `temperature`) over the `kept` tokens (`tba.common.wire.trajectory`), empty for all of
     the vocabulary; 0 means that they are of no such distribution, or unknown. `on_policy` means: sampled from it with
-    the weights that are being trained. `segments` are the positions in the response at which a new context begins,
-    usually none.
+    the weights that are being trained; `explored`: by an explorer (`search.policy`). `segments` are the positions in
+    the response at which a new context begins, usually none.
     """
 
     id: int
@@ -48,6 +48,7 @@ class Row:
     temperature: float = 1.0
     segments: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
     kept: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    explored: bool = False
 
     @property
     def tokens(self) -> int:
@@ -174,11 +175,14 @@ def _rows(batch: Batch, frames: Sequence[memoryview]) -> list[Row]:
     for i, id_ in enumerate(batch.trajectory_ids):
         temperature = batch.temperature[i]
         on_policy = batch.staleness[i] == 0 and batch.policy_version[i] >= 0 and temperature > 0
-        rows.append(row_of_arrays(id_, {name: arrays[name][i] for name in arrays}, temperature, on_policy=on_policy))
+        own, is_explored = {name: arrays[name][i] for name in arrays}, bool(batch.explored and batch.explored[i])
+        rows.append(row_of_arrays(id_, own, temperature, on_policy=on_policy, explored=is_explored))
     return rows
 
 
-def row_of_arrays(id_: int, arrays: Mapping[str, Any], temperature: float, *, on_policy: bool = False) -> Row:
+def row_of_arrays(
+    id_: int, arrays: Mapping[str, Any], temperature: float, *, on_policy: bool = False, explored: bool = False
+) -> Row:
     """Return the row of a trajectory whose arrays are those of ARRAY_KINDS. Raises WireError for an empty prompt."""
     if len(arrays["prompt_ids"]) == 0:
         raise WireError(f"trajectory {id_} has an empty prompt: nothing predicts its first response token")
@@ -190,6 +194,7 @@ def row_of_arrays(id_: int, arrays: Mapping[str, Any], temperature: float, *, on
         sampling_logprobs=arrays["logprobs"],
         loss_mask=mask if len(mask) else np.ones(len(response), np.uint8),
         on_policy=on_policy,
+        explored=explored,
         temperature=temperature,
         segments=arrays["segments"],
         # Greedy responses and demonstrations are of no distribution.
@@ -253,11 +258,17 @@ def known(rows: Sequence[Row]) -> Tensor:
 
 
 def measured(rows: Sequence[Row]) -> Tensor:
-    """Return which rows say something of pi / mu: [N], bool. The sampler is known, and a token counts.
+    """Return which rows show how far the policy has moved since it sampled: [N], bool.
 
-    The log-ratio of a response without a counted token is an empty sum: 0 for every policy.
+    A sampler is known that was an earlier policy, and a token counts: the log-ratio of a response without any is an
+    empty sum, and to an explorer it says how far that one is.
     """
-    return known(rows) & torch.tensor([bool(row.loss_mask.any()) for row in rows])
+    return known(rows) & ~explored(rows) & torch.tensor([bool(row.loss_mask.any()) for row in rows])
+
+
+def explored(rows: Sequence[Row]) -> Tensor:
+    """Return which rows an explorer sampled: [N], bool."""
+    return torch.tensor([row.explored for row in rows])
 
 
 def counted(rows: Sequence[Row]) -> Tensor:

@@ -53,8 +53,8 @@ class Responses:
     `known_bK`, None for all: not in demonstrations, for example. Tokens with `mask_R`
     False, for example tool output, were not chosen by the policy and do not count. `lengths` are the response tokens
     of each row. `reference_bK` are sums over the counted tokens under the reference policy, NaN if the objective needs
-    none. `staleness_bK` is in optimiser steps. `log_z_bK` is a learned log Z, for the objective that learns it,
-    `turns` are for the one with a log Z of each turn.
+    none. `staleness_bK` is in optimiser steps, inf for responses of explorers. `log_z_bK` is a learned log Z, for the
+    objective that learns it, `turns` are for the one with a log Z of each turn.
     """
 
     logprob_R: Tensor

@@ -13,6 +13,7 @@ Shape suffixes: B prompts of the batch, K samples of each, b prompts of a micro-
 Q quantities of a row, S turns.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from tba.common.wire.trajectory import QUANTITIES
-from tba.trainer.batch.batch import Row, TrainBatch, counted, known
+from tba.trainer.batch.batch import Row, TrainBatch, counted, explored, known, measured
 from tba.trainer.batch.micro_batches import Chunk, MicroBatch
 from tba.trainer.distributed import Ranks, set_gathering
 from tba.trainer.metrics.stopwatch import Stopwatch
@@ -40,9 +41,8 @@ class Accumulator:
     `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
     `quantities_QBK` are those of the rows (`tba.trainer.step.step_metrics`), and `log_ratio_R` the log-ratios of the
     tokens of all rows, in their order, float32. `reference_of_tokens` has the reference log-probabilities of the tokens
-    of each trajectory, for a log Z of each turn. The lists hold one tensor per micro-batch:
-    trainer minus engine of on-policy tokens, log pi - log mu of counted tokens of a known sampler, and the entropy of
-    counted tokens.
+    of each trajectory, for a log Z of each turn. The lists hold one tensor per micro-batch: trainer minus engine of
+    on-policy tokens, log pi - log mu of counted tokens of `measured` rows, and the entropy of counted tokens.
     """
 
     scorer: Scorer
@@ -140,8 +140,8 @@ class Accumulator:
             torch.autograd.backward(terms.loss)
         self.loss += terms.loss.item()
         tempered_R, mask_R = responses.at_sampling_R.detach(), responses.mask_R
-        known_R = mask_R & responses.per_token(known(rows))
-        self.log_ratios.append((tempered_R - responses.sampled_logprob_R)[known_R])
+        measured_R = mask_R & responses.per_token(measured(rows))
+        self.log_ratios.append((tempered_R - responses.sampled_logprob_R)[measured_R])
         if scores.entropy_R is not None:
             self.entropies.append(scores.entropy_R.cpu()[mask_R])
         with torch.no_grad():
@@ -176,7 +176,8 @@ class Accumulator:
             lengths=[len(row.response_ids) for row in rows],
             reward_bK=batch.reward_BK[groups],
             reference_bK=self.reference_BK[groups],
-            staleness_bK=batch.staleness_BK[groups],
+            # What an explorer sampled says nothing of how far the policy has moved per step.
+            staleness_bK=batch.staleness_BK[groups].masked_fill(explored(rows).view(-1, batch.samples), math.inf),
             totals=Totals(batch.prompts, len(batch.rows), int(counted(batch.rows).sum())),
             log_z_bK=log_z_bK,
             turns=self._turns(micro_batch.rows, rows, scores) if self.objective.log_z_of_turns else None,

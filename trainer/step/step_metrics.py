@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from tba.common.wire.trajectory import LOG_RATIO_DTYPE, MAX_LOG_RATIO_BYTES, QUANTITIES, RowNumbers
-from tba.trainer.batch.batch import Row, TrainBatch, known, measured
+from tba.trainer.batch.batch import Row, TrainBatch, explored, known, measured
 from tba.trainer.distributed import Ranks, local_part
 from tba.trainer.objectives.diagnostics import (
     log_ratios_by_advantage,
@@ -44,6 +44,7 @@ def batch_metrics(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[st
         "reward_mean": float(batch.reward_BK.mean()),
         "reward_std": float(batch.reward_BK.std(correction=0)),
         **reward_part_metrics(batch.reward_parts, batch.turn_rewards),
+        **_explored(batch),
         **staleness_metrics(batch.staleness_BK),
         "recency_window": float(batch.recency_window),
         "recency_missed": batch.recency_missed,
@@ -66,6 +67,15 @@ def _guided(batch: TrainBatch) -> dict[str, float]:
     }
 
 
+def _explored(batch: TrainBatch) -> dict[str, float]:
+    explored_BK = explored(batch.rows).view_as(batch.reward_BK)
+    if not explored_BK.any():
+        return {}
+    rewards = {"explored_reward_mean": explored_BK, "own_reward_mean": ~explored_BK}
+    means = {name: float(batch.reward_BK[rows_BK].mean()) for name, rows_BK in rewards.items()}
+    return {"explored_share": float(explored_BK.double().mean()), **means}
+
+
 def _truncated(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[str, float]:
     # Why an episode ended is not to be seen at its last token.
     turns = batch.turn_rewards or [[] for _ in batch.rows]
@@ -83,7 +93,7 @@ def stale_metrics(batch: TrainBatch, log_ratio_BK: Tensor) -> dict[str, float]:
     """Return the metrics that show whether stale data is used up; `log_ratio_BK` is log pi / mu of whole responses.
 
     Responses whose sampler is unknown, such as demonstrations, are left out, and a batch with any has no masses. Those
-    without a counted token are left out of all.
+    of explorers, and those without a counted token, are left out of all.
     """
     sampled = [float(row.sampling_logprobs[row.loss_mask != 0].sum(dtype="float64")) for row in batch.rows]
     sampled_BK = torch.tensor(sampled, dtype=torch.float64).view_as(log_ratio_BK)

@@ -32,6 +32,7 @@ SELECT t.id, p.key AS prompt_key, t.reward, t.reward_parts, t.policy_version, c.
        json_extract(t.sampling, '$.temperature') AS temperature,
        json_extract(t.sampling, '$.top_p') IS NOT 1 OR json_extract(t.sampling, '$.top_k') IS NOT NULL
            OR json_extract(t.sampling, '$.min_p') IS NOT NULL AS is_cut,
+       t.policy_version < 0 AND json_extract(t.metadata, '$.policy') IS NOT NULL AS explored,
        r.logprob AS reference_logprob,
        (SELECT COUNT(*) FROM consumption_rows e WHERE e.trajectory = t.id AND e.batch < b.id) AS times_used,
        CASE WHEN t.turns = '[]' OR NOT json_valid(t.turns) THEN t.turns

@@ -169,10 +169,13 @@ class Trajectories:
     def blocks(self, run: Run) -> Iterator[tuple[int, int | None, tuple[Sequence[Any], ...]]]:
         """Yield (prompt, guided, columns) of all trajectories that may be sampled, oldest first.
 
-        The columns are id, policy_version, reward, dedup_hash, trained, payload_bytes: at most `_BLOCK_ROWS` rows.
+        The columns are id, the version that the staleness counts from, reward, dedup_hash, trained, payload_bytes: at
+        most `_BLOCK_ROWS` rows.
         """
         query = """
-        SELECT t.prompt, json_extract(t.sampling, '$.guided'), t.id, t.policy_version, t.reward, t.dedup_hash,
+        SELECT t.prompt, json_extract(t.sampling, '$.guided'), t.id,
+               CASE WHEN t.policy_version < 0 AND json_type(t.metadata, '$.imported_version') IS NULL
+                   THEN json_extract(t.metadata, '$.newest_version') ELSE t.policy_version END, t.reward, t.dedup_hash,
                EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id), t.payload_bytes
         FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"""
         for (prompt, guided), all_rows in groupby(self._database.each(query, run.id), itemgetter(0, 1)):

@@ -219,3 +219,40 @@ def test_a_batch_with_malformed_reward_parts_is_refused(harness, filled):
     buffer.store.database.execute("UPDATE trajectory_rows SET reward_parts = '{\"correct\": []}'")
     with pytest.raises(StorageError, match="reward parts that the database holds are malformed"):
         buffer.sample(0, prompts=2, samples=3)
+
+
+def test_an_explorers_rows_are_of_no_policy_and_as_old_as_the_weights_that_were_the_newest(harness, trajectory):
+    buffer = harness(buffer={"recency_window": 20, "max_staleness": 20}, curriculum={"solved": 0.9, "answers": 1})
+    buffer.register(1)
+    for version, step in ((0, 0), (1, 10)):
+        buffer.announce(version, step)
+    explored = {"policy": "models/strong", "newest_version": 1}
+    rows = [
+        trajectory(tokens=[3], version=1),
+        # The versions of its tokens are the explorer's own.
+        trajectory(tokens=[4], version=9, metadata=explored),
+        trajectory(tokens=[5], version=9, metadata=explored | {"imported_version": 1}),
+        trajectory(tokens=[6], version=9, metadata=explored | {"newest_version": "1"}),
+    ]
+    buffer.put(rows, 0)
+    assert buffer.service.state.curriculum._answers == {1: (1, 1)}, "only the policy's own answer counts"
+    for step in (12, 13):
+        batch = buffer.sample(step, 1, 4).message
+        found = {
+            id_: facts
+            for id_, *facts in zip(
+                batch.trajectory_ids, batch.policy_version, batch.staleness, batch.explored, strict=True
+            )
+        }
+        assert found == {
+            1: [1, step - 10, False],
+            2: [-1, step - 10, True],
+            3: [-1, step, True],
+            4: [-1, step, True],
+        }
+        # As a restart does.
+        buffer.service.state.rebuild()
+    query = "SELECT policy, policy_version, policy_step FROM trajectories ORDER BY id LIMIT 2"
+    assert buffer.store.database.all(query) == [(None, 1, 10), ("models/strong", -1, None)]
+    with pytest.raises(Refused, match="was never announced"):
+        buffer.put([trajectory(tokens=[7], version=9)], 4)

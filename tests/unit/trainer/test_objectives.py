@@ -360,6 +360,8 @@ def test_the_kl_to_a_moving_average_follows_from_the_staleness():
     assert advantages.ema_log_ratio(responses, 0.9).item() == pytest.approx(0.2 * 9 / 4, rel=1e-12)
     broken = by_hand([1], [-1.0], [-50.0], [1.0], staleness_bK=torch.tensor([[1.0]]))
     assert advantages.ema_log_ratio(broken, 0.5).item() == 10.0
+    explored = by_hand([1], [-1.0], [-3.0], [1.0], staleness_bK=torch.tensor([[torch.inf]]))
+    assert advantages.ema_log_ratio(explored, 0.9).item() == 0.0
 
 
 def test_the_ema_estimate_is_exact_for_weights_that_drift_at_a_constant_rate():

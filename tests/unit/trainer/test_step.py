@@ -536,3 +536,29 @@ def test_no_tensor_has_the_size_of_positions_times_vocabulary(monkeypatch):
     with Sizes():
         torch.autograd.backward(token_logprobs(head, hidden, target)[0].sum())
     assert max(sizes) == max(13 * 6, 11 * 6)
+
+
+def test_explorers_are_trained_on_at_their_ratios_and_say_nothing_of_how_far_the_policy_has_moved():
+    learner = make_learner(name="dr_grpo", double=True)
+    batch = random_batch(5, prompts=2)
+    # The policy gives next to nothing of an explorer's responses, every other one.
+    rows = [
+        replace(
+            row, explored=n % 2 == 1, sampling_logprobs=np.full(len(row.response_ids), -0.1 if n % 2 else -2.5, "f4")
+        )
+        for n, row in enumerate(batch.rows)
+    ]
+    batch = replace(batch, rows=rows)
+    with torch.no_grad():
+        policy = torch.stack([naive_logprob(learner.policy, row) for row in rows])
+    log_ratio = policy - torch.tensor([float(row.sampling_logprobs.sum(dtype="f8")) for row in rows])
+    sums = learner.accumulate(batch, torch.zeros_like(batch.reward_BK), 0.1)
+    assert sums.log_ratio_BK.flatten().tolist() == pytest.approx(log_ratio.tolist(), rel=1e-6)
+    assert sum(map(len, sums.log_ratios)) == sum(len(row.response_ids) for row in rows[::2])
+    metrics = learner.step(batch).metrics
+    assert metrics["log_ratio_mean"] == pytest.approx(float(log_ratio[::2].mean()), rel=1e-6)
+    good = (batch.reward_BK > batch.reward_BK.mean(dim=1, keepdim=True)).flatten()
+    good[1::2] = False
+    assert metrics["log_ratio_positive"] == pytest.approx(float(log_ratio[good].mean()), rel=1e-6)
+    shown = [metrics[name] for name in ("explored_share", "explored_reward_mean", "own_reward_mean")]
+    assert shown == pytest.approx([0.5, float(batch.reward_BK[:, 1::2].mean()), float(batch.reward_BK[:, ::2].mean())])

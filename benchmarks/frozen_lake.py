@@ -14,7 +14,7 @@ import copy
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
 from typing import Any
 
@@ -123,7 +123,7 @@ def play(lake: Any, logprob_FA: Tensor, rng: np.random.Generator, first: int) ->
 
 
 def make_learner(config: ObjectiveSection, rate: float, steps: int, fields: int = 16) -> Learner:
-    """Return the trainer of a table whose actions are alike. A learned value is a table with the rate of the logits."""
+    """Return the trainer of a table whose actions are alike. Values of tokens learn at the rate of the logits."""
     tokens = ACTIONS + fields
     # With one-hot embeddings, the norm before the head makes this of a 1.
     scale = tokens**0.5
@@ -141,7 +141,7 @@ def make_learner(config: ObjectiveSection, rate: float, steps: int, fields: int 
     )  # fmt: skip
     objective = make_objective(config, longest_response=MOVES[fields])
     learner = Learner(Models(Scorer(model, packed=True), reference), section, objective)
-    if learner.log_z is not None:
+    if learner.log_z is not None and objective.value_of == "token":
         # The hidden states of a model of usual width have many entries, and the trainer's rate of the head is for them.
         learner.optimizer.param_groups[-1]["lr"] = rate / scale
     return learner
@@ -171,6 +171,10 @@ def train(config: ObjectiveSection, lake: Any, *, age: int, seed: int, rate: flo
     return torch.stack(quarters)
 
 
+def standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / len(values) ** 0.5
+
+
 def table(ice: str, options: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of the table for "slippery" or "not slippery" ice."""
     lake, *world = make_lake(slippery=ice == "slippery", name=options.map)
@@ -179,7 +183,7 @@ def table(ice: str, options: argparse.Namespace) -> Iterator[str]:
 
     def line(name: str, age: object, tables: list[Tensor], earlier: str = "") -> str:
         reached, soft = zip(*(map(float, success_and_soft(*world, one)) for one in tables), strict=True)
-        error = f"{stdev(reached) / len(tables) ** 0.5:.3f}" if len(tables) > 1 else ""
+        error = f"{standard_error(reached):.3f}" if len(tables) > 1 else ""
         # What E[r] - beta KL lacks is beta times the KL from the policy to the optimum.
         share, nats = (mean(soft) - start) / (top - start), (top - mean(soft)) / BETA
         return (
@@ -191,8 +195,9 @@ def table(ice: str, options: argparse.Namespace) -> Iterator[str]:
     for name, age in itertools.product(options.objectives, options.ages):
         config, keys = OBJECTIVES[name], {"age": age, "rate": options.rate, "steps": options.steps}
         runs = [train(config, lake, seed=seed, **keys) for seed in range(options.seeds)]
-        success = [mean(float(success_and_soft(*world, one[n : n + 1])[0]) for one in runs) for n in range(3)]
-        yield line(f"`{name}`", age, [one[3:] for one in runs], ", ".join(f"{one:.3f}" for one in success))
+        earlier = [[float(success_and_soft(*world, one[n : n + 1])[0]) for one in runs] for n in range(3)]
+        cells = [f"{mean(one):.3f}±{standard_error(one):.3f}" if len(one) > 1 else f"{one[0]:.3f}" for one in earlier]
+        yield line(f"`{name}`", age, [one[3:] for one in runs], ", ".join(cells))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Coverage of several right answers, on a task whose 125 responses can be enumerated.
 
-    python -m benchmarks.posterior [--seeds 5] [--top-p 0.9 1.0]
+    python -m benchmarks.posterior [--seeds 5] [--top-p 0.9 1.0] [--beta 0.2]
 
 Eight responses to each of two prompts are right: four have reward 1, four 0.75. The optimum of KL-regularised RL is
 known (Eq. 2 of the paper): pi* ~ pi_ref exp(r / beta). The policy is a table of logits, one row for each prefix of a
@@ -29,7 +29,7 @@ from benchmarks.off_policy.setting import objective_section
 from tba.trainer.objectives.from_config import Objective, make_objective
 from tba.trainer.objectives.responses import Responses, Totals
 
-VOCABULARY, LENGTH, PROMPTS, SAMPLES, BETA = 5, 3, 2, 32, 0.2
+VOCABULARY, LENGTH, PROMPTS, SAMPLES = 5, 3, 2, 32
 STEPS, RATE, MEASURE_EVERY = 1000, 2e-2, 5
 RESPONSES = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
 RIGHT = (1.0,) * 4 + (0.75,) * 4
@@ -104,6 +104,8 @@ def loss_of_batch(
     reward_PY: np.ndarray,
     staleness: int,
     rng: np.random.Generator,
+    beta: float,
+    log_z_P1: Tensor,
 ) -> Tensor:
     """Return the loss of a batch that is drawn from the sampler. `tempered_PYT` is the policy over its nucleus."""
     chances_PY = probabilities(sampler_PYT)
@@ -120,8 +122,9 @@ def loss_of_batch(
         reference_bK=reference_PYT[prompt_P1, pick_PK].sum(dim=2),
         staleness_bK=torch.full((PROMPTS, SAMPLES), float(staleness), dtype=torch.float64),
         totals=Totals(prompts=PROMPTS, rows=rows, tokens=rows * LENGTH),
+        log_z_bK=log_z_P1,
     )
-    return objective.loss(responses, BETA)
+    return objective.loss(responses, beta)
 
 
 def coverage(policy_PY: np.ndarray, optimum_PY: np.ndarray, reward_PY: np.ndarray, seen_PY: np.ndarray) -> Coverage:
@@ -137,7 +140,9 @@ def coverage(policy_PY: np.ndarray, optimum_PY: np.ndarray, reward_PY: np.ndarra
     )
 
 
-def run(name: str, staleness: int, seed: int, top_ps: list[float]) -> tuple[Coverage | None, Coverage, Coverage]:
+def run(
+    name: str, staleness: int, seed: int, top_ps: list[float], beta: float
+) -> tuple[Coverage | None, Coverage, Coverage]:
     """Train once. Returns the coverage at equal reward (None if never reached), at the end, and of the optimum."""
     objective = make_objective(objective_section(name), longest_response=LENGTH)
     rng = np.random.default_rng(seed)
@@ -145,10 +150,11 @@ def run(name: str, staleness: int, seed: int, top_ps: list[float]) -> tuple[Cove
     rows = int(PREFIX_YT.max()) + 1
     logits = torch.from_numpy(rng.normal(0.0, 0.5, (PROMPTS, rows, VOCABULARY))).requires_grad_()
     reference_PYT = token_logprobs(logits).detach()
-    optimum_PY = probabilities(reference_PYT) * np.exp(reward_PY / BETA)
+    optimum_PY = probabilities(reference_PYT) * np.exp(reward_PY / beta)
     optimum_PY /= optimum_PY.sum(axis=1, keepdims=True)
     best = coverage(optimum_PY, optimum_PY, reward_PY, optimum_PY > 0)
-    optimizer = torch.optim.Adam([logits], lr=RATE)
+    log_z_P1 = torch.zeros(PROMPTS, 1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([logits, log_z_P1], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     past, equal = deque([logits.detach().clone()], maxlen=staleness + 1), None
 
@@ -162,7 +168,16 @@ def run(name: str, staleness: int, seed: int, top_ps: list[float]) -> tuple[Cove
         sampler_PYT, tempered_PYT = (token_logprobs(one.masked_fill(outside, -torch.inf)) for one in (past[0], logits))
         optimizer.zero_grad()
         loss_of_batch(
-            objective, token_logprobs(logits), tempered_PYT, sampler_PYT, reference_PYT, reward_PY, staleness, rng
+            objective,
+            token_logprobs(logits),
+            tempered_PYT,
+            sampler_PYT,
+            reference_PYT,
+            reward_PY,
+            staleness,
+            rng,
+            beta,
+            log_z_P1,
         ).backward()
         optimizer.step()
         schedule.step()
@@ -186,12 +201,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="NAME or NAME:KEY=VALUE,...")
     parser.add_argument("--top-p", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--beta", type=float, default=0.2)
     parser.add_argument("--staleness", type=int, nargs="+", default=STALENESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     started, rows, optima = time.process_time(), [], []
     for staleness, objective in itertools.product(options.staleness, options.objectives):
-        found = [run(objective, staleness, seed, options.top_p) for seed in range(options.seeds)]
+        found = [run(objective, staleness, seed, options.top_p, options.beta) for seed in range(options.seeds)]
         optima += [best for _, _, best in found]
         reached = [equal for equal, _, _ in found if equal is not None]
         ends = cells([end for _, end, _ in found])

@@ -8,15 +8,15 @@ from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Po
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 # Their formulas include an anchor, so `objective.kl` has no effect on them.
-_ANCHORED = ("tb", "tb_learned_z", "online_dpo", "oapl")
+_ANCHORED = ("tb", "tb_learned_z", "tb_prefix", "flowrl", "online_dpo", "oapl")
 # Their advantage is the reward minus a mean of the group, so it can be raised by that mean.
 _CENTRED = ("tb", "tb_stale", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proximal_rloo")
 # Their formulas include pi / mu, of tokens or otherwise.
-_RATIO = ("grpo", "dr_grpo", "ppo_clip", "cispo", "proximal_rloo", "oapl")
+_RATIO = ("grpo", "dr_grpo", "ppo_clip", "ppo", "cispo", "proximal_rloo", "flowrl", "oapl")
 # Their gradient is an advantage times grad log pi, without a ratio.
 _UNWEIGHTED = ("tb", "reinforce", "rloo")
 # On stale data they explain what an environment did by chance with the actions after it.
-_EXPLAINS_LUCK = ("tb", "tb_learned_z", "oapl")
+_EXPLAINS_LUCK = ("tb", "tb_learned_z", "tb_prefix", "flowrl", "oapl")
 # The paper's Eq. 7 with truncated importance weights of tokens.
 _WEIGHTED_TOKENS = ("tb_stale", "tba_prime")
 
@@ -107,12 +107,15 @@ class ObjectiveSection(Section):
         "tb",
         "tb_stale",
         "tb_learned_z",
+        "tb_prefix",
+        "flowrl",
         "tba_prime",
         "reinforce",
         "rloo",
         "grpo",
         "dr_grpo",
         "ppo_clip",
+        "ppo",
         "proximal_rloo",
         "cispo",
         "online_dpo",
@@ -133,7 +136,7 @@ class ObjectiveSection(Section):
     the reference policy; ema: a moving average of the weights, without a forward pass; none: no KL term. auto is
     reference for tb_stale and tba_prime, and none for the others."""
     clip_high: PositiveFloat = 0.2
-    """grpo, dr_grpo, ppo_clip, proximal_rloo: a ratio above 1 + this is clipped, and one below 0.8."""
+    """grpo, dr_grpo, ppo_clip, ppo, proximal_rloo, flowrl: a ratio above 1 + this is clipped, and one below 0.8."""
     truncation: PositiveFloat | Literal["off"] = 8.0
     """tb_stale, tba_prime: the maximum importance weight of a token; off gives every token weight 1 (Eq. 7)."""
     mean_kl: Literal["sampler", "policy"] = "sampler"
@@ -185,7 +188,8 @@ class ObjectiveSection(Section):
     @property
     def uses_reference(self) -> bool:
         """Whether the objective needs log-probabilities of the reference policy."""
-        return self.name in ("tb", "tb_learned_z", "online_dpo") or self.anchor == "reference"
+        anchored = self.name in _ANCHORED and self.name != "oapl"
+        return anchored or self.anchor == "reference"
 
     @model_validator(mode="after")
     def _check_kl(self) -> Self:

@@ -51,6 +51,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     "learned_z": ({"name": "tb_learned_z"}, 3),
     # With turns of their own: `make_batch`.
     "learned_z_of_turns": ({"keys": {"log_z": "turn"}, "micro_batch_tokens": 40}, 3),
+    "values_of_tokens": ({"name": "tb_prefix", "micro_batch_tokens": 40}, 3),
     "packed": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "all"}, 5),
     "packed_gathered": ({"packing": "packed", "micro_batch_tokens": 60, "sharding": "optimizer"}, 5),
     "packed_lora": (

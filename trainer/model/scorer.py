@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from tba.trainer.model.packing import pack
 from tba.trainer.objectives.responses import row_sums
 from tba.trainer.preflight.shape import meta_model
 
+# What has a learned value: each turn, each counted token, or neither.
+Places = Literal["", "turn", "token"]
 # The row of an empty pass: one token, and no response.
 _EMPTY_ROW = Row(
     id=-1,
@@ -162,15 +165,15 @@ class Scores:
     `logprob_R` has every response token, masked ones included, at temperature 1; it is 0 in the contexts of segments.
     `tempered_R` is that of the distribution that the engine sampled from, at the temperature and over the kept tokens
     of each row, if that is asked for; otherwise the same tensor. On request there are `prompt_NH`, the mean of each
-    prompt's last hidden states, `turn_SH`, the last hidden state of the token before each turn (`Row.turns`), detached,
-    and `entropy_R`, the entropy in nats of the distribution at each response token.
+    prompt's last hidden states, `place_SH`, the last hidden state of the token before each turn (`Row.turns`) or each
+    counted token, detached, and `entropy_R`, the entropy in nats of the distribution at each response token.
     """
 
     logprob_R: Tensor
     tempered_R: Tensor
     prompt_NH: Tensor | None = None
     entropy_R: Tensor | None = None
-    turn_SH: Tensor | None = None
+    place_SH: Tensor | None = None
 
 
 class Scorer(nn.Module):
@@ -222,7 +225,7 @@ class Scorer(nn.Module):
         tempered: bool = False,
         pooled: bool = False,
         entropy: bool = False,
-        turns: bool = False,
+        places: Places = "",
     ) -> Scores:
         """Score rows, in their order. The flags ask for the optional fields of `Scores`.
 
@@ -241,9 +244,9 @@ class Scorer(nn.Module):
                 all_sequences.append(_EMPTY_ROW)
         temperature_R = _temperatures(all_sequences) if tempered else None
         kept = _kept(all_sequences) if tempered else None
-        places = _turn_places(all_sequences) if turns else None
-        scores = self(all_sequences, filled, temperature_R, kept, pooled, entropy, places)
-        logprob_R, tempered_R, prompt_NH, entropy_R, turn_SH = scores
+        place_S = _value_places(all_sequences, places) if places else None
+        scores = self(all_sequences, filled, temperature_R, kept, pooled, entropy, place_S)
+        logprob_R, tempered_R, prompt_NH, entropy_R, place_SH = scores
         if len(sequences) > len(rows):
             in_rows = partial(_in_rows, rows, _places(rows).to(logprob_R.device))
             logprob_R, tempered_R, entropy_R = in_rows(logprob_R), in_rows(tempered_R), in_rows(entropy_R)
@@ -253,7 +256,7 @@ class Scorer(nn.Module):
             logprob_R if temperature_R is None else tempered_R,
             prompt_NH[firsts] if pooled else None,
             entropy_R if entropy else None,
-            turn_SH if turns else None,
+            place_SH if places else None,
         )
 
     def forward(
@@ -264,7 +267,7 @@ class Scorer(nn.Module):
         kept: Kept | None,
         pooled: bool,
         entropy: bool,
-        turn_places: list[int] | None,
+        place_S: list[int] | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the fields of `Scores` for rows without segments; those not asked for are empty."""
         hidden: list[Tensor] = []
@@ -291,8 +294,8 @@ class Scorer(nn.Module):
                 exact=self._exact_logits,
             )
         prompt_NH = torch.cat(pools)[order] if pooled else logprob_R.new_zeros(0)
-        turn_SH = logprob_R.new_zeros(0) if turn_places is None else hidden_RH.detach()[turn_places]
-        return logprob_R, tempered_R, prompt_NH, entropy_R, turn_SH
+        place_SH = logprob_R.new_zeros(0) if place_S is None else hidden_RH.detach()[place_S]
+        return logprob_R, tempered_R, prompt_NH, entropy_R, place_SH
 
 
 def _temperatures(rows: Sequence[Row]) -> Tensor | None:
@@ -320,8 +323,11 @@ def _kept(rows: Sequence[Row]) -> Kept | None:
     return Kept(*map(torch.from_numpy, (kept[kept > 0] - 1, counts_R, is_whole_R)))
 
 
-def _turn_places(sequences: Sequence[Row]) -> list[int]:
-    """Return where the turns of all sequences start, in the tokens of all."""
+def _value_places(sequences: Sequence[Row], places: Places) -> list[int]:
+    """Return where the turns of all sequences start, in the tokens of all, or where their counted tokens are."""
+    if places == "token":
+        counted_S: list[int] = counted(sequences).nonzero()[:, 0].tolist()
+        return counted_S
     starts = itertools.accumulate([len(one.response_ids) for one in sequences], initial=0)
     return [start + turn for start, one in zip(starts, sequences, strict=False) for turn, _ in one.turns]
 
@@ -359,9 +365,9 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 class LogZHead(nn.Module):
     """log Z(x) as a linear function of the mean of the prompt's last hidden states (Lee et al. 2024).
 
-    It is for the objective `tb_learned_z`. b are prompts. With `objective.log_z = "turn"` they are turns, each with the
-    last hidden state before it, and the result is beta log Z: in units of the reward it is learned as fast for each
-    beta.
+    It is for the objectives `tb_learned_z` and `flowrl`. b are prompts. With `objective.log_z = "turn"` they are turns,
+    for `tb_prefix` and `ppo` counted tokens, each with the last hidden state before it. The result is then a value,
+    such as beta log Z: in units of the reward it is learned as fast for each beta.
 
     The hidden states are detached: the policy is not trained to make log Z easier to predict. All weights start at
     zero, and so does log Z.

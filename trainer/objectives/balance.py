@@ -2,15 +2,17 @@
 
 `optimal_advantage` is so only if `value_beta` is beta.
 
-Shape suffixes: b prompts of a micro-batch, K responses to each.
+Shape suffixes: b prompts of a micro-batch, K responses to each, N = b x K rows, R response tokens, T counted tokens of
+the longest row, S turns.
 """
 
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from tba.trainer.objectives.advantages import imitation, taper
+from tba.trainer.objectives.advantages import imitation, standardised, taper
 from tba.trainer.objectives.responses import Responses, Terms, Turns, row_totals
 
 
@@ -68,6 +70,27 @@ def trajectory_balance_learned_z(responses: Responses, beta: float) -> Terms:
     return Terms(loss, -beta * residual_bK.detach(), torch.ones_like(target_bK))
 
 
+def flow_balance(responses: Responses, beta: float, *, low: float, high: float) -> Terms:
+    """Return the FlowRL loss (Zhu et al. 2025, arXiv 2509.15207), times beta / 2.
+
+        residual_ij = log Z(x_i) + 1/T_ij (log pi_ij - log ref_ij) - A_ij / beta
+        loss        = beta/2 * 1/(BK) sum_ij w_ij residual_ij^2,    w_ij = sg[ clip(rho_ij, 1 - low, 1 + high) ]
+
+    A is `standardised`, log Z learned, T_ij the counted tokens, and the paper's beta is 1 / beta. The optimum is
+    pi = ref exp( T (A / beta - log Z) ): each token has a reward, less what makes the sum 1. With equal lengths it is
+    T times as sharp as that of `trajectory_balance`. The authors' code, with 15 for 1 / beta, computes w and then
+    weights by rho, not clipped, which has the same optimum; its log Z also trains the policy, here the head is alone.
+    Raises ValueError without a log Z.
+    """
+    if responses.log_z_bK is None:
+        raise ValueError("flowrl needs a learned log Z")
+    ratio_bK = (responses.policy_bK - responses.reference_bK) / responses.tokens_bK.clamp(min=1)
+    residual_bK = responses.log_z_bK + ratio_bK - standardised(responses.reward_bK) / beta
+    weight_bK = responses.log_ratio_bK.detach().exp().clamp(1 - low, 1 + high)
+    loss = beta / 2 * (weight_bK * residual_bK.square()).sum() / responses.totals.rows
+    return Terms(loss, -beta * residual_bK.detach(), weight_bK)
+
+
 def turn_balance(responses: Responses, beta: float) -> Terms:
     """Return the Trajectory Balance loss at the boundaries of turns, with a log Z of each history h.
 
@@ -110,6 +133,44 @@ def _log_z_of_histories(turns: Turns, own_S: Tensor, learned_S: Tensor) -> tuple
         if depth:
             next_S[here - 1] = log_z_S[here]
     return log_z_S, next_S
+
+
+def prefix_balance(responses: Responses, beta: float) -> Terms:
+    """Return the Trajectory Balance loss with constraints on all prefixes of a response, 2n more for n counted tokens.
+
+        L_t      = sum of log pi - log ref over the first t counted tokens, log Z_t = log Z of what precedes token t + 1
+        rooted_t = log Z_0 + L_t - log Z_t                       from the root to a prefix
+        suffix_t = log Z_t + L_n - L_t - r / beta                from a prefix to the end
+        loss     = beta/2 * 1/(BK) sum_ij [ residual_ij^2 + 1/n sum_{t < n} ( rooted_t^2 + suffix_t^2 ) ]
+
+    residual_ij is that of `trajectory_balance`. The suffixes are multi-step path consistency (Guo et al. 2021, arXiv
+    2106.07704), with log Z in place of the value; constraints at the root instead of all n^2 sub-trajectories are from
+    RapTB (Wang et al. 2026, arXiv 2603.00454), which has no log Z of a prefix but a target made of the suffix's
+    rewards. log Z_t is learned, and has a gradient in both. All are 0 exactly where pi = ref exp(r / beta) / Z and
+    log Z_t is the logarithm of the mean of exp(r / beta) over what the reference would append.
+
+    The advantage of a response is the mean over its tokens. Raises ValueError without values and references of tokens.
+    """
+    if responses.value_R is None or responses.reference_R is None:
+        raise ValueError("tb_prefix needs a learned value and the reference of each token")
+    mask_R, tokens_N = responses.mask_R, responses.tokens_bK.flatten()
+    whole_bK = vargrad_residual(responses.policy_bK, responses.reference_bK, responses.reward_bK, beta)
+    log_ratio_NT, log_z_NT = (
+        pad_sequence(torch.split(value_R[mask_R].double(), tokens_N.int().tolist()), batch_first=True)
+        for value_R in (responses.logprob_R - responses.reference_R, responses.value_R / beta)
+    )
+    place_T = torch.arange(log_ratio_NT.shape[1])
+    before_NT = log_ratio_NT.cumsum(1) - log_ratio_NT
+    counts_NT = (place_T < tokens_N[:, None]) / tokens_N[:, None].clamp(min=1)
+    rooted_NT = log_z_NT[:, :1] + before_NT - log_z_NT
+    target_NT = (responses.reward_bK / beta).flatten()[:, None] - log_ratio_NT.sum(1, keepdim=True) + before_NT
+    suffix_NT = log_z_NT - target_NT
+    squares_N = (counts_NT * (rooted_NT.square() + suffix_NT.square())).sum(1)
+    loss = beta / 2 * (whole_bK.square().sum() + squares_N.sum()) / responses.totals.rows
+    # Token t + 1 is in suffix_0 to suffix_t, and in rooted_t+1 to rooted_n-1.
+    times_NT = place_T * rooted_NT + (tokens_N[:, None] - place_T) * suffix_NT
+    parts_N = (counts_NT * times_NT).sum(1) / tokens_N.clamp(min=1)
+    return Terms(loss, -beta * (whole_bK + parts_N.view_as(whole_bK)).detach(), torch.ones_like(whole_bK))
 
 
 def optimal_advantage(responses: Responses, beta: float, value_beta: float) -> Terms:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from tba.trainer.objectives.advantages import (
     taper,
 )
 from tba.trainer.objectives.balance import (
+    flow_balance,
     optimal_advantage,
+    prefix_balance,
     trajectory_balance,
     trajectory_balance_learned_z,
     turn_balance,
@@ -51,8 +53,9 @@ class Objective:
     terms: Callable[[Responses, float], Terms]
     needs_reference: bool
     learns_log_z: bool = False
-    # Whether log Z is that of each turn's history.
-    log_z_of_turns: bool = False
+    # Whether the head gives a value of the prompt, or of what comes before each turn or each counted token.
+    value_of: Literal["", "turn", "token"] = ""
+    reference_of_tokens: bool = False
     ratio_bounds: tuple[float, float] | None = None
     ratio_of_response: bool = False
     # The least reward that the task is said to give, or -inf if the loss does not depend on it.
@@ -80,25 +83,30 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
     """Return the objective that the configuration names. `longest_response` is in tokens."""
     floor = config.reward_floor if config.imitation_weight and config.reward_floor != "group" else -math.inf
     objective = partial(Objective, name=config.name, needs_reference=config.uses_reference)
-    if config.log_z == "turn":
-        return objective(terms=turn_balance, learns_log_z=True, log_z_of_turns=True)
-    if config.name == "tb":
-        balance = partial(
-            trajectory_balance,
-            imitation_weight=config.imitation_weight,
-            floor=config.reward_floor,
-            taper_kind=config.taper,
-        )
-        return objective(terms=balance, reward_floor=floor)
-    if config.name == "tb_learned_z":
-        return objective(terms=trajectory_balance_learned_z, learns_log_z=True)
-    if config.name == "online_dpo":
-        return objective(terms=pg.online_dpo)
-    if config.name == "oapl":
-        own = config.value_beta
-        return objective(
+    own, low, high = config.value_beta, _CLIP_LOW, config.clip_high
+    balance = partial(
+        trajectory_balance, imitation_weight=config.imitation_weight, floor=config.reward_floor, taper_kind=config.taper
+    )
+    with_head = partial(objective, learns_log_z=True)
+    choices = {
+        "tb": objective(terms=balance, reward_floor=floor),
+        "tb_learned_z": with_head(terms=trajectory_balance_learned_z),
+        "tb_prefix": with_head(terms=prefix_balance, value_of="token", reference_of_tokens=True),
+        "flowrl": with_head(
+            terms=partial(flow_balance, low=low, high=high),
+            ratio_bounds=(1 - low, 1 + high),
+            ratio_of_response=True,
+        ),
+        "ppo": with_head(terms=partial(_with_critic, config), value_of="token", ratio_bounds=(1 - low, 1 + high)),
+        "online_dpo": objective(terms=pg.online_dpo),
+        "oapl": objective(
             terms=lambda responses, beta: optimal_advantage(responses, beta, beta if own == "beta" else own)
-        )
+        ),
+    }
+    if config.log_z == "turn":
+        return with_head(terms=turn_balance, value_of="turn", reference_of_tokens=True)
+    if config.name in choices:
+        return choices[config.name]
     chosen = _policy_gradient(config, longest_response)
     return objective(
         terms=partial(_with_advantage, config, chosen),
@@ -127,6 +135,11 @@ def _policy_gradient(config: ObjectiveSection, longest_response: int) -> _Policy
         "cispo": _PolicyGradient(partial(pg.cispo, cap=_CISPO_CAP), standardised, (0.0, _CISPO_CAP)),
     }
     return choices[config.name]
+
+
+def _with_critic(config: ObjectiveSection, responses: Responses, beta: float) -> Terms:
+    return_bK = responses.reward_bK - kl_penalty(responses, beta, config.anchor, _EMA_DECAY)
+    return pg.ppo(responses, return_bK, low=_CLIP_LOW, high=config.clip_high)
 
 
 def _with_advantage(config: ObjectiveSection, chosen: _PolicyGradient, responses: Responses, beta: float) -> Terms:

@@ -74,10 +74,33 @@ def ppo_clip(responses: Responses, advantage_bK: Tensor, *, low: float, high: fl
 
         loss = -1/T sum_ijt min( rho_ijt A_ij, clip(rho_ijt, 1 - low, 1 + high) A_ij )
 
-    A is `leave_one_out`: the group replaces a value function.
+    A is `leave_one_out`: the group replaces a value function, which `ppo` has.
     """
     surrogate_bK = responses.per_row(_clipped(responses, advantage_bK, low, high))
     return -surrogate_bK.sum() / max(responses.totals.tokens, 1)
+
+
+def ppo(responses: Responses, return_bK: Tensor, *, low: float, high: float) -> Terms:
+    """Return the PPO loss (Schulman et al. 2017, Eq. 9) with a critic, gamma and lambda 1 and no entropy bonus.
+
+        loss  = -1/T sum_ijt [ min( rho_ijt A_ijt, clip(rho_ijt, 1 - low, 1 + high) A_ijt ) - 1/2 (V_ijt - r_ij)^2 ]
+        A_ijt = r_ij - sg V_ijt
+
+    r is the reward minus the KL term, which a response gets at its end. V, a linear head on the last hidden state
+    before each token, learns the mean of r; the hidden states are detached, so the critic does not train the model. The
+    advantage of a response is the mean over its tokens by their weights. Raises ValueError without values.
+    """
+    if responses.value_R is None:
+        raise ValueError("ppo needs a learned value of each token")
+    total, return_R = max(responses.totals.tokens, 1), responses.per_token(return_bK)
+    advantage_R = torch.where(responses.usable_R, return_R - responses.value_R.detach(), 0.0)
+    surrogate_bK = responses.per_row(_least(responses, advantage_R, low, high))
+    squares_bK = responses.per_row((responses.value_R - return_R).square())
+    weight_R = ratio_weight(responses.log_ratio_R.detach(), advantage_R, (1 - low, 1 + high), clips=True)
+    weight_bK = responses.per_row(torch.where(responses.usable_R, weight_R, 0.0))
+    advantage_bK = responses.per_row(weight_R * advantage_R) / torch.where(weight_bK > 0, weight_bK, 1.0)
+    loss = (squares_bK / 2 - surrogate_bK).sum() / total
+    return Terms(loss, advantage_bK, weight_bK / responses.tokens_bK.clamp(min=1))
 
 
 def proximal_rloo(responses: Responses, advantage_bK: Tensor, *, low: float, high: float) -> Tensor:
@@ -156,7 +179,11 @@ def ratio_weight(log_ratio: Tensor, advantage: Tensor, bounds: tuple[float, floa
 
 def _clipped(responses: Responses, advantage_bK: Tensor, low: float, high: float) -> Tensor:
     """Return min(rho A, clip(rho) A) of each token: [R]."""
-    ratio_R, advantage_R = _ratio(responses), responses.per_token(advantage_bK)
+    return _least(responses, responses.per_token(advantage_bK), low, high)
+
+
+def _least(responses: Responses, advantage_R: Tensor, low: float, high: float) -> Tensor:
+    ratio_R = _ratio(responses)
     return torch.minimum(ratio_R * advantage_R, ratio_R.clamp(1 - low, 1 + high) * advantage_R)
 
 

@@ -54,7 +54,9 @@ class Responses:
     False, for example tool output, were not chosen by the policy and do not count. `lengths` are the response tokens
     of each row. `reference_bK` are sums over the counted tokens under the reference policy, NaN if the objective needs
     none. `staleness_bK` is in optimiser steps, inf for responses of explorers. `log_z_bK` is a learned log Z, for the
-    objective that learns it, `turns` are for the one with a log Z of each turn.
+    objectives that learn it, `turns` are for the one with a log Z of each turn. `value_R` is what the head makes of
+    everything before a token, in units of the reward, with gradient, and 0 where a token does not count; `reference_R`
+    are log-probabilities under the reference policy. Both are for objectives with a value of each token.
     """
 
     logprob_R: Tensor
@@ -69,6 +71,8 @@ class Responses:
     tempered_R: Tensor | None = None
     known_bK: Tensor | None = None
     turns: Turns | None = None
+    value_R: Tensor | None = None
+    reference_R: Tensor | None = None
 
     @property
     def policy_bK(self) -> Tensor:

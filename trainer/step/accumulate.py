@@ -41,7 +41,7 @@ class Accumulator:
     `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
     `quantities_QBK` are those of the rows (`tba.trainer.step.step_metrics`), and `log_ratio_R` the log-ratios of the
     tokens of all rows, in their order, float32. `reference_of_tokens` has the reference log-probabilities of the tokens
-    of each trajectory, for a log Z of each turn. The lists hold one tensor per micro-batch: trainer minus engine of
+    of each trajectory, if the objective needs them. The lists hold one tensor per micro-batch: trainer minus engine of
     on-policy tokens, log pi - log mu of counted tokens of `measured` rows, and the entropy of counted tokens.
     """
 
@@ -120,9 +120,9 @@ class Accumulator:
             tokens = part.stop
 
     def _score(self, rows: Sequence[Row], chunk: Chunk) -> Scores:
-        turns = self.objective.log_z_of_turns
-        pooled = self.objective.learns_log_z and not turns
-        return self.scorer.score(rows, chunk.passes, tempered=True, pooled=pooled, entropy=self.entropy, turns=turns)
+        places = self.objective.value_of
+        pooled = self.objective.learns_log_z and not places
+        return self.scorer.score(rows, chunk.passes, tempered=True, pooled=pooled, entropy=self.entropy, places=places)
 
     def _rows(self, micro_batch: MicroBatch) -> list[Row]:
         return [self.batch.rows[row] for row in micro_batch.rows]
@@ -180,7 +180,9 @@ class Accumulator:
             staleness_bK=batch.staleness_BK[groups].masked_fill(explored(rows).view(-1, batch.samples), math.inf),
             totals=Totals(batch.prompts, len(batch.rows), int(counted(batch.rows).sum())),
             log_z_bK=log_z_bK,
-            turns=self._turns(micro_batch.rows, rows, scores) if self.objective.log_z_of_turns else None,
+            turns=self._turns(micro_batch.rows, rows, scores) if self.objective.value_of == "turn" else None,
+            value_R=self._values(rows, scores) if self.objective.value_of == "token" else None,
+            reference_R=self._reference_of(rows) if self.objective.reference_of_tokens else None,
         )
 
     def _turns(self, indices: Sequence[int], rows: Sequence[Row], scores: Scores) -> Turns:
@@ -190,14 +192,26 @@ class Accumulator:
             rows,
             batch.reward_BK.flatten()[indices],
             [batch.turn_rewards[index] if batch.turn_rewards else [] for index in indices],
-            torch.cat([self.reference_of_tokens[row.id] for row in rows]),
+            self._reference_of(rows),
             batch.samples,
         )
-        if self.log_z is not None and scores.turn_SH is not None:
+        if self.log_z is not None and scores.place_SH is not None:
             # A row without a counted token has a turn that starts nowhere.
             sampled_S = torch.tensor(turns.lengths) > 0
-            turns.value_S[sampled_S] = self.log_z(scores.turn_SH)
+            turns.value_S[sampled_S] = self.log_z(scores.place_SH)
         return turns
+
+    def _values(self, rows: list[Row], scores: Scores) -> Tensor:
+        """Return the learned value before each counted token, and 0 at the others: [R], float64."""
+        assert self.log_z is not None
+        assert scores.place_SH is not None
+        mask_R = counted(rows)
+        zero_R = torch.zeros(len(mask_R), dtype=torch.float64)
+        return zero_R.masked_scatter(mask_R, self.log_z(scores.place_SH))
+
+    def _reference_of(self, rows: list[Row]) -> Tensor:
+        """Return the reference log-probabilities of the tokens of rows: [R]."""
+        return torch.cat([self.reference_of_tokens[row.id] for row in rows])
 
     def _sum_over_ranks(self) -> None:
         """FSDP has summed the policy's gradients; those of a learned log Z are summed here."""
@@ -220,13 +234,13 @@ class Accumulator:
 def _joined(parts: Sequence[Scores]) -> Scores:
     pooled = [part.prompt_NH for part in parts if part.prompt_NH is not None]
     entropies = [part.entropy_R for part in parts if part.entropy_R is not None]
-    turns = [part.turn_SH for part in parts if part.turn_SH is not None]
+    places = [part.place_SH for part in parts if part.place_SH is not None]
     return Scores(
         torch.cat([part.logprob_R for part in parts]),
         torch.cat([part.tempered_R for part in parts]),
         torch.cat(pooled) if pooled else None,
         torch.cat(entropies) if entropies else None,
-        torch.cat(turns) if turns else None,
+        torch.cat(places) if places else None,
     )
 
 

@@ -338,7 +338,7 @@ class Learner:
         """Return the reference log-probabilities of the batch, and by trajectory id those computed for it.
 
         If the objective does not use them, none are computed and those that are not stored stay NaN. For a log Z of
-        each turn the third are those of the tokens of all rows, which are computed in every step.
+        each turn or token the third are those of the tokens of all rows, which are computed in every step.
         """
         # A resumed run must train on the same values as an uninterrupted one, bit for bit, and after a resume the
         # stored values are used. Two computations of one value may differ in the last bit, as they depend on the
@@ -352,7 +352,7 @@ class Learner:
             for row, stored in zip(batch.rows, batch.reference_BK.flatten().tolist(), strict=True)
         }
         needed = batch.rows if self._objective.needs_reference else []
-        by_token = self._objective.log_z_of_turns
+        by_token = self._objective.reference_of_tokens
         missing = {row.id: row for row in needed if by_token or math.isnan(known[row.id])}
         unknown = list(missing.values())
         sequence_N = torch.zeros(len(unknown), dtype=torch.float64)

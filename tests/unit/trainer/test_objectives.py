@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from tba.common.config import ObjectiveSection, TrainSection
+from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.trainer import LONGEST_RESPONSE, learner_of, make_batch, make_row, objective, tiny_model
 from tba.tests.runner import size
 from tba.trainer.batch.batch import TrainBatch
@@ -32,12 +33,14 @@ from tba.trainer.objectives.responses import Responses, Totals
 from tba.trainer.step.learner import Learner
 
 BETA = 0.3
-# tb_learned_z needs a log Z, which the cases below do not have.
-NAMES = sorted(set(typing.get_args(ObjectiveSection.model_fields["name"].annotation)) - {"tb_learned_z"})
+NAMES = sorted(typing.get_args(ObjectiveSection.model_fields["name"].annotation))
 
 
 def case(seed: int = 0, prompts: int = 3, samples: int = 4, drift: float = 0.3) -> Responses:
-    """Return responses of 1 to 6 tokens, some masked, sampled by a policy at a distance of `drift`."""
+    """Return responses of 1 to 6 tokens, some masked, sampled by a policy at a distance of `drift`.
+
+    The head has values, of prompts and of tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = prompts * samples
     lengths = torch.randint(1, 7, (rows,), generator=generator).tolist()
@@ -45,7 +48,7 @@ def case(seed: int = 0, prompts: int = 3, samples: int = 4, drift: float = 0.3) 
     logprob_R = -2 * torch.rand(tokens, generator=generator, dtype=torch.float64) - 0.1
     mask_R = torch.rand(tokens, generator=generator) < 0.8
     shape = (prompts, samples)
-    return Responses(
+    responses = Responses(
         logprob_R=logprob_R.requires_grad_(),
         sampled_logprob_R=logprob_R.detach() + drift * torch.randn(tokens, generator=generator, dtype=torch.float64),
         mask_R=mask_R,
@@ -54,7 +57,12 @@ def case(seed: int = 0, prompts: int = 3, samples: int = 4, drift: float = 0.3) 
         reference_bK=-8 * torch.rand(shape, generator=generator, dtype=torch.float64),
         staleness_bK=torch.randint(0, 9, shape, generator=generator).double(),
         totals=Totals(prompts, rows, int(mask_R.sum())),
+        log_z_bK=torch.randn(prompts, 1, generator=generator, dtype=torch.float64).requires_grad_(),
+        value_R=torch.where(mask_R, torch.randn(tokens, generator=generator, dtype=torch.float64), 0).requires_grad_(),
     )
+    share_R = torch.rand(tokens, generator=generator, dtype=torch.float64)
+    share_R = share_R / responses.per_token(responses.per_row(share_R))
+    return replace(responses, reference_R=share_R * responses.per_token(responses.reference_bK))
 
 
 def loss_and_gradient(name: str, responses: Responses, **keys) -> tuple[float, torch.Tensor]:
@@ -134,17 +142,57 @@ def independent(name: str, responses: Responses, *, stale: bool = False) -> torc
     if name == "oapl":
         value = torch.log(torch.exp(reward).mean(1)).repeat_interleave(samples)
         return ((BETA * (policy - sampled) - (reward.flatten() - value)) ** 2).mean() / (2 * BETA)
-    assert name == "tb", f"no independent formula of {name}"
+    if name in ("tb_learned_z", "flowrl", "ppo"):
+        return with_head(name, responses)
+    assert name in ("tb", "tb_prefix"), f"no independent formula of {name}"
     log_z = (reference - policy.detach() + reward.flatten() / BETA).view_as(reward).mean(1).repeat_interleave(samples)
     residual = log_z + policy - reference - reward.flatten() / BETA
     if not stale:
-        return BETA / 2 * (residual**2).mean()
+        return BETA / 2 * (residual**2 + (prefix_squares(responses) if name == "tb_prefix" else 0)).mean()
     added = raised(reward, 0.5, -1.0).flatten()
     weight = torch.where(BETA * residual > added, torch.exp(policy - sampled).clip(max=1), 1.0).detach()
     return (weight * (BETA / 2 * residual**2 - added * policy)).mean()
 
 
+def with_head(name: str, responses: Responses) -> torch.Tensor:
+    """Compute the loss of an objective whose head gives a log Z of each prompt, or a value of each token."""
+    mask, reward, samples = (
+        padded(responses.mask_R.double(), responses),
+        responses.reward_bK,
+        responses.reward_bK.shape[1],
+    )
+    log_ratio = padded(responses.logprob_R - responses.sampled_logprob_R, responses) * mask
+    if name == "ppo":
+        a, ratio = reward.flatten()[:, None] - padded(not_none(responses.value_R), responses), log_ratio.exp()
+        least = torch.minimum(ratio * a.detach(), ratio.clip(0.8, 1.2) * a.detach())
+        return ((a**2 / 2 - least) * mask).sum() / mask.sum()
+    log_z = not_none(responses.log_z_bK).flatten().repeat_interleave(samples)
+    kl = (padded(responses.logprob_R, responses) * mask).sum(1) - responses.reference_bK.flatten()
+    if name == "tb_learned_z":
+        return BETA / 2 * ((log_z + kl - reward.flatten() / BETA) ** 2).mean()
+    a, weight = group_advantages(reward, "std").flatten(), log_ratio.sum(1).exp().clip(0.8, 1.2).detach()
+    return BETA / 2 * (weight * (log_z + kl / mask.sum(1).clip(1) - a / BETA) ** 2).mean()
+
+
+def prefix_squares(responses: Responses) -> torch.Tensor:
+    """Compute what the prefixes of each response add to tb_prefix, with loops over rows and tokens: [N]."""
+    parts = [responses.mask_R, responses.logprob_R, not_none(responses.reference_R), not_none(responses.value_R)]
+    rows, result = zip(*(torch.split(one, responses.lengths) for one in parts), strict=True), []
+    for (counts, policy, reference, value), reward in zip(rows, responses.reward_bK.flatten(), strict=True):
+        ratios, log_z = (policy - reference)[counts], value[counts] / BETA
+        total = policy.new_zeros(())
+        for t in range(len(ratios)):
+            total = total + (log_z[0] + ratios[:t].sum() - log_z[t]) ** 2 / len(ratios)
+            total = total + (log_z[t] + ratios[t:].sum() - reward / BETA) ** 2 / len(ratios)
+        result.append(total)
+    return torch.stack(result)
+
+
 STALE: dict[str, Any] = {"imitation": 0.5, "reward_floor": -1.0, "taper": "response"}
+
+
+def gradients(loss: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
 
 @pytest.mark.parametrize(("name", "keys"), [*((name, {}) for name in NAMES), ("tb", STALE)])
@@ -154,20 +202,29 @@ def test_loss_and_gradient_equal_an_independent_implementation(name, keys, seed)
     loss, gradient = loss_and_gradient(name, responses, **keys)
     expected = independent(name, responses, stale=bool(keys))
     assert loss == pytest.approx(expected.item(), rel=1e-12)
-    assert torch.allclose(gradient, torch.autograd.grad(expected, responses.logprob_R)[0], atol=1e-13, rtol=1e-11)
+    leaves = [responses.logprob_R, not_none(responses.log_z_bK), not_none(responses.value_R)]
+    loss = objective(name, **keys).loss(responses, BETA)
+    for found, same in zip(gradients(loss, leaves), gradients(expected, leaves), strict=True):
+        assert torch.allclose(found, same, atol=1e-13, rtol=1e-11)
     assert gradient.abs().max() > 1e-4
 
 
 # Finite differences also move a detached importance weight, so objectives with one are left out.
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tba_prime", "cispo", "tb_stale"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tba_prime", "cispo", "tb_stale", "flowrl"}))
 def test_gradients_equal_finite_differences(name):
     responses, loss = case(), objective(name).loss
     assert torch.autograd.gradcheck(lambda p: loss(replace(responses, logprob_R=p), BETA), responses.logprob_R)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "tb_learned_z"])
+@pytest.mark.parametrize(("name", "field"), [("tb_prefix", "value_R"), ("flowrl", "log_z_bK")])
+def test_gradients_of_the_head_equal_finite_differences(name, field):
+    responses, loss = case(), objective(name).loss
+    assert torch.autograd.gradcheck(lambda v: loss(replace(responses, **{field: v}), BETA), getattr(responses, field))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(name):
-    whole = replace(case(), log_z_bK=torch.tensor([[0.5], [-1.0], [2.0]], dtype=torch.float64))
+    whole = case()
     loss, gradient = loss_and_gradient(name, whole)
     parts = [loss_and_gradient(name, part) for part in (groups_of(whole, [2, 0]), groups_of(whole, [1]))]
     assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-12)
@@ -197,7 +254,9 @@ def groups_of(responses: Responses, order: list[int]) -> Responses:
         reward_bK=responses.reward_bK[order],
         reference_bK=responses.reference_bK[order],
         staleness_bK=responses.staleness_bK[order],
-        log_z_bK=None if responses.log_z_bK is None else responses.log_z_bK[order],
+        log_z_bK=not_none(responses.log_z_bK)[order],
+        value_R=tokens(not_none(responses.value_R)),
+        reference_R=tokens(not_none(responses.reference_R)),
     )
 
 
@@ -239,6 +298,9 @@ def by_hand(lengths: list[int], logprobs: list[float], sampled: list[float], rew
         "reference_bK": torch.zeros(1, rows, dtype=torch.float64),
         "staleness_bK": torch.ones(1, rows, dtype=torch.float64),
         "totals": Totals(1, rows, sum(lengths)),
+        "log_z_bK": torch.full((1, 1), 0.5, dtype=torch.float64),
+        "value_R": BETA * (torch.arange(len(logprobs)) < 2).double(),
+        "reference_R": torch.zeros(len(logprobs), dtype=torch.float64),
     }
     return Responses(**{**values, **fields})
 
@@ -274,6 +336,17 @@ BY_HAND = {
     "tb": BETA / 2 * (HALF + 1 / (2 * BETA)) ** 2,
     # Best minus worst: log(1/2) - 3 log(1/2) = 2 log 2.
     "online_dpo": math.log(1 + math.exp(-BETA * 2 * math.log(2))),
+    # Residuals of log Z = 1/2: 1/2 + log(1/2) - 1 / beta and 1/2 + 3 log(1/2).
+    "tb_learned_z": BETA / 2 * ((0.5 + HALF - 1 / BETA) ** 2 + (0.5 + 3 * HALF) ** 2) / 2,
+    # The advantages are +-A, the ratios of the responses 2 and 1/2, clipped to 1.2 and 0.8.
+    "flowrl": BETA / 2 * (1.2 * (0.5 + HALF - A / BETA) ** 2 + 0.8 * (0.5 + 3 * HALF / 2 + A / BETA) ** 2) / 2,
+    # What tb has. log Z before the tokens is 1; 1 and 0: to the end the first response lacks log(1/2) + 1 - 1 / beta.
+    # Of the second the root and the first token's end differ by 1 + 2 log(1/2), and to the end there are 1 + 3 log(1/2)
+    # and 0 + log(1/2).
+    "tb_prefix": BETA / 2 * (HALF + 1 / (2 * BETA)) ** 2
+    + BETA / 2 * ((1 + HALF - 1 / BETA) ** 2 + ((1 + 2 * HALF) ** 2 + (1 + 3 * HALF) ** 2 + HALF**2) / 2) / 2,
+    # Advantages 1 - beta, -beta and 0, by the ratios 2, 1/2 and 1: 1.2 (1 - beta), -0.8 beta and 0.
+    "ppo": (((1 - BETA) ** 2 + BETA**2) / 2 - 1.2 * (1 - BETA) + 0.8 * BETA) / 3,
 }  # fmt: skip
 
 
@@ -387,7 +460,8 @@ def test_a_kl_in_the_reward_changes_the_gradient(kl):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reference_is_needed_where_the_loss_depends_on_it(name):
     responses = case()
-    unknown = replace(responses, reference_bK=torch.full_like(responses.reference_bK, math.nan))
+    nan_R = torch.full_like(not_none(responses.reference_R), math.nan)
+    unknown = replace(responses, reference_bK=torch.full_like(responses.reference_bK, math.nan), reference_R=nan_R)
     loss, _ = loss_and_gradient(name, unknown)
     assert math.isnan(loss) is objective(name).needs_reference
 

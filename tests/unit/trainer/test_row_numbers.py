@@ -19,7 +19,7 @@ from tba.trainer.objectives.policy_gradient import negative_log_likelihood
 from tba.trainer.objectives.responses import Responses
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in [*NAMES, "tb_learned_z"]),
+    *((name, {}) for name in NAMES),
     ("tb", {"imitation": 0.5, "reward_floor": -1.0, "taper": "response"}),
     ("rloo", {"kl": "reference", "taper": "mean"}),
     ("tba_prime", {"truncation": "off"}),
@@ -32,8 +32,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def stale_case(seed: int) -> Responses:
     """Return far from fresh responses; the sampler of two is unknown, and no token of another one counts."""
     known_bK = torch.tensor([True] * 5 + [False] * 2 + [True] * 5).view(3, 4)
-    log_z_bK = torch.tensor([[0.5], [-1.0], [2.0]], dtype=torch.float64)
-    responses = replace(case(seed, drift=0.6), known_bK=known_bK, log_z_bK=log_z_bK)
+    responses = replace(case(seed, drift=0.6), known_bK=known_bK)
     mask_R = responses.mask_R.clone()
     mask_R[: responses.lengths[0]] = False
     return replace(responses, mask_R=mask_R)
@@ -44,8 +43,10 @@ def divisor(name: str, responses: Responses) -> torch.Tensor:
     totals, tokens_bK = responses.totals, responses.tokens_bK.clamp(min=1)
     divisors: dict[str, torch.Tensor | int] = {
         "grpo": totals.rows * tokens_bK,
+        "flowrl": totals.rows * tokens_bK,
         "dr_grpo": totals.rows * LONGEST_RESPONSE,
         "ppo_clip": totals.tokens,
+        "ppo": totals.tokens,
         "cispo": totals.tokens,
         "online_dpo": totals.prompts,
     }
@@ -66,7 +67,7 @@ def test_the_gradient_of_a_row_is_its_weight_times_its_advantage(name, keys, see
     assert expected.abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "ppo_clip", "proximal_rloo"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "ppo_clip", "ppo", "proximal_rloo"])
 def test_a_row_whose_ratio_is_a_numerical_error_has_no_weight_and_no_gradient(name):
     responses = stale_case(0)
     responses = replace(responses, sampled_logprob_R=responses.sampled_logprob_R - 25)
@@ -166,7 +167,7 @@ def test_numbers_of_rows_equal_those_of_the_full_logits(keys):
     assert numbers["skipped"] == [weight == 0 for weight in numbers["weight"]]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "tb_learned_z"])
+@pytest.mark.parametrize("name", NAMES)
 def test_numbers_of_rows_do_not_depend_on_micro_batches_and_chunks(name):
     found = []
     for tokens in (100_000, 1):
@@ -234,7 +235,7 @@ def test_a_step_without_a_forward_pass_has_no_numbers():
 
 
 TEMPERED: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in [*NAMES, "tb_learned_z"]),
+    *((name, {}) for name in NAMES),
     ("tb", {"taper": "response"}),
     ("tb", {"taper": "mean", "imitation": 0.5}),
     ("rloo", {"kl": "ema"}),
@@ -243,7 +244,7 @@ TEMPERED: list[tuple[str, dict[str, Any]]] = [
     ("tba_prime", {"mean_kl": "policy"}),
     ("tb_stale", {"kl": "ema"}),
 ]
-AT_SAMPLING = ["oapl", "reinforce", "rloo", "proximal_rloo", "ppo_clip", "grpo", "dr_grpo", "cispo"]
+AT_SAMPLING = ["oapl", "reinforce", "rloo", "proximal_rloo", "ppo_clip", "ppo", "grpo", "dr_grpo", "cispo"]
 
 
 def at_temperature(seed: int) -> Responses:
@@ -254,8 +255,7 @@ def at_temperature(seed: int) -> Responses:
         responses.logprob_R.shape, generator=generator, dtype=torch.float64
     )
     sampled_R = tempered_R + 0.6 * torch.randn(tempered_R.shape, generator=generator, dtype=torch.float64)
-    log_z_bK = torch.tensor([[0.5], [-1.0], [2.0]], dtype=torch.float64)
-    return replace(responses, tempered_R=tempered_R.requires_grad_(), sampled_logprob_R=sampled_R, log_z_bK=log_z_bK)
+    return replace(responses, tempered_R=tempered_R.requires_grad_(), sampled_logprob_R=sampled_R)
 
 
 def gradients(responses: Responses, name: str, **keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,7 +277,7 @@ def test_objectives_of_the_sampling_policy_use_nothing_at_temperature_1(name, ke
     assert tempered.abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["tb", "tb_learned_z", "online_dpo"])
+@pytest.mark.parametrize("name", ["tb", "tb_learned_z", "tb_prefix", "online_dpo"])
 def test_balance_and_preferences_use_nothing_at_the_temperature_of_sampling(name):
     responses = at_temperature(0)
     at_1, tempered = gradients(responses, name)

@@ -409,7 +409,18 @@ def test_the_scheduled_learning_rate_and_beta_are_used_and_recorded():
     assert 0.002 < float((weights[2] - weights[1]).abs().max()) < 0.02
 
 
-OBJECTIVES = ["tb_learned_z", "tba_prime", "grpo", "ppo_clip", "cispo", "online_dpo", "oapl"]
+OBJECTIVES = [
+    "tb_learned_z",
+    "tb_prefix",
+    "flowrl",
+    "tba_prime",
+    "grpo",
+    "ppo_clip",
+    "ppo",
+    "cispo",
+    "online_dpo",
+    "oapl",
+]
 
 
 @pytest.mark.parametrize(("name", "tokens"), [*((name, 1) for name in OBJECTIVES), *(("tb", n) for n in (1, 30, 100))])

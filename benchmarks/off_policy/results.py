@@ -101,7 +101,8 @@ def run(setting: Setting) -> dict[str, object]:
     torch.set_num_threads(1)
     started = time.process_time()
     task = load_task(setting.task)
-    policy, reference = (load_model(task.model, torch.device("cpu")) for _ in range(2))
+    files = task.model, Path(setting.teacher or task.model)
+    policy, reference = (load_model(directory, torch.device("cpu")) for directory in files)
     objective = make_objective(objective_section(setting.objective), longest_response=task.longest)
     resets = ReferenceSection(kind="reset", every=setting.reset_every) if setting.reset_every else ReferenceSection()
     learner = learner_of(

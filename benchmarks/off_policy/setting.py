@@ -25,6 +25,7 @@ class Setting:
     `beta_first` is annealed linearly to `beta` over `anneal_steps`. `reset_every` copies the policy to the reference.
     `rate_by_ess` is `train.learning_rate_by_ess`. A random number of up to `penalty` is subtracted from each reward
     that is trained on.
+    `teacher` is the directory of a model that is the reference; by default the start is.
     `part` is the part of the held-out problems that is measured: "choosing" or "reporting".
     """
 
@@ -47,6 +48,7 @@ class Setting:
     priority: float = 0.0
     rate_by_ess: bool = False
     penalty: float = 0.0
+    teacher: str = ""
 
     @property
     def part(self) -> str:

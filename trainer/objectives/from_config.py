@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ _CISPO_CAP = 5.0
 _EMA_DECAY = 0.9
 # A response whose sampler is unknown is left out of their losses.
 _NEEDS_SAMPLER = ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo")
-Loss = Callable[..., Tensor]
+Loss = Callable[..., Any]
 Advantage = Callable[[Tensor], Tensor]
 
 
@@ -53,6 +53,8 @@ class Objective:
     learns_log_z: bool = False
     # Whether log Z is that of each turn's history.
     log_z_of_turns: bool = False
+    # Whether it needs the reference log-probabilities of tokens, not only of responses.
+    reference_of_tokens: bool = False
     ratio_bounds: tuple[float, float] | None = None
     ratio_of_response: bool = False
     # The least reward that the task is said to give, or -inf if the loss does not depend on it.
@@ -81,7 +83,7 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
     floor = config.reward_floor if config.imitation_weight and config.reward_floor != "group" else -math.inf
     objective = partial(Objective, name=config.name, needs_reference=config.uses_reference)
     if config.log_z == "turn":
-        return objective(terms=turn_balance, learns_log_z=True, log_z_of_turns=True)
+        return objective(terms=turn_balance, learns_log_z=True, log_z_of_turns=True, reference_of_tokens=True)
     if config.name == "tb":
         balance = partial(
             trajectory_balance,
@@ -100,8 +102,10 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
             terms=lambda responses, beta: optimal_advantage(responses, beta, beta if own == "beta" else own)
         )
     chosen = _policy_gradient(config, longest_response)
+    distils = config.name == "distill"
     return objective(
-        terms=partial(_with_advantage, config, chosen),
+        terms=chosen.loss if distils else partial(_with_advantage, config, chosen),
+        reference_of_tokens=distils,
         ratio_bounds=chosen.bounds,
         ratio_of_response=config.name == "proximal_rloo",
         reward_floor=floor,
@@ -124,6 +128,8 @@ def _policy_gradient(config: ObjectiveSection, longest_response: int) -> _Policy
         "dr_grpo": _PolicyGradient(dr_grpo, centred, bounds, clips=True),
         "ppo_clip": _PolicyGradient(partial(pg.ppo_clip, low=low, high=high), leave_one_out, bounds, clips=True),
         "proximal_rloo": _PolicyGradient(proximal_rloo, leave_one_out, bounds, clips=True),
+        # Each token has an advantage of its own.
+        "distill": on_tokens._replace(loss=partial(pg.distillation, cap=cap)),
         "cispo": _PolicyGradient(partial(pg.cispo, cap=_CISPO_CAP), standardised, (0.0, _CISPO_CAP)),
     }
     return choices[config.name]

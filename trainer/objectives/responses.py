@@ -54,7 +54,8 @@ class Responses:
     False, for example tool output, were not chosen by the policy and do not count. `lengths` are the response tokens
     of each row. `reference_bK` are sums over the counted tokens under the reference policy, NaN if the objective needs
     none. `staleness_bK` is in optimiser steps. `log_z_bK` is a learned log Z, for the objective that learns it,
-    `turns` are for the one with a log Z of each turn.
+    `turns` are for the one with a log Z of each turn. `reference_R` are log-probabilities of tokens under the reference
+    policy, for the objective that compares tokens.
     """
 
     logprob_R: Tensor
@@ -69,6 +70,7 @@ class Responses:
     tempered_R: Tensor | None = None
     known_bK: Tensor | None = None
     turns: Turns | None = None
+    reference_R: Tensor | None = None
 
     @property
     def policy_bK(self) -> Tensor:

@@ -40,7 +40,7 @@ class Accumulator:
     `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
     `quantities_QBK` are those of the rows (`tba.trainer.step.step_metrics`), and `log_ratio_R` the log-ratios of the
     tokens of all rows, in their order, float32. `reference_of_tokens` has the reference log-probabilities of the tokens
-    of each trajectory, for a log Z of each turn. The lists hold one tensor per micro-batch:
+    of each trajectory, if the objective needs them. The lists hold one tensor per micro-batch:
     trainer minus engine of on-policy tokens, log pi - log mu of counted tokens of a known sampler, and the entropy of
     counted tokens.
     """
@@ -167,6 +167,9 @@ class Accumulator:
             firsts = [prompt for prompt in prompts[:: batch.samples] for _ in range(batch.samples)]
             each = batch.samples if prompts == firsts else 1
             log_z_bK = self.log_z(scores.prompt_NH[::each]).view(len(rows) // batch.samples, -1)
+        reference_R = None
+        if self.objective.reference_of_tokens:
+            reference_R = torch.cat([self.reference_of_tokens[row.id] for row in rows])
         return Responses(
             logprob_R=scores.logprob_R.cpu(),
             tempered_R=scores.tempered_R.cpu(),
@@ -180,6 +183,7 @@ class Accumulator:
             totals=Totals(batch.prompts, len(batch.rows), int(counted(batch.rows).sum())),
             log_z_bK=log_z_bK,
             turns=self._turns(micro_batch.rows, rows, scores) if self.objective.log_z_of_turns else None,
+            reference_R=reference_R,
         )
 
     def _turns(self, indices: Sequence[int], rows: Sequence[Row], scores: Scores) -> Turns:

@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from tba.common.config import ObjectiveSection, TrainSection
+from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.trainer import LONGEST_RESPONSE, learner_of, make_batch, make_row, objective, tiny_model
 from tba.tests.runner import size
 from tba.trainer.batch.batch import TrainBatch
@@ -54,6 +55,7 @@ def case(seed: int = 0, prompts: int = 3, samples: int = 4, drift: float = 0.3) 
         reference_bK=-8 * torch.rand(shape, generator=generator, dtype=torch.float64),
         staleness_bK=torch.randint(0, 9, shape, generator=generator).double(),
         totals=Totals(prompts, rows, int(mask_R.sum())),
+        reference_R=-3 * torch.rand(tokens, generator=generator, dtype=torch.float64),
     )
 
 
@@ -131,6 +133,9 @@ def independent(name: str, responses: Responses, *, stale: bool = False) -> torc
         score = (policy - reference).view_as(reward)
         pairs = [(row[r.argmax()] - row[r.argmin()]) for row, r in zip(score, reward, strict=True)]
         return torch.stack([torch.log1p(torch.exp(-BETA * pair)) for pair in pairs]).mean()
+    if name == "distill":
+        gap = padded(not_none(responses.reference_R), responses) - new
+        return -(torch.minimum(ratio, torch.tensor(8.0)) * gap).detach().mul(new * mask).sum() / mask.sum()
     if name == "oapl":
         value = torch.log(torch.exp(reward).mean(1)).repeat_interleave(samples)
         return ((BETA * (policy - sampled) - (reward.flatten() - value)) ** 2).mean() / (2 * BETA)
@@ -158,8 +163,8 @@ def test_loss_and_gradient_equal_an_independent_implementation(name, keys, seed)
     assert gradient.abs().max() > 1e-4
 
 
-# Finite differences also move a detached importance weight, so objectives with one are left out.
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tba_prime", "cispo", "tb_stale"}))
+# Finite differences also move a detached weight or advantage, so objectives with one are left out.
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tba_prime", "cispo", "tb_stale", "distill"}))
 def test_gradients_equal_finite_differences(name):
     responses, loss = case(), objective(name).loss
     assert torch.autograd.gradcheck(lambda p: loss(replace(responses, logprob_R=p), BETA), responses.logprob_R)
@@ -198,6 +203,7 @@ def groups_of(responses: Responses, order: list[int]) -> Responses:
         reference_bK=responses.reference_bK[order],
         staleness_bK=responses.staleness_bK[order],
         log_z_bK=None if responses.log_z_bK is None else responses.log_z_bK[order],
+        reference_R=tokens(responses.reference_R),
     )
 
 
@@ -239,6 +245,7 @@ def by_hand(lengths: list[int], logprobs: list[float], sampled: list[float], rew
         "reference_bK": torch.zeros(1, rows, dtype=torch.float64),
         "staleness_bK": torch.ones(1, rows, dtype=torch.float64),
         "totals": Totals(1, rows, sum(lengths)),
+        "reference_R": torch.zeros(len(logprobs), dtype=torch.float64),
     }
     return Responses(**{**values, **fields})
 
@@ -270,6 +277,8 @@ BY_HAND = {
     # +-(1/2 + beta log(1/2)). Imitation adds the other response's reward.
     "tba_prime": -((0.5 + BETA * HALF) * (2 * HALF) - (0.5 + BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
     "tb_stale": -((0.5 + BETA * HALF) * (2 * HALF) + (0.5 - BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
+    # The teacher is 0 = log 1, so the advantages of the tokens are log 2, 2 log 2 and log 2; the weights as in cispo.
+    "distill": -(2 * -HALF * HALF + 0.5 * -2 * HALF * 2 * HALF + -HALF * HALF) / 3,
     # log Z is the mean of r / beta - log pi, 1 / (2 beta) - 2 log(1/2); the residuals are -+(log(1/2) + 1 / (2 beta)).
     "tb": BETA / 2 * (HALF + 1 / (2 * BETA)) ** 2,
     # Best minus worst: log(1/2) - 3 log(1/2) = 2 log 2.
@@ -385,7 +394,8 @@ def test_a_kl_in_the_reward_changes_the_gradient(kl):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reference_is_needed_where_the_loss_depends_on_it(name):
     responses = case()
-    unknown = replace(responses, reference_bK=torch.full_like(responses.reference_bK, math.nan))
+    unknown = {name: torch.full_like(getattr(responses, name), math.nan) for name in ("reference_bK", "reference_R")}
+    unknown = replace(responses, **unknown)
     loss, _ = loss_and_gradient(name, unknown)
     assert math.isnan(loss) is objective(name).needs_reference
 

@@ -26,6 +26,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("tb_stale", {"truncation": 1.0}),
     ("ppo_clip", {"kl": "ema"}),
     ("cispo", {}),
+    ("distill", {"truncation": "off"}),
 ]
 
 
@@ -47,6 +48,7 @@ def divisor(name: str, responses: Responses) -> torch.Tensor:
         "dr_grpo": totals.rows * LONGEST_RESPONSE,
         "ppo_clip": totals.tokens,
         "cispo": totals.tokens,
+        "distill": totals.tokens,
         "online_dpo": totals.prompts,
     }
     return torch.ones_like(tokens_bK) * divisors.get(name, totals.rows)

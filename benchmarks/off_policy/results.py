@@ -117,8 +117,8 @@ def run(setting: Setting) -> dict[str, object]:
     for step in range(setting.steps):
         groups = source.batch(step)
         metrics = learner.step(as_batch(groups, step)).metrics
-        ages = [step - response.step for group in groups for response in group]
-        passed.append((-metrics["log_ratio_mean"], float(np.mean(ages))))
+        age = float(np.mean([step - response.step for group in groups for response in group]))
+        passed.append((-metrics["log_ratio_mean"], age))
         if (step + 1) % every == 0:
             found.append(measure(policy, task, problems))
             drift, age = np.mean(passed, axis=0)

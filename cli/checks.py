@@ -25,6 +25,7 @@ from tba.common.errors import HttpUnavailable, HubUnavailable, MissingExtra, Sto
 from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need
 from tba.common.weights.model_files import check_hub, check_model, is_hub_name, model_here, weight_files
+from tba.common.weights.pretrained import check_same_tokens
 from tba.common.weights.tensor_file import read_layout
 from tba.deploy import doctor
 from tba.deploy.doctor import Result
@@ -208,6 +209,18 @@ def _embedder(plan: Plan) -> Result:
     return _model("eval.embedder", path)
 
 
+def _teacher(plan: Plan) -> Result:
+    path = plan.config.reference.path
+    if not path:
+        return "ok", "the reference is model.path"
+    result = _model("reference.path", path)
+    policy, teacher = model_here(plan.config.model.path), model_here(path)
+    if policy is None or teacher is None:
+        return "unchecked", f"{result[1]}; its tokenizer is compared with the model's at the start"
+    check_same_tokens(policy, teacher)
+    return result
+
+
 def _reward_model(plan: Plan) -> Result:
     section = plan.config.reward_model
     if not section.configured:
@@ -264,6 +277,7 @@ CHECKS = (
     # First of those on the model: it asks the hub for the configuration that the others read.
     Check("model", lambda plan: _model("model.path", plan.config.model.path), anywhere=True, of_role="model.path"),
     Check("explorer", _policy, start=_policy, anywhere=True),
+    Check("reference", _teacher, anywhere=True, of_role="reference.path"),
     Check("embedder", _embedder, anywhere=True, of_role="eval.embedder"),
     Check("cuda", _of_machine(doctor.check_cuda)),
     Check("compiler", _of_machine(doctor.check_compiler)),

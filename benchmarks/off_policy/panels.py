@@ -51,6 +51,8 @@ class Panel:
 
 TLDR_BUFFER: dict[str, Any] = {"sync_every": 10, "recency": 0.5, "generated": 20, "fill": 62, "priority": 1.0}
 GSM8K_BUFFER: dict[str, Any] = {"sync_every": 2, "recency": 0.95, "generated": 24, "fill": 4, "prompts": 7}
+# A model that the demo has trained: docs/evidence.md has the commands.
+TEACHER = "build/evidence/teacher"
 # The buffer that ablations vary: the one of TL;DR, with smaller groups and as many responses as are trained on.
 _ABLATED: dict[str, Any] = {"sync_every": 10, "recency": 0.5, "generated": 8, "fill": 16}
 _ABLATED_OBJECTIVES = ("tb", "tb_stale")
@@ -114,6 +116,16 @@ PANELS = {
     "long": Panel({FRESH: {}} | {f"D = {age}": {"staleness": age} for age in (64, 256)}, common={"steps": 512}),
     "buffer": Panel(
         {FRESH: {}, "k = 10, m = 0.5": TLDR_BUFFER, "k = 2, m = 0.95": GSM8K_BUFFER}, common={"samples": 20}
+    ),
+    "teacher": Panel(
+        {
+            FRESH: {},
+            "teacher": {"teacher": TEACHER},
+            "teacher, beta 1000 times": {"teacher": TEACHER, "beta": 1000.0},
+            "teacher, D = 64": {"teacher": TEACHER, "staleness": 64},
+        },
+        ("tb", "tb_stale", "distill"),
+        paper="not this one: on-policy distillation",
     ),
 } | ABLATIONS
 

@@ -101,7 +101,8 @@ def run(setting: Setting) -> dict[str, object]:
     torch.set_num_threads(1)
     started = time.process_time()
     task = load_task(setting.task)
-    policy, reference = (load_model(task.model, torch.device("cpu")) for _ in range(2))
+    files = task.model, Path(setting.teacher or task.model)
+    policy, reference = (load_model(directory, torch.device("cpu")) for directory in files)
     objective = make_objective(objective_section(setting.objective), longest_response=task.longest)
     resets = ReferenceSection(kind="reset", every=setting.reset_every) if setting.reset_every else ReferenceSection()
     learner = learner_of(
@@ -123,8 +124,8 @@ def run(setting: Setting) -> dict[str, object]:
     for step in range(setting.steps):
         groups = source.batch(step)
         metrics = learner.step(as_batch(groups, step)).metrics
-        ages = [step - response.step for group in groups for response in group]
-        passed.append((-metrics["log_ratio_mean"], float(np.mean(ages))))
+        age = float(np.mean([step - response.step for group in groups for response in group]))
+        passed.append((-metrics["log_ratio_mean"], age))
         if (step + 1) % every == 0:
             found.append(measure(policy, task, problems))
             drift, age = np.mean(passed, axis=0)

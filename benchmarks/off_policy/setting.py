@@ -26,6 +26,7 @@ class Setting:
     `rate_by_ess` is `train.learning_rate_by_ess`. A random number of up to `penalty` is subtracted from each reward
     that is trained on.
     With an `explorer`, a model of `tasks.explorer_model` that never changes samples half of the groups of a batch.
+    `teacher` is the directory of a model that is the reference; by default the start is.
     `part` is the part of the held-out problems that is measured: "choosing" or "reporting".
     """
 
@@ -49,6 +50,7 @@ class Setting:
     rate_by_ess: bool = False
     penalty: float = 0.0
     explorer: str = ""
+    teacher: str = ""
 
     @property
     def part(self) -> str:

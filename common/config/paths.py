@@ -45,6 +45,8 @@ def model_paths(config: Config) -> dict[str, str]:
     models = {"model.path": config.model.path}
     if config.reward_model.path:
         models["reward_model.path"] = config.reward_model.path
+    if config.reference.path:
+        models["reference.path"] = config.reference.path
     if config.eval.embedder:
         models["eval.embedder"] = config.eval.embedder
     return models

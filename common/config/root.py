@@ -151,14 +151,19 @@ def _check(config: Config) -> None:
 
 
 def _check_reference(config: Config) -> None:
-    kind = config.reference.kind
-    if kind == "frozen":
+    kind, teacher = config.reference.kind, config.reference.path
+    if config.objective.name == "distill" and not teacher:
+        raise ValueError('objective.name = "distill" needs a teacher: set reference.path to a model')
+    if teacher and kind != "frozen":
+        raise ValueError(f'reference.path is frozen, and reference.kind = "{kind}" is updated: remove one of them')
+    if kind == "frozen" and not teacher:
         return
-    if config.lora.rank:
+    if config.lora.rank and not teacher:
         raise ValueError(f'reference.kind = "{kind}" has no effect with lora.rank: the base model is the reference')
     if not config.objective.uses_reference:
+        named = "reference.path" if teacher else f'reference.kind = "{kind}"'
         raise ValueError(
-            f'reference.kind = "{kind}" has no effect: objective.name = "{config.objective.name}" with objective.kl = '
+            f'{named} has no effect: objective.name = "{config.objective.name}" with objective.kl = '
             f'"{config.objective.kl}" uses no reference'
         )
 

@@ -8,7 +8,7 @@ from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Po
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 # Their formulas include an anchor, so `objective.kl` has no effect on them.
-_ANCHORED = ("tb", "tb_learned_z", "tb_prefix", "flowrl", "online_dpo", "oapl")
+_ANCHORED = ("tb", "tb_learned_z", "tb_prefix", "flowrl", "online_dpo", "oapl", "distill")
 # Their advantage is the reward minus a mean of the group, so it can be raised by that mean.
 _CENTRED = ("tb", "tb_stale", "tba_prime", "rloo", "dr_grpo", "ppo_clip", "proximal_rloo")
 # Their formulas include pi / mu, of tokens or otherwise.
@@ -120,8 +120,10 @@ class ObjectiveSection(Section):
         "cispo",
         "online_dpo",
         "oapl",
+        "distill",
     ] = "tb"
-    """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl."""
+    """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl. distill uses neither
+    beta nor rewards."""
     imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     """lambda, which keeps good responses in stale data: advantages grow by lambda x (the mean reward of the others in
     the group - reward_floor), if the objective's advantage is centred. auto is 1 for tb_stale and 0 for the others."""
@@ -138,7 +140,7 @@ class ObjectiveSection(Section):
     clip_high: PositiveFloat = 0.2
     """grpo, dr_grpo, ppo_clip, ppo, proximal_rloo, flowrl: a ratio above 1 + this is clipped, and one below 0.8."""
     truncation: PositiveFloat | Literal["off"] = 8.0
-    """tb_stale, tba_prime: the maximum importance weight of a token; off gives every token weight 1 (Eq. 7)."""
+    """tb_stale, tba_prime, distill: the maximum importance weight of a token; off gives every token weight 1."""
     mean_kl: Literal["sampler", "policy"] = "sampler"
     """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler
     holds the level of the log-probabilities on stale data; policy is the paper's Eq. 7."""
@@ -178,6 +180,7 @@ class ObjectiveSection(Section):
         weighted = self.weights_tokens and (
             self.truncation != "off" or (self.mean_kl == "sampler" and self.anchor != "none")
         )
+        weighted = weighted or (self.name == "distill" and self.truncation != "off")
         return self.name in _RATIO or weighted or self.anchor == "ema" or self.taper != "off"
 
     @property
@@ -257,8 +260,11 @@ class ReferenceSection(Section):
     """The reference policy of the objective's KL term."""
 
     kind: Literal["frozen", "reset", "ema"] = "frozen"
-    """frozen: the model that training starts from; reset: the policy itself, copied every `every` steps (the paper's
-    TBA'); ema: a moving average of the policy's weights, refreshed every `every` steps."""
+    """frozen: the model that training starts from, or that of `path`; reset: the policy itself, copied every `every`
+    steps (the paper's TBA'); ema: a moving average of the policy's weights, refreshed every `every` steps."""
+    path: str = ""
+    """frozen: another model as the reference, such as a teacher (docs/objectives.md): a Hugging Face model directory or
+    a hub id. In its tokenizer all tokens of the model must have the same ids. Empty is model.path."""
     every: Positive = 50
     """reset, ema: steps between two references. Log-probabilities under each are computed once per trajectory."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9

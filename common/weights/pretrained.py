@@ -116,6 +116,22 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
+def check_same_tokens(policy: Path, teacher: Path) -> None:
+    """Raise ConfigError unless each token of a policy's tokenizer has the same id in that of `reference.path`.
+
+    Both are model directories. The teacher may have further tokens, such as those of a newer chat template.
+    """
+    own, other = (load_tokenizer(directory).get_vocab() for directory in (policy, teacher))
+    differing = sorted((id_, token) for token, id_ in own.items() if other.get(token) != id_)
+    if differing:
+        id_, token = differing[0]
+        raise ConfigError(
+            f"reference.path {teacher} has another tokenizer than the model: {len(differing)} of {len(own)} tokens "
+            f"have another id or none, such as {token!r}, which is {id_} in the model and {other.get(token)} there: "
+            "use a reference with the model's tokenizer"
+        )
+
+
 def _check_round_trip(directory: Path, tokenizer: Any) -> None:
     """Raise ConfigError if the class of transformers changes a text that tokenizer.json keeps (transformers #45488)."""
     ids = tokenizer.encode(_ROUND_TRIP, add_special_tokens=False)

@@ -136,7 +136,9 @@ def learner_of(
     **models: Any,
 ) -> Learner:
     """Return a learner of two models; other arguments are those of `prepare_models`."""
-    prepared = prepare_models(policy, reference and (lambda: reference), train, ranks=ranks, **models)
+    prepared = prepare_models(
+        policy, reference and (lambda: (reference, models.get("packed", False))), train, ranks=ranks, **models
+    )
     return Learner(prepared, train, objective_, ranks=ranks, report=report, measured=measured, watch=watch)
 
 

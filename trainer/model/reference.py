@@ -1,6 +1,6 @@
-"""The reference policy: the initial model, or one that is updated from the policy at intervals.
+"""The reference policy: the initial model, a teacher, or one that is updated from the policy at intervals.
 
-    frozen   initial ──────────────────────────────────────────
+    frozen   initial, or a teacher ────────────────────────────
     reset    initial ── every ──► the policy ── every ──► the policy
     ema      initial ── every ──► decay x itself + (1 - decay) x the policy ── every ──► ...
 
@@ -26,25 +26,29 @@ class Reference:
 
     `scorer` has the initial model: the reference's own copy, or for a frozen reference the policy itself, whose
     adapters are then disabled. `lineage` is a hash of the settings that determine the weights of an updated reference:
-    a run that resumes with other settings has other references.
+    a run that resumes with other settings has other references. `initial` is the name of the reference of step 0.
     """
 
-    def __init__(self, scorer: Scorer, config: ReferenceSection, lineage: str = "") -> None:
+    def __init__(
+        self, scorer: Scorer, config: ReferenceSection, lineage: str = "", initial: str = INITIAL_REFERENCE
+    ) -> None:
         self.scorer = scorer
         self._lineage = f"-{lineage}" if lineage else ""
         self._config = config
+        self._initial = initial
 
     @property
     def description(self) -> str:
         """What determines the weights of each version. A checkpoint can be restored only under the same description."""
         config = self._config
         every, decay = f" every {config.every} steps", f" with decay {config.decay:g}"
-        return {"frozen": "frozen", "reset": f"reset{every}", "ema": f"ema{every}{decay}"}[config.kind]
+        frozen = "frozen" if self._initial == INITIAL_REFERENCE else f"frozen {self._initial}"
+        return {"frozen": frozen, "reset": f"reset{every}", "ema": f"ema{every}{decay}"}[config.kind]
 
     def name_at(self, step: int) -> str:
         """Return the name of the reference with which a step is trained."""
         version = 0 if self._config.kind == "frozen" else step // self._config.every
-        return f"{self._config.kind}-{version:04d}{self._lineage}" if version else INITIAL_REFERENCE
+        return f"{self._config.kind}-{version:04d}{self._lineage}" if version else self._initial
 
     def score(self, rows: Sequence[Row], passes: Sequence[Sequence[int]] | None = None) -> Scores:
         """Score rows under the current version; `passes` as in `Scorer.score`."""
@@ -66,7 +70,7 @@ class Reference:
 
     def moved_weights(self, steps_done: int) -> dict[str, Tensor]:
         """Return the weights if they differ from the initial ones, else {}."""
-        return {} if self.name_at(steps_done) == INITIAL_REFERENCE else weights_of(self.scorer.model)
+        return {} if self.name_at(steps_done) == self._initial else weights_of(self.scorer.model)
 
     @torch.no_grad()
     def restore(self, read_tensor: Callable[[str, Tensor], Tensor]) -> None:

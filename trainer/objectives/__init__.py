@@ -4,7 +4,7 @@
     advantages.py       rewards relative to the other responses to the same prompt
     balance.py          squared residuals: tb, of whole responses and of turns, tb_learned_z, oapl
     policy_gradient.py  advantage times log-probability: reinforce, rloo, tba_prime, grpo, dr_grpo, ppo_clip, ...;
-                        of pairs: online_dpo; the likelihood, for supervised fine-tuning
+                        of pairs: online_dpo; distill; the likelihood, for supervised fine-tuning
     from_config.py      the objective that the configuration names
     diagnostics.py      metrics of a batch that are defined for every objective
 

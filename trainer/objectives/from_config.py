@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ _CISPO_CAP = 5.0
 _EMA_DECAY = 0.9
 # A response whose sampler is unknown is left out of their losses.
 _NEEDS_SAMPLER = ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo")
-Loss = Callable[..., Tensor]
+Loss = Callable[..., Any]
 Advantage = Callable[[Tensor], Tensor]
 
 
@@ -55,6 +55,7 @@ class Objective:
     learns_log_z: bool = False
     # Whether the head gives a value of the prompt, or of what comes before each turn or each counted token.
     value_of: Literal["", "turn", "token"] = ""
+    # Whether it needs the reference log-probabilities of tokens, not only of responses.
     reference_of_tokens: bool = False
     ratio_bounds: tuple[float, float] | None = None
     ratio_of_response: bool = False
@@ -108,8 +109,10 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
     if config.name in choices:
         return choices[config.name]
     chosen = _policy_gradient(config, longest_response)
+    distils = config.name == "distill"
     return objective(
-        terms=partial(_with_advantage, config, chosen),
+        terms=chosen.loss if distils else partial(_with_advantage, config, chosen),
+        reference_of_tokens=distils,
         ratio_bounds=chosen.bounds,
         ratio_of_response=config.name == "proximal_rloo",
         reward_floor=floor,
@@ -132,6 +135,8 @@ def _policy_gradient(config: ObjectiveSection, longest_response: int) -> _Policy
         "dr_grpo": _PolicyGradient(dr_grpo, centred, bounds, clips=True),
         "ppo_clip": _PolicyGradient(partial(pg.ppo_clip, low=low, high=high), leave_one_out, bounds, clips=True),
         "proximal_rloo": _PolicyGradient(proximal_rloo, leave_one_out, bounds, clips=True),
+        # Each token has an advantage of its own.
+        "distill": on_tokens._replace(loss=partial(pg.distillation, cap=cap)),
         "cispo": _PolicyGradient(partial(pg.cispo, cap=_CISPO_CAP), standardised, (0.0, _CISPO_CAP)),
     }
     return choices[config.name]

@@ -1,4 +1,4 @@
-"""Objectives that are an advantage times a log-probability or a ratio; of pairs; and the likelihood.
+"""Objectives that are an advantage times a log-probability or a ratio; of pairs; distillation; and the likelihood.
 
 pi is the policy being trained, mu the one that sampled, both at the temperature of sampling: rho = pi / mu is 1 on
 fresh data, up to the rounding of the engine, and what grows is the expected reward of pi at that temperature. Only
@@ -125,6 +125,30 @@ def cispo(responses: Responses, advantage_bK: Tensor, *, cap: float) -> Tensor:
     weight_R = _ratio(responses).detach().clamp(max=cap)
     surrogate_bK = advantage_bK * responses.per_row(weight_R * responses.at_sampling_R)
     return -surrogate_bK.sum() / max(responses.totals.tokens, 1)
+
+
+def distillation(responses: Responses, _beta: float, *, cap: float | None) -> Terms:
+    """Return the loss of on-policy distillation: the reverse KL to a teacher, the reference, token by token.
+
+        A_ijt = sg[ log ref_ijt - log pi_ijt ]
+        loss  = -1/T sum_ijt w_ijt A_ijt log pi_ijt,    w_ijt = sg[ min(rho_ijt, cap) ], or 1 if `cap` is None
+
+    Each token has an advantage of its own, and rewards have no part. With the weights, the expected gradient is that of
+    the mean over tokens of KL(pi(.|h) || ref(.|h)), for histories h as they were sampled (Agarwal et al. 2024, arXiv
+    2306.13649, with the reverse KL on the policy's own responses; Lu 2025, "On-Policy Distillation"). At the teacher
+    every A is 0, so the gradient has no noise there. What a token does to the KL of later ones is left out; Trajectory
+    Balance with the teacher as its reference includes it.
+
+    The advantage of a response is the weighted mean over its tokens. Raises ValueError without `reference_R`.
+    """
+    if responses.reference_R is None:
+        raise ValueError("distill needs the teacher's log-probabilities of tokens")
+    advantage_R = (responses.reference_R.double() - responses.logprob_R).detach()
+    weight_R = torch.ones_like(advantage_R) if cap is None else _ratio(responses).detach().clamp(max=cap)
+    loss = -responses.per_row(weight_R * advantage_R * responses.logprob_R).sum() / max(responses.totals.tokens, 1)
+    weight_bK, total_bK = responses.per_row(weight_R), responses.per_row(weight_R * advantage_R)
+    mean_bK = torch.where(weight_bK > 0, total_bK / weight_bK.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    return Terms(loss, mean_bK, weight_bK / responses.tokens_bK.clamp(min=1))
 
 
 def online_dpo(responses: Responses, beta: float) -> Terms:

@@ -37,6 +37,9 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
     directory = config_here(config.model.path)
     if directory is None:
         return "the model's config.json is not on this machine"
+    reference = config_here(config.reference.path) if config.reference.path else None
+    if config.reference.path and reference is None:
+        return "the config.json of reference.path is not on this machine"
     if find_spec("torch") is None:
         return "torch is not installed here"
     ranks, nodes, gpu_total, sharing = 1, 1, None, 0
@@ -51,10 +54,10 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
         ranks, gpu_total = len(chosen) * nodes, total << 20
         sharing = _count_engines(config, present)
     from tba.trainer.preflight.check import engine_bytes, examine
-    from tba.trainer.preflight.shape import meta_model, shape_of
+    from tba.trainer.preflight.shape import meta_model, shape_of, with_reference
 
     node = None if assumed is None else len(assumed)
-    shape = shape_of(meta_model(directory), config.lora.targets)
+    shape = with_reference(shape_of(meta_model(directory), config.lora.targets), reference)
     engines = sharing * engine_bytes(config, shape, gpu_total) if gpu_total is not None else 0
     return examine(config, shape, ranks=ranks, nodes=nodes, gpu_total=gpu_total, assumed=node, engines=engines)
 

@@ -94,7 +94,7 @@ def state_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
         "weights": weights * shape.parameters + adapters,
         "gradients": 4 * on_device,
         "optimizer": _ADAM_BYTES * on_device,
-        "reference": reference * shape.parameters,
+        "reference": reference * (shape.reference or shape.parameters),
     }
     return {name: -(-size * setup.replicas // setup.ranks) for name, size in found.items()}
 
@@ -190,7 +190,7 @@ def host_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
     # take (tba.trainer.model.host_buffers).
     offloaded = (4 + 4 + _ADAM_BYTES + (2 if setup.half else 4)) * shape.parameters * setup.replicas // setup.nodes
     return {
-        "loading": 4 * models * shape.parameters,
+        "loading": 4 * max(models * shape.parameters, shape.reference + (models - 1) * shape.parameters),
         "offloaded optimizer": offloaded if setup.offload else 0,
         "checkpoint": checkpoint * trained,
         "snapshots": (_SNAPSHOTS + (_CONVERTED if shape.experts else 0)) * setup.published * shape.parameters,
@@ -330,7 +330,7 @@ def setup_of(
 ) -> Setup:
     """Return what decides the memory of a configuration, of the ways of `train.sharding` the first that fits."""
     train = config.train
-    separate = config.objective.uses_reference and not config.lora.rank and not supervised
+    separate = config.objective.uses_reference and (config.reference.path or not config.lora.rank) and not supervised
     batch = train.prompts_per_step * train.samples_per_prompt * (config.search.max_tokens + _PROMPT_TOKENS)
     half = gpu_total is not None and config.model.dtype == "bfloat16"
     padded = train.packing == "padded" or (train.packing == "auto" and gpu_total is not None and not half)
@@ -378,7 +378,9 @@ def _instead(report: Report, shape: ModelShape, *, adapters: bool) -> Iterator[s
         if not setup.offload:
             changes.insert(1, (offload, (replace(wide, offload=True, ranks=ranks) for ranks in (setup.ranks, *more))))
         if adapters:
-            small = replace(wide, lora_rank=_LORA_RANK, offload=False, reference="")
+            small = replace(
+                wide, lora_rank=_LORA_RANK, offload=False, reference=setup.reference * bool(shape.reference)
+            )
             changes.append(
                 (f"lora.rank = {_LORA_RANK}", (replace(small, ranks=ranks) for ranks in (setup.ranks, *more)))
             )

@@ -1,7 +1,7 @@
 """The sizes of a model that decide how much memory its training takes, without its weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +25,8 @@ class ModelShape:
     `root` are the parameters outside of the decoder layers, `largest_layer` those of one layer. `query` and `key_value`
     are heads x head width. `inner` is the width of the MLP that one token passes through, summed over its `experts`
     (0 for a dense model). `adapter` is the sum of inputs and outputs of the linear layers with adapters: times the rank
-    it is the number of trained parameters with LoRA.
+    it is the number of trained parameters with LoRA. `reference` are the parameters of another model that is the
+    reference (`reference.path`), 0 if there is none.
     """
 
     parameters: int
@@ -41,6 +42,7 @@ class ModelShape:
     experts: int
     normed_heads: bool
     adapter: int
+    reference: int = 0
 
 
 def meta_model(directory: Path) -> PreTrainedModel:
@@ -86,6 +88,11 @@ def shape_of(model: PreTrainedModel, targets: Sequence[str] | Literal["all"] = "
             and (targets == "all" or name.rpartition(".")[2] in targets)
         ),
     )
+
+
+def with_reference(shape: ModelShape, directory: Path | None) -> ModelShape:
+    """Return the shape of a run whose reference is the model of another directory, None for none."""
+    return replace(shape, reference=_count(meta_model(directory))) if directory else shape
 
 
 def experts_per_token(model: PreTrainedModel) -> int:

@@ -17,6 +17,8 @@ from tba.common.errors import ConfigError
 from tba.common.log import get_logger
 from tba.common.system.devices import why_no_cuda
 from tba.common.weights.model_files import eos_ids, model_directory
+from tba.common.weights.pretrained import check_same_tokens
+from tba.common.wire.fields import INITIAL_REFERENCE
 from tba.common.wire.trajectory import ARRAY_KINDS, Float32
 from tba.trainer.batch.batch import row_of_arrays
 from tba.trainer.distributed import ALONE, Ranks, shard
@@ -35,7 +37,7 @@ from tba.trainer.model.scorer import (
 )
 from tba.trainer.objectives.from_config import Objective, make_objective
 from tba.trainer.preflight.check import Report, examine
-from tba.trainer.preflight.shape import meta_model, shape_of
+from tba.trainer.preflight.shape import meta_model, shape_of, with_reference
 from tba.trainer.step.host_optimizer import take_masters
 from tba.trainer.step.learner import Learner, Measured, Models, check_tokens
 
@@ -48,11 +50,16 @@ _NOT_DETERMINING = {
     "publish_every", "snapshots_in", "keep_snapshots", "keep_snapshot_every", "serve_snapshots",
     "checkpoint_every", "min_free_mib",
 }  # fmt: skip
+_NOT_IN_LINEAGE: dict[str, Any] = {"train": _NOT_DETERMINING, "model": {"path"}, "reference": {"path"}}
 # Sections that are the same on all nodes of one trainer, and keys in them that may differ.
 _COMMON: dict[str, Any] = dict.fromkeys(("model", "train", "sft", "objective", "lora", "reference"), True) | {
     "run": {"seed"}, "search": {"max_tokens", "stop"}, "metrics": {"entropy"},
 }  # fmt: skip
-_OWN = {"model": {"path"}, "train": {"gpu", "processes", "threads", "check_memory", "serve_snapshots"}}
+_OWN = {
+    "model": {"path"},
+    "reference": {"path"},
+    "train": {"gpu", "processes", "threads", "check_memory", "serve_snapshots"},
+}
 
 
 def prepare(config: Config, device: str) -> None:
@@ -102,7 +109,8 @@ def require_memory(config: Config, device: torch.device, ranks: Ranks, *, superv
         # Otherwise ranks with other GPUs could choose another way to shard.
         total = ranks.least(total)
     # Of the files only config.json is read.
-    shape = shape_of(meta_model(files), config.lora.targets)
+    teacher = _teacher(config) if config.objective.uses_reference and not supervised else None
+    shape = with_reference(shape_of(meta_model(files), config.lora.targets), teacher)
     report = examine(config, shape, ranks=ranks.size, nodes=ranks.nodes, gpu_total=total, supervised=supervised)
     if config.train.check_memory:
         report.check()
@@ -143,8 +151,13 @@ def build(
     packed = ranks.rank == 0 and packs(config.train.packing, policy, device.type, half=half)
     if config.lora.rank:
         adapter = _put_adapters(policy, config.lora, base_digest(files) if ranks.rank == 0 else "", half=half)
-    elif objective.needs_reference:
-        load_reference = partial(_load_reference, config, files, host, home, half=half)
+    teacher = _teacher(config) if objective.needs_reference else None
+    if teacher is not None and ranks.rank == 0:
+        check_same_tokens(files, teacher)
+    if objective.needs_reference and (teacher is not None or not config.lora.rank):
+        # Another model may have other attention.
+        decide = partial(_packs_teacher, config, device.type, ranks, half=half) if teacher else lambda _: packed
+        load_reference = partial(_load_reference, config, teacher or files, host, home, decide, half=half)
     if offload:
         masters = take_masters(policy, home, half=half)
     models = prepare_models(
@@ -157,6 +170,7 @@ def build(
         exact_logits=config.model.head_dtype == "float32",
         reference_config=config.reference,
         lineage=lineage_of(config),
+        initial=_name_of(teacher, ranks),
         masters=masters,
         adapter=adapter,
     )
@@ -169,7 +183,7 @@ def build(
 
 def prepare_models(
     policy: PreTrainedModel,
-    load_reference: Callable[[], PreTrainedModel] | None,
+    load_reference: Callable[[], tuple[PreTrainedModel, bool]] | None,
     config: TrainSection,
     *,
     ranks: Ranks = ALONE,
@@ -178,6 +192,7 @@ def prepare_models(
     exact_logits: bool = False,
     reference_config: ReferenceSection | None = None,
     lineage: str = "",
+    initial: str = INITIAL_REFERENCE,
     masters: Mapping[str, Tensor] | None = None,
     adapter: dict[str, Any] | None = None,
 ) -> Models:
@@ -185,24 +200,28 @@ def prepare_models(
 
     The reference is loaded when the policy is sharded, so that rank 0 does not hold two whole models. It may be None if
     the policy has adapters and is the reference without them, or if the objective needs none. `packed` is whether rows
-    are packed (`tba.trainer.model.packing.packs`); that of rank 0 counts, since the other ranks have no weights to try
-    it with. Raises ConfigError.
+    are packed (`tba.trainer.model.packing.packs`), and the second result of `load_reference` the same of the reference;
+    that of rank 0 counts, since the other ranks have no weights to try it with. `initial` names the first reference.
+    Raises ConfigError.
     """
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(policy, autocast=autocast)
-    # The other ranks wait here for as long as rank 0 loads: unlike NCCL's collectives, this has no time limit.
-    packed = bool(ranks.sum(torch.tensor(int(packed and ranks.rank == 0))))
-    scorer_of = partial(Scorer, autocast=autocast, packed=packed, exact_logits=exact_logits)
-    scorer = scorer_of(policy)
-    layers = policy._no_split_modules or ()
-    if ranks.size > 1:
-        shard(scorer, layers, ranks, autocast=autocast)
-    initial = scorer
-    if load_reference is not None:
-        initial = scorer_of(load_reference().requires_grad_(False))
+
+    def scorer_of(model: PreTrainedModel, packed: bool) -> Scorer:
+        # The other ranks wait here for as long as rank 0 loads: unlike NCCL's collectives, this has no time limit.
+        packed = bool(ranks.sum(torch.tensor(int(packed and ranks.rank == 0))))
+        scorer = Scorer(model, autocast=autocast, packed=packed, exact_logits=exact_logits)
         if ranks.size > 1:
-            shard(initial, layers, ranks, autocast=autocast)
-    return Models(scorer, Reference(initial, reference_config or ReferenceSection(), lineage), masters, adapter)
+            shard(scorer, model._no_split_modules or (), ranks, autocast=autocast)
+        return scorer
+
+    scorer = scorer_of(policy, packed)
+    first = scorer
+    if load_reference is not None:
+        model, packed = load_reference()
+        first = scorer_of(model.requires_grad_(False), packed)
+    reference = Reference(first, reference_config or ReferenceSection(), lineage, initial)
+    return Models(scorer, reference, masters, adapter)
 
 
 def end_ids(config: Config, files: Path) -> frozenset[int] | None:
@@ -243,7 +262,7 @@ def lineage_of(config: Config) -> str:
         # Its loss is divided by this.
         included["search"] = {"max_tokens"}
     # The same model may be named by another path; another model is refused.
-    determining = config.model_dump_json(include=included, exclude={"train": _NOT_DETERMINING, "model": {"path"}})
+    determining = config.model_dump_json(include=included, exclude=_NOT_IN_LINEAGE)
     return xxhash.xxh32_hexdigest(determining.encode())
 
 
@@ -257,12 +276,40 @@ def _put_adapters(policy: PreTrainedModel, config: LoraSection, base: str, *, ha
 
 
 def _load_reference(
-    config: Config, files: Path, host: torch.device, device: torch.device, *, half: bool
-) -> PreTrainedModel:
-    """Load the reference, with matrices in bfloat16 if `half`, so that only these ever are on the device."""
+    config: Config,
+    files: Path,
+    host: torch.device,
+    device: torch.device,
+    decide: Callable[[PreTrainedModel], bool],
+    *,
+    half: bool,
+) -> tuple[PreTrainedModel, bool]:
+    """Load the reference, with matrices in bfloat16 if `half`, so that only these ever are on the device.
+
+    Returns also whether its rows are packed, which `decide` tells of its float32 model.
+    """
     # A moving average of bfloat16 weights would lose small changes.
     narrow = half and config.reference.kind != "ema"
     reference = load_model(files, host if narrow else device).requires_grad_(False)
+    packed = decide(reference)
     if narrow:
         to_bfloat16(reference)
-    return reference.to(device)
+    return reference.to(device), packed
+
+
+def _teacher(config: Config) -> Path | None:
+    """Return the directory of `reference.path`, None if the reference is `model.path`."""
+    path = config.reference.path
+    return model_directory(path, setting="reference.path") if path else None
+
+
+def _packs_teacher(config: Config, device: str, ranks: Ranks, model: PreTrainedModel, *, half: bool) -> bool:
+    return ranks.rank == 0 and packs(config.train.packing, model, device, half=half)
+
+
+def _name_of(teacher: Path | None, ranks: Ranks) -> str:
+    """Return the name of the first reference, the same on every rank. That of a teacher has a hash of its weights."""
+    if teacher is None:
+        return INITIAL_REFERENCE
+    digest = int(base_digest(teacher)[:15], 16) if ranks.rank == 0 else 0
+    return f"teacher-{int(ranks.from_rank_0(torch.tensor(digest))):015x}"

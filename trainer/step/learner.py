@@ -173,7 +173,7 @@ class Learner:
         If a loss, gradient or reference log-probability is not finite, or a reward is huge, the step is skipped: it
         counts, but weights and optimiser do not change. Raises ConfigError for token ids outside the vocabulary.
         """
-        check_tokens(batch.rows, self.scorer.vocabulary)
+        check_tokens(batch.rows, min(self.scorer.vocabulary, self.reference.scorer.vocabulary))
         self._check_floor(batch)
         with self._watch.phase("reference"):
             reference_BK, computed, of_tokens = self._complete_reference(batch)
@@ -322,13 +322,16 @@ class Learner:
         accumulator.run(self.plan(batch.rows, batch.samples))
         return accumulator
 
-    def plan(self, rows: Sequence[Row], group_size: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of some rows, of which `group_size` after one another form a group."""
+    def plan(self, rows: Sequence[Row], group_size: int, scorer: Scorer | None = None) -> list[MicroBatch]:
+        """Return this rank's micro-batches of some rows, of which `group_size` after one another form a group.
+
+        `scorer` is what computes them, by default the policy's.
+        """
         return micro_batches(
             [[one.tokens for one in row.sequences] for row in rows],
             group_size,
             limit=self._config.micro_batch_tokens,
-            split=self.scorer.passes,
+            split=(scorer or self.scorer).passes,
             rank=self.ranks.rank,
             ranks=self.ranks.size,
         )
@@ -337,8 +340,8 @@ class Learner:
     def _complete_reference(self, batch: TrainBatch) -> tuple[Tensor, dict[int, float], dict[int, Tensor]]:
         """Return the reference log-probabilities of the batch, and by trajectory id those computed for it.
 
-        If the objective does not use them, none are computed and those that are not stored stay NaN. For a log Z of
-        each turn or token the third are those of the tokens of all rows, which are computed in every step.
+        If the objective does not use them, none are computed and those that are not stored stay NaN. For an
+        objective that needs them, the third are those of the tokens of all rows, which are computed in every step.
         """
         # A resumed run must train on the same values as an uninterrupted one, bit for bit, and after a resume the
         # stored values are used. Two computations of one value may differ in the last bit, as they depend on the
@@ -359,7 +362,7 @@ class Learner:
         lengths = [len(row.response_ids) if by_token else 0 for row in unknown]
         token_R = torch.zeros(sum(lengths))
         of_tokens = torch.split(token_R, lengths)
-        for micro_batch in self.plan(unknown, 1):
+        for micro_batch in self.plan(unknown, 1, self.reference.scorer):
             rows = [unknown[index] for index in micro_batch.rows]
             # Groups of one row are never split.
             (chunk,) = micro_batch.chunks

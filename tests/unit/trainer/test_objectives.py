@@ -142,8 +142,8 @@ def independent(name: str, responses: Responses, *, stale: bool = False) -> torc
     if name == "oapl":
         value = torch.log(torch.exp(reward).mean(1)).repeat_interleave(samples)
         return ((BETA * (policy - sampled) - (reward.flatten() - value)) ** 2).mean() / (2 * BETA)
-    if name in ("tb_learned_z", "flowrl", "ppo"):
-        return with_head(name, responses)
+    if name in ("tb_learned_z", "flowrl", "ppo", "distill"):
+        return of_learned_or_token(name, responses)
     assert name in ("tb", "tb_prefix"), f"no independent formula of {name}"
     log_z = (reference - policy.detach() + reward.flatten() / BETA).view_as(reward).mean(1).repeat_interleave(samples)
     residual = log_z + policy - reference - reward.flatten() / BETA
@@ -154,8 +154,8 @@ def independent(name: str, responses: Responses, *, stale: bool = False) -> torc
     return (weight * (BETA / 2 * residual**2 - added * policy)).mean()
 
 
-def with_head(name: str, responses: Responses) -> torch.Tensor:
-    """Compute the loss of an objective whose head gives a log Z of each prompt, or a value of each token."""
+def of_learned_or_token(name: str, responses: Responses) -> torch.Tensor:
+    """Compute the loss of an objective with a learned log Z or values, or with the reference of each token."""
     mask, reward, samples = (
         padded(responses.mask_R.double(), responses),
         responses.reward_bK,
@@ -166,6 +166,10 @@ def with_head(name: str, responses: Responses) -> torch.Tensor:
         a, ratio = reward.flatten()[:, None] - padded(not_none(responses.value_R), responses), log_ratio.exp()
         least = torch.minimum(ratio * a.detach(), ratio.clip(0.8, 1.2) * a.detach())
         return ((a**2 / 2 - least) * mask).sum() / mask.sum()
+    if name == "distill":
+        gap = padded(responses.logprob_R - not_none(responses.reference_R), responses)
+        weight = torch.minimum(log_ratio.exp(), torch.tensor(8.0))
+        return (weight * gap).detach().mul(padded(responses.logprob_R, responses) * mask).sum() / mask.sum()
     log_z = not_none(responses.log_z_bK).flatten().repeat_interleave(samples)
     kl = (padded(responses.logprob_R, responses) * mask).sum(1) - responses.reference_bK.flatten()
     if name == "tb_learned_z":
@@ -209,8 +213,8 @@ def test_loss_and_gradient_equal_an_independent_implementation(name, keys, seed)
     assert gradient.abs().max() > 1e-4
 
 
-# Finite differences also move a detached importance weight, so objectives with one are left out.
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tba_prime", "cispo", "tb_stale", "flowrl"}))
+# Finite differences also move a detached weight or advantage, so objectives with one are left out.
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tba_prime", "cispo", "tb_stale", "flowrl", "distill"}))
 def test_gradients_equal_finite_differences(name):
     responses, loss = case(), objective(name).loss
     assert torch.autograd.gradcheck(lambda p: loss(replace(responses, logprob_R=p), BETA), responses.logprob_R)
@@ -332,6 +336,8 @@ BY_HAND = {
     # +-(1/2 + beta log(1/2)). Imitation adds the other response's reward.
     "tba_prime": -((0.5 + BETA * HALF) * (2 * HALF) - (0.5 + BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
     "tb_stale": -((0.5 + BETA * HALF) * (2 * HALF) + (0.5 - BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
+    # The teacher is 0 = log 1, so the advantages of the tokens are log 2, 2 log 2 and log 2; the weights as in cispo.
+    "distill": -(2 * -HALF * HALF + 0.5 * -2 * HALF * 2 * HALF + -HALF * HALF) / 3,
     # log Z is the mean of r / beta - log pi, 1 / (2 beta) - 2 log(1/2); the residuals are -+(log(1/2) + 1 / (2 beta)).
     "tb": BETA / 2 * (HALF + 1 / (2 * BETA)) ** 2,
     # Best minus worst: log(1/2) - 3 log(1/2) = 2 log 2.

@@ -112,6 +112,7 @@ def test_an_updated_reference_that_the_objective_does_not_use_is_rejected():
         ("train", "checkpoint_every", 9, False),
         ("train", "serve_snapshots", "tcp://*:7000", False),
         ("run", "dir", "elsewhere", False),
+        ("reference", "path", "teacher", False),
         ("train", "learning_rate", 3e-6, True),
         ("train", "steps", 9, True),
         ("objective", "name", "tba_prime", True),

@@ -26,6 +26,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("tb_stale", {"truncation": 1.0}),
     ("ppo_clip", {"kl": "ema"}),
     ("cispo", {}),
+    ("distill", {"truncation": "off"}),
 ]
 
 
@@ -48,6 +49,7 @@ def divisor(name: str, responses: Responses) -> torch.Tensor:
         "ppo_clip": totals.tokens,
         "ppo": totals.tokens,
         "cispo": totals.tokens,
+        "distill": totals.tokens,
         "online_dpo": totals.prompts,
     }
     return torch.ones_like(tokens_bK) * divisors.get(name, totals.rows)

@@ -1,0 +1,259 @@
+"""Distillation: another model as the reference, and the objective of tokens, on a policy that can be enumerated."""
+
+import itertools
+import json
+import shutil
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn.functional import kl_div
+
+from tba.cli.checks import Plan
+from tba.cli.checks import examine as all_checks
+from tba.common.config import Config, TrainSection
+from tba.common.errors import CheckpointMismatch, ConfigError
+from tba.common.weights.pretrained import check_same_tokens
+from tba.tests.helpers.checks import not_none
+from tba.tests.helpers.trainer import (
+    FLAT,
+    in_float64,
+    learner_of,
+    make_batch,
+    make_learner,
+    make_row,
+    objective,
+    random_batch,
+    tiny_model,
+)
+from tba.tests.runner import size
+from tba.trainer import checkpoint
+from tba.trainer.batch.batch import TrainBatch
+from tba.trainer.distributed import ALONE
+from tba.trainer.model.scorer import Scorer, load_model, sequence_logprobs, weights_of
+from tba.trainer.preflight.check import setup_of, state_bytes
+from tba.trainer.preflight.shape import shape_of, with_reference
+from tba.trainer.step.build import build
+from tba.trainer.step.learner import Learner
+
+# All 64 responses of 3 tokens over a vocabulary of 4 to two prompts.
+VOCABULARY, LENGTH, SAMPLES = 4, 3, 32
+PROMPTS = ([0, 1], [2, 3])
+RESPONSES = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
+ROWS = [make_row(i, prompt, y) for i, (prompt, y) in enumerate(itertools.product(PROMPTS, RESPONSES))]
+ARITHMETIC = Path("examples/arithmetic/model")
+
+
+def student() -> Any:
+    return tiny_model(vocabulary=VOCABULARY, hidden=32, seed=5, layers=2)
+
+
+def teacher() -> Any:
+    """Return a model of another shape, under which all responses are likely enough to be sampled."""
+    model = tiny_model(vocabulary=VOCABULARY, hidden=48, seed=6, layers=2)
+    model.lm_head.weight.data *= 0.5
+    return model
+
+
+@torch.no_grad()
+def log_distribution(model: Any) -> np.ndarray:
+    """Return the log-probability of every response: [prompt, response]."""
+    return sequence_logprobs(Scorer(model).score(ROWS).logprob_R, ROWS).view(2, -1).numpy()
+
+
+def reverse_kl(log_p: np.ndarray, log_q: np.ndarray) -> float:
+    """Return KL(p || q), the largest of the prompts."""
+    return float((np.exp(log_p) * (log_p - log_q)).sum(axis=1).max())
+
+
+def draw(log_p: np.ndarray, rng: np.random.Generator) -> TrainBatch:
+    """Sample responses, with the log-probabilities of their tokens. Rewards are 0."""
+    rows = []
+    for prompt, each in enumerate(np.exp(log_p).reshape(2, 4, 4, 4)):
+        # P(token | tokens before), of the first, second and third token.
+        first = each.sum((1, 2))
+        chances = first, each.sum(2) / first[:, None], each / each.sum(2, keepdims=True)
+        for index in rng.choice(64, size=SAMPLES, p=each.flatten() / each.sum()):
+            logs = [float(np.log(chance[RESPONSES[index][: n + 1]])) for n, chance in enumerate(chances)]
+            rows.append(replace(ROWS[64 * prompt + index], sampling_logprobs=np.array(logs, np.float32)))
+    return make_batch(rows, np.zeros((2, SAMPLES)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "age"), [("distill", 0), ("distill", 16), ("tb", 0), ("tb", 16)], ids=str)
+def test_the_policy_becomes_the_teacher(name, age):
+    """With Trajectory Balance, rewards of 0 and beta 1; from data of `age` steps before, too."""
+    steps = size(150, 600)
+    config = TrainSection(
+        steps=steps, learning_rate=5e-3, schedule="cosine", warmup_steps=10, weight_decay=0.0, beta=1.0, beta_final=1.0,
+        max_grad_norm=10.0,
+    )  # fmt: skip
+    learner = learner_of(student(), teacher(), config, objective(name))
+    goal, rng = log_distribution(teacher()), np.random.default_rng(0)
+    past = deque([log_distribution(learner.policy)], maxlen=age + 1)
+    before = reverse_kl(past[0], goal)
+    for _ in range(steps):
+        learner.step(draw(past[0], rng))
+        past.append(log_distribution(learner.policy))
+    reached = reverse_kl(past[-1], goal)
+    print(f"KL {before:.3f} before, {reached:.1e} after")
+    assert before > 0.3
+    assert reached < size(0.04, 0.01)
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl_over_the_whole_vocabulary():
+    policy, other = in_float64(student()), in_float64(teacher())
+    keys = {"truncation": 1e9}
+    config = TrainSection.model_validate(FLAT | {"packing": "padded"})
+    learner = learner_of(policy, other, config, objective("distill", **keys))
+    # The sampler is uniform, and each response occurs once: so often as it is likely.
+    uniform = np.full(LENGTH, -np.log(VOCABULARY), np.float32)
+    rows = [make_row(row.id, row.prompt_ids, row.response_ids, sampling_logprobs=uniform) for row in ROWS]
+    batch = make_batch(rows, np.random.default_rng(0).random((2, 64)))
+    reference_BK, _, of_tokens = learner._complete_reference(batch)
+    learner.accumulate(batch, reference_BK, 1.0, of_tokens)
+    found = {name: not_none(parameter.grad).clone() for name, parameter in policy.named_parameters()}
+    policy.zero_grad()
+    tokens = torch.tensor([[*row.prompt_ids, *row.response_ids] for row in ROWS])
+    # The logits that predict the tokens of the responses.
+    log_pi, log_ref = (model(input_ids=tokens).logits[:, 1:-1].log_softmax(-1) for model in (policy, other))
+    (kl_div(log_ref, log_pi, reduction="none", log_target=True).sum() / (len(ROWS) * LENGTH)).backward()
+    for name, parameter in policy.named_parameters():
+        assert torch.allclose(found[name], not_none(parameter.grad), atol=1e-6, rtol=1e-5), name
+    assert max(float(gradient.abs().max()) for gradient in found.values()) > 1e-2
+
+
+@pytest.mark.parametrize("keys", [{"micro_batch_tokens": 16}, {"packing": "packed"}])
+def test_the_step_does_not_depend_on_micro_batches_and_packing(keys):
+    whole, cut = make_learner(name="distill"), make_learner(name="distill", **keys)
+    for step in range(2):
+        expected, found = (learner.step(random_batch(3, step=step)) for learner in (whole, cut))
+        assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-5)
+        assert found.metrics["kl"] == pytest.approx(expected.metrics["kl"], rel=1e-5)
+    for name, tensor in weights_of(whole.policy).items():
+        assert torch.allclose(weights_of(cut.policy)[name], tensor, atol=1e-4), name
+
+
+def test_a_run_that_resumes_distils_the_same_bit_for_bit(tmp_path):
+    straight, first, second = (make_learner(name="distill") for _ in range(3))
+    expected = [straight.step(random_batch(step)).metrics for step in range(4)]
+    found = [first.step(random_batch(step)).metrics for step in range(2)]
+    checkpoint.save(tmp_path, first, run="r", keep=1)
+    checkpoint.restore(not_none(checkpoint.newest(tmp_path)), second)
+    assert found + [second.step(random_batch(step)).metrics for step in range(2, 4)] == expected
+
+
+# ---------------------------------------------------------------- the model of reference.path
+
+
+def save_teacher(directory: Path, **settings: Any) -> Path:
+    """Save a model of another shape with the tokenizer of the arithmetic model."""
+    shutil.copytree(ARITHMETIC, directory)
+    (directory / "model.safetensors").unlink()
+    vocabulary = json.loads((ARITHMETIC / "config.json").read_text())["vocab_size"]
+    tiny_model(vocabulary=vocabulary, **settings).save_pretrained(directory)
+    return directory
+
+
+def make_config(path: Path, **sections: Any) -> Config:
+    plain = {
+        "model": {"path": str(ARITHMETIC), "dtype": "float32"},
+        "train": FLAT | {"gpu": "cpu"},
+        "objective": {"name": "distill"},
+        "reference": {"path": str(path)},
+    }
+    return Config.model_validate(plain | sections)
+
+
+def built(config: Config) -> Learner:
+    return build(config, ARITHMETIC, torch.device("cpu"), ALONE)[0]
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 2}], ids=["whole", "adapters"])
+@pytest.mark.parametrize("name", ["distill", "tb"])
+def test_the_model_of_reference_path_is_the_reference(tmp_path, lora, name):
+    if lora:
+        pytest.importorskip("peft")
+    path = save_teacher(tmp_path / "teacher")
+    learner = built(make_config(path, objective={"name": name}, lora=lora))
+    assert learner.reference.name_at(0) == learner.reference.name_at(99)
+    assert learner.reference.name_at(0).startswith("teacher-")
+    batch = random_batch(0)
+    result = learner.step(batch)
+    scores = Scorer(load_model(path, torch.device("cpu"))).score(batch.rows).logprob_R
+    expected = sequence_logprobs(scores, batch.rows).tolist()
+    assert [result.reference[row.id] for row in batch.rows] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_run_does_not_resume_with_another_teacher(tmp_path):
+    one, other = (save_teacher(tmp_path / str(seed), seed=seed) for seed in range(2))
+    checkpoint.save(tmp_path / "saved", built(make_config(one)), run="r", keep=1)
+    found = not_none(checkpoint.newest(tmp_path / "saved"))
+    checkpoint.restore(found, built(make_config(shutil.copytree(one, tmp_path / "copy"))))
+    with pytest.raises(CheckpointMismatch, match=r"with the reference frozen teacher-\w{15}, the configuration says"):
+        checkpoint.restore(found, built(make_config(other)))
+
+
+def change_tokenizer(directory: Path, change: Any) -> Path:
+    """Write another vocabulary into tokenizer.json."""
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content["model"]["vocab"])
+    file.write_text(json.dumps(content))
+    return directory
+
+
+def swap(vocabulary: dict[str, int]) -> None:
+    vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
+
+
+def test_a_teacher_whose_tokens_have_other_ids_is_refused_by_the_trainer_and_before_it(tmp_path):
+    path = change_tokenizer(save_teacher(tmp_path / "teacher"), swap)
+    sentence = (
+        r"another tokenizer than the model: 2 of \d+ tokens have another id or none, such as '3', which is 6 .* 7"
+    )
+    config = make_config(path)
+    with pytest.raises(ConfigError, match=sentence):
+        built(config)
+    (check,) = all_checks(Plan(config), ["reference"])
+    assert check.result == "fail"
+    assert "another tokenizer than the model" in check.detail
+
+
+def test_a_teacher_may_have_more_tokens_and_not_fewer(tmp_path):
+    path = change_tokenizer(save_teacher(tmp_path / "teacher"), lambda vocabulary: vocabulary.update({"*": 99}))
+    check_same_tokens(ARITHMETIC, path)
+    with pytest.raises(ConfigError, match=r"1 of \d+ tokens .* '\*', which is 99 in the model and None there"):
+        check_same_tokens(path, ARITHMETIC)
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"objective": {"name": "distill"}}, "needs a teacher: set reference.path"),
+        ({"objective": {"name": "grpo"}, "reference": {"path": "t"}}, "reference.path has no effect"),
+        ({"reference": {"path": "t", "kind": "ema"}}, 'reference.path is frozen, and reference.kind = "ema"'),
+        ({"objective": {"name": "distill", "kl": "none"}, "reference": {"path": "t"}}, "kl has no effect for distill"),
+        ({"objective": {"name": "distill", "imitation": 1}, "reference": {"path": "t"}}, "imitation has no meaning"),
+        ({"objective": {"name": "distill"}, "reference": {"path": "t"}, "search": {"temperature": 0}}, "needs ratios"),
+    ],
+)
+def test_settings_without_effect_or_teacher_are_refused(sections, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        Config.model_validate(sections)
+
+
+def test_the_memory_of_another_reference_is_that_of_its_own_parameters(tmp_path):
+    path = save_teacher(tmp_path / "teacher", hidden=64, layers=3)
+    own = sum(one.numel() for one in load_model(path, torch.device("cpu")).parameters())
+    shape = with_reference(shape_of(load_model(ARITHMETIC, torch.device("cpu"))), path)
+    for lora in ({}, {"rank": 2}):
+        setup = setup_of(make_config(path, lora=lora), shape, ranks=1, gpu_total=80 << 30)
+        assert state_bytes(shape, setup)["reference"] == own * (2 if setup.half else 4)
+    plain = make_config(path, objective={"name": "grpo"}, reference={})
+    assert state_bytes(shape, setup_of(plain, shape, ranks=1, gpu_total=80 << 30))["reference"] == 0

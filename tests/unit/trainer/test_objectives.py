@@ -61,7 +61,8 @@ def case(seed: int = 0, prompts: int = 3, samples: int = 4, drift: float = 0.3) 
         value_R=torch.where(mask_R, torch.randn(tokens, generator=generator, dtype=torch.float64), 0).requires_grad_(),
     )
     share_R = torch.rand(tokens, generator=generator, dtype=torch.float64)
-    share_R = share_R / responses.per_token(responses.per_row(share_R))
+    # Rows without a counted token have a sum of 0.
+    share_R = share_R / responses.per_token(responses.per_row(share_R)).clamp(min=0.1)
     return replace(responses, reference_R=share_R * responses.per_token(responses.reference_bK))
 
 
@@ -167,7 +168,8 @@ def of_learned_or_token(name: str, responses: Responses) -> torch.Tensor:
         least = torch.minimum(ratio * a.detach(), ratio.clip(0.8, 1.2) * a.detach())
         return ((a**2 / 2 - least) * mask).sum() / mask.sum()
     if name == "distill":
-        gap = padded(responses.logprob_R - not_none(responses.reference_R), responses)
+        gap_R = responses.logprob_R - not_none(responses.reference_R)
+        gap = padded(torch.where(responses.mask_R, gap_R, 0), responses)
         weight = torch.minimum(log_ratio.exp(), torch.tensor(8.0))
         return (weight * gap).detach().mul(padded(responses.logprob_R, responses) * mask).sum() / mask.sum()
     log_z = not_none(responses.log_z_bK).flatten().repeat_interleave(samples)

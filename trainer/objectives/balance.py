@@ -156,7 +156,7 @@ def prefix_balance(responses: Responses, beta: float) -> Terms:
     mask_R, tokens_N = responses.mask_R, responses.tokens_bK.flatten()
     whole_bK = vargrad_residual(responses.policy_bK, responses.reference_bK, responses.reward_bK, beta)
     log_ratio_NT, log_z_NT = (
-        pad_sequence(torch.split(value_R[mask_R].double(), tokens_N.int().tolist()), batch_first=True)
+        pad_sequence(list(torch.split(value_R[mask_R].double(), tokens_N.int().tolist())), batch_first=True)
         for value_R in (responses.logprob_R - responses.reference_R, responses.value_R / beta)
     )
     place_T = torch.arange(log_ratio_NT.shape[1])

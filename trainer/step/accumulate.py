@@ -209,7 +209,7 @@ class Accumulator:
         zero_R = torch.zeros(len(mask_R), dtype=torch.float64)
         return zero_R.masked_scatter(mask_R, self.log_z(scores.place_SH))
 
-    def _reference_of(self, rows: list[Row]) -> Tensor:
+    def _reference_of(self, rows: Sequence[Row]) -> Tensor:
         """Return the reference log-probabilities of the tokens of rows: [R]."""
         return torch.cat([self.reference_of_tokens[row.id] for row in rows])
 

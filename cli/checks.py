@@ -276,7 +276,7 @@ CHECKS = (
     Check("packages", _of_machine(doctor.check_packages), start=_need_packages),
     # First of those on the model: it asks the hub for the configuration that the others read.
     Check("model", lambda plan: _model("model.path", plan.config.model.path), anywhere=True, of_role="model.path"),
-    Check("explorer", _policy, start=_policy, anywhere=True),
+    Check("explorer", _policy, start=_policy),
     Check("reference", _teacher, anywhere=True, of_role="reference.path"),
     Check("embedder", _embedder, anywhere=True, of_role="eval.embedder"),
     Check("cuda", _of_machine(doctor.check_cuda)),

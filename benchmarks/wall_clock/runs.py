@@ -20,7 +20,7 @@ from benchmarks.wall_clock.pace import Pace, PacedEngine, paced_trainer
 from tba.common.config import Config
 from tba.common.config.layers import resolve
 from tba.common.system.process import StopSignal
-from tba.searcher import run as searcher_run
+from tba.searcher import loop as searcher_loop
 from tba.searcher.build import make_engine
 from tba.trainer import loop
 
@@ -96,8 +96,8 @@ def _search(config: Config, pace: Pace, number: int, ready: Barrier) -> None:
         ready.wait(_START_SECONDS)
         return PacedEngine(engine, pace, [config.run.seed, number])
 
-    searcher_run.make_engine = paced  # type: ignore[attr-defined]
-    searcher_run.search(config, device="cpu", label=f"cpu{number}", stop=StopSignal())
+    searcher_loop.make_engine = paced  # type: ignore[attr-defined]
+    searcher_loop.search(config, device="cpu", label=f"cpu{number}", stop=StopSignal())
 
 
 def _train(config: Config, pace: Pace, notes: Path) -> None:

@@ -60,6 +60,17 @@ def test_a_reward_model_behind_a_server_is_asked(dry_run):
     assert "http://127.0.0.1:9/classify: nothing usable" in row(outcome, "reward model")
 
 
+def test_a_run_without_a_searcher_of_its_policy_is_warned_of_and_one_without_its_explorer_does_not_start(dry_run):
+    policy = "search.policy=examples/arithmetic/model"
+    outcome = dry_run("examples/arithmetic/demo.toml", "--set", policy)
+    assert outcome.exit_code == 0
+    assert "warn" in row(outcome, "explorer")
+    assert "none the policy that is trained" in row(outcome, "explorer")
+    missing = dry_run("examples/arithmetic/demo.toml", "--set", f"{policy}/v2")
+    assert "would not start: explorer (" in missing.message
+    assert "search.policy examples/arithmetic/model/v2 does not exist" in row(missing, "explorer")
+
+
 def test_sizes_follow_from_the_configuration_of_a_model_without_weights(dry_run, tmp_path):
     (tmp_path / "qwen").mkdir()
     (tmp_path / "qwen/config.json").write_text(json.dumps(QWEN))

@@ -1,0 +1,111 @@
+"""Explorers beside the policy, on tables of logits whose optimum is known.
+
+    python -m benchmarks.explorers [--seeds 5] [--steps 200]
+
+The task of `benchmarks.posterior`, made hard to explore: four of the least likely 40 of 125 responses are right. Both
+prompts have a group of 32 responses per step, of weights 4 steps old. An explorer, which never changes, has the groups
+of every other step. *Weak* is uniform over all responses; *strong* gives half of its probability to the right ones,
+and is the initial policy otherwise. Reported are the expected reward as a share of that of pi*, after a quarter of the
+steps and at the end, and the distance from pi* at the end.
+
+`python -m benchmarks.off_policy explorers` is the same comparison with a small language model.
+"""
+
+import argparse
+import itertools
+import time
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.harness import print_table
+from benchmarks.off_policy.setting import objective_section
+from benchmarks.posterior import (
+    BETA,
+    LENGTH,
+    PREFIX_YT,
+    PROMPTS,
+    RATE,
+    RESPONSES,
+    VOCABULARY,
+    coverage,
+    loss_of_batch,
+    probabilities,
+    token_logprobs,
+)
+from tba.trainer.objectives.from_config import make_objective
+
+STALENESS = 4
+UNLIKELY, RIGHT = 40, 4
+KINDS = ("none", "weak", "strong")
+OBJECTIVES = ("tb", "tb_stale", "tba_prime", "dr_grpo")
+
+
+def token_logprobs_of(chance_PY: np.ndarray) -> Tensor:
+    """Return the log-probability of each token of each response under a distribution of responses: [P, Y, T]."""
+    chance = torch.from_numpy(chance_PY).view(PROMPTS, *[VOCABULARY] * LENGTH)
+    # That of each prefix, from the empty one on.
+    prefixes = [chance.sum(dim=tuple(range(1 + size, 1 + LENGTH)), keepdim=True) for size in range(LENGTH)] + [chance]
+    flat = [one.expand_as(chance).reshape(PROMPTS, len(RESPONSES)).log() for one in prefixes]
+    return torch.stack([after - before for before, after in itertools.pairwise(flat)], dim=2)
+
+
+def run(name: str, kind: str, seed: int, steps: int) -> tuple[float, float, float]:
+    """Train once. Returns the shares of the reward of pi*, after a quarter and at the end, and the distance from it."""
+    objective = make_objective(objective_section(name), longest_response=LENGTH)
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.normal(0.0, 1.0, (PROMPTS, int(PREFIX_YT.max()) + 1, VOCABULARY))).requires_grad_()
+    reference_PYT = token_logprobs(logits).detach()
+    reference_PY = probabilities(reference_PYT)
+    reward_PY = np.zeros_like(reference_PY)
+    for reward_Y, order_Y in zip(reward_PY, reference_PY.argsort(axis=1), strict=True):
+        reward_Y[rng.choice(order_Y[:UNLIKELY], RIGHT, replace=False)] = 1.0
+    optimum_PY = reference_PY * np.exp(reward_PY / BETA)
+    optimum_PY /= optimum_PY.sum(axis=1, keepdims=True)
+    everything = np.ones_like(reward_PY, dtype=bool)
+    explorer_PYT = {
+        "none": None,
+        "weak": token_logprobs_of(np.full_like(reference_PY, 1 / len(RESPONSES))),
+        "strong": token_logprobs_of(0.5 * reward_PY / RIGHT + 0.5 * reference_PY),
+    }[kind]
+    optimizer = torch.optim.Adam([logits], lr=RATE)
+    past, shares = deque([logits.detach().clone()], maxlen=STALENESS + 1), []
+    for step in range(1, steps + 1):
+        is_explored = explorer_PYT is not None and step % 2 == 0
+        sampler_PYT = explorer_PYT if explorer_PYT is not None and is_explored else token_logprobs(past[0])
+        own_PYT = token_logprobs(logits)
+        optimizer.zero_grad()
+        loss_of_batch(
+            objective, own_PYT, own_PYT, sampler_PYT, reference_PYT, reward_PY, 0 if is_explored else STALENESS, rng
+        ).backward()
+        optimizer.step()
+        past.append(logits.detach().clone())
+        if step in (steps // 4, steps):
+            found = coverage(probabilities(token_logprobs(past[-1])), optimum_PY, reward_PY, everything)
+            shares.append(found.reward / float((optimum_PY * reward_PY).sum(axis=1).mean()))
+    return shares[0], shares[1], found.variation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="NAME or NAME:KEY=VALUE,...")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    started, rows = time.process_time(), []
+    for objective, kind in itertools.product(options.objectives, KINDS):
+        found_S3 = np.array([run(objective, kind, seed, options.steps) for seed in range(options.seeds)])
+        cells = [f"{mean:.2f} ± {sd:.2f}" for mean, sd in zip(found_S3.mean(axis=0), found_S3.std(axis=0), strict=True)]
+        rows.append([objective, kind, *cells])
+        print(*rows[-1], flush=True)
+    title = f"explorers, {options.seeds} seeds, mean and standard deviation"
+    headings = ["objective", "explorer", f"reward at {options.steps // 4}", f"reward at {options.steps}", "TV to pi*"]
+    print_table(title, headings, rows)
+    print(f"{time.process_time() - started:.0f} CPU seconds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,7 @@
 """`tba buffer prune --tokens`, `check` and `backup`."""
 
+from typing import Any
+
 import pytest
 
 from tba.buffer.store.store import Store
@@ -88,8 +90,11 @@ def test_prune_of_tokens_does_not_change_the_sampleable_trajectories(capped, tba
 
 
 def test_a_sample_of_the_history_survives_that_the_tokens_of_the_others_are_dropped(harness, trajectory, tba_buffer):
-    sizes = {"train": {"prompts_per_step": 1}, "search": {"samples_per_prompt": 2}}
-    sampled = {"buffer": {"max_trajectories": 6, "keep": "both"}, **sizes}
+    sampled: dict[str, dict[str, Any]] = {
+        "buffer": {"max_trajectories": 6, "keep": "both"},
+        "train": {"prompts_per_step": 1},
+        "search": {"samples_per_prompt": 2},
+    }
     buffer = harness(fill=(4, 0), **sampled)
     for step in range(10):
         buffer.announce(step + 1, step + 1)

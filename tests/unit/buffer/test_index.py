@@ -132,7 +132,7 @@ class Model:
                     del kept[0]
                     continue
                 # The newest half of the room, or nothing, is safe. What has left it does not return.
-                safe = (limits.max_trajectories + 1) // 2 if limits.keep == "both" else 0
+                safe = ((limits.max_trajectories or 0) + 1) // 2 if limits.keep == "both" else 0
                 first_safe = max(first_safe, kept[-safe].id if safe else entry.id + 1)
                 old = [old for old in kept if old.id < first_safe]
                 kept.remove(max(old, key=lambda old: (group_hash(limits.seed, old), old.id)))

@@ -150,7 +150,7 @@ def test_file_configuration_and_step_determine_a_batch(offline):
 
 @pytest.mark.parametrize("keep", ["reservoir", "both"])
 def test_as_of_a_step_and_after_a_restart_the_same_sample_of_the_history_stays(keep, harness, tmp_path):
-    sampled = {
+    sampled: dict[str, Any] = {
         "buffer": {"keep": keep, "max_trajectories": 12, "prompt_cap": 10},
         "train": {"prompts_per_step": 2, "samples_per_prompt": 2},
         "search": {"samples_per_prompt": 2},

@@ -192,7 +192,8 @@ def guided_rows(directory: Any, guided: float, **search: Any) -> list[Any]:
     config = Config.model_validate({"search": {"engine": "transformers", **keys}, "task": {"reward_workers": 0}})
     renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), (9,))  # type: ignore[arg-type]
     exploration, engine = Exploration(config.search, run_seed=3, searcher="s"), cpu_engine(directory)
-    stage = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, 2, exploration.guide)
+    guide = exploration.guide
+    stage = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, 2, guide=guide)
     rewards, delivery = Rewards(task, config.task), Delivered()
     episodes = Episodes(stage.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
     pipeline = Pipeline(stage, ScoringStage(rewards, stopping, "score", episodes), delivery)  # type: ignore[arg-type]

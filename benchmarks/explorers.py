@@ -1,4 +1,4 @@
-"""Explorers beside the policy, on tables of logits whose optimum is known.
+"""Explorers next to the policy, on tables of logits whose optimum is known.
 
     python -m benchmarks.explorers [--seeds 5] [--steps 200]
 

@@ -1,16 +1,18 @@
 """Guided starts (docs/tasks.md) on a reward that plain search hardly ever finds: combination locks.
 
-    python -m benchmarks.guided [--seeds 5] [--guided 0 0.5 1] [--steps 400] [--objectives tb tb_stale]
+    python -m benchmarks.guided [--seeds 5] [--guided 0 0.5 1] [--steps 400] [--objectives tb tb_stale] [--until 0]
 
 A prompt is a lock with a code of six of eight letters, and only the whole code has a reward: of the first responses one
 in 262,144 is right. The policy is a table: for each lock, and each number of letters that are right so far or one that
 is wrong, it has a logit of each letter. Objective, masks, the choice of guided groups and the pass rates are those of a
-run, on fresh data. Success is computed from the table; that of the optimum is 0.999.
+run, on fresh data. Success is computed from the table; that of the optimum is 0.999. With `--until` the reward of the
+first steps is another one, as in `task.phases`: the share of the letters before the first wrong one.
 
 Shape suffixes: N responses, L letters of a code.
 """
 
 import argparse
+import itertools
 import math
 from statistics import mean, stdev
 from typing import Any
@@ -29,7 +31,7 @@ LETTERS, LENGTH, LOCKS = 8, 6, 32
 PROMPTS, SAMPLES, BETA, RATE = 8, 16, 0.05, 0.1
 
 
-def run(seed: int, guided: float, steps: int, name: Any) -> tuple[float, float]:
+def run(seed: int, guided: float, steps: int, name: Any, until: int = 0) -> tuple[float, float]:
     """Train a table. Returns the mean success of plain responses, and how many of those in training were right."""
     rng = torch.Generator().manual_seed(seed)
     code_PL = torch.randint(LETTERS, (LOCKS, LENGTH), generator=rng)
@@ -51,6 +53,8 @@ def run(seed: int, guided: float, steps: int, name: Any) -> tuple[float, float]:
         for lock, part, rewards in zip(locks, parts, reward_bK.tolist(), strict=True):
             curriculum.note(lock, [0] * SAMPLES, rewards, guided=part is not None)
             plain_right += 0 if part is not None else int(sum(rewards))
+        if step < until:
+            reward_bK = (letter_NL == code_PL[lock_N]).double().cumprod(1).mean(1).view(PROMPTS, SAMPLES)
         logprob_R = table[lock_N[:, None], state_NL].log_softmax(2).gather(2, letter_NL[:, :, None]).flatten()
         mask_NL = torch.arange(LENGTH) >= given_N[:, None]
         responses = Responses(
@@ -91,15 +95,17 @@ def main() -> None:
     parser.add_argument("--guided", type=float, nargs="+", default=[0.0, 0.5, 1.0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--objectives", nargs="+", default=["tb", "tb_stale"])
+    parser.add_argument("--until", type=int, nargs="+", default=[0])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name in options.objectives:
-        for guided in options.guided:
-            found = [run(seed, guided, options.steps, name) for seed in range(options.seeds)]
-            success, right = zip(*found, strict=True)
-            error = stdev(success) / len(success) ** 0.5 if len(success) > 1 else 0.0
-            print(f"{name} guided {guided:g}: success {mean(success):.4f} +- {error:.4f}", end=", ", flush=True)
-            print(f"right plain responses in training {mean(right):.1f} ({[*map(round, right)]})", flush=True)
+    for name, guided, until in itertools.product(options.objectives, options.guided, options.until):
+        found = [run(seed, guided, options.steps, name, until) for seed in range(options.seeds)]
+        success, right = zip(*found, strict=True)
+        error = stdev(success) / len(success) ** 0.5 if len(success) > 1 else 0.0
+        print(
+            f"{name} guided {guided:g} until {until}: success {mean(success):.4f} +- {error:.4f}", end=", ", flush=True
+        )
+        print(f"right plain responses in training {mean(right):.1f} ({[*map(round, right)]})", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tba.common.config import Explored, SearchSection, Truncated
+from tba.common.config.task import Phase
 from tba.common.errors import EngineError
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
@@ -34,7 +35,7 @@ from tba.searcher.engines.engine import Engine, Generation, Requests, SamplingSe
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import CUT_OFF, Episode, Episodes
 from tba.searcher.scoring.rewards import Rewards
-from tba.searcher.scoring.scoring import Group, Scored, failed, storable
+from tba.searcher.scoring.scoring import Group, Scored, failed, phased, storable
 from tba.searcher.tasks.task import Prompt, Reward, Task, has_environment
 
 log = get_logger(__name__)
@@ -171,11 +172,14 @@ class GenerationStage:
         """
         prompt = self._prompts[visit.prompt_key]
         settings = [self._settings(visit, sample) for sample in range(self._samples)]
+        metadata = self._metadata()
+        # What an explorer serves has no version of the run.
+        version = metadata.get("newest_version", self._engine.weights_version)
         if has_environment(self._task, prompt):
-            group = Group(visit, prompt, _NO_TOKENS, self._samples, self._metadata())
+            group = Group(visit, prompt, _NO_TOKENS, self._samples, metadata, version=version)
             return [(self._requests.new_id(), group, sampling) for sampling in settings]
         prefix = self._prefix(visit, prompt, settings[0].max_tokens)
-        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples, self._metadata(), prefix)
+        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples, metadata, prefix, version)
         context = group.prompt_ids
         if prefix is not None:
             context = np.concatenate([context, prefix])
@@ -211,12 +215,14 @@ class ScoringStage:
     """Responses in, groups whose rows all have their reward out. The episodes of a group are played here."""
 
     def __init__(
-        self, rewards: Rewards, stopping: Stopping, truncated: Truncated, episodes: Episodes, *, gives_up: bool = True
-    ) -> None:
+        self, rewards: Rewards, stopping: Stopping, truncated: Truncated, episodes: Episodes, *, gives_up: bool = True,
+        phases: Sequence[Phase] = (),
+    ) -> None:  # fmt: skip
         self._gives_up = gives_up
         self._rewards = rewards
         self._stopping = stopping
         self._truncated = truncated
+        self._phases = phases
         self.episodes = episodes
         # By ticket: the group of each episode in play.
         self._played: dict[int, tuple[Group, SamplingSettings]] = {}
@@ -285,6 +291,7 @@ class ScoringStage:
     def _finish(self, response: Response, scored: Scored) -> None:
         """Add the row of a response to its group."""
         group, generation = response.group, response.generation
+        scored = self._phased(group, scored)
         if generation.stop_reason == STOP_LENGTH and scored.error is None:
             scored = self._cut(scored, len(generation.response_ids))
         self._count_cut_off(generation.stop_reason == STOP_LENGTH, response.error)
@@ -300,6 +307,7 @@ class ScoringStage:
         group, sampling = self._played.pop(episode.ticket)
         reward = Reward(episode.reward, {} if episode.error else episode.parts)
         scored = Scored(episode.ticket, None, reward, episode.error, error_kind=episode.error_kind)
+        scored = self._phased(group, scored)
         if episode.error is not None:
             log.warning("episode failed", prompt=group.prompt.key, reason=episode.error, turns=len(episode.turns))
         elif episode.stop_reason in CUT_OFF:
@@ -312,6 +320,14 @@ class ScoringStage:
             scored = replace(scored, text=self._stopping.whole_text(tokens.response_ids.tolist()))
         self._add(group, sampling, scored, tokens, episode.stop_reason, episode.generation_seconds)
 
+    def _phase(self, group: Group) -> int | None:
+        """Return which phase the rewards of a group are of: all of the one in which its visit began."""
+        return next((n for n, phase in enumerate(self._phases) if group.version < phase.until), None)
+
+    def _phased(self, group: Group, scored: Scored) -> Scored:
+        phase = self._phase(group)
+        return scored if phase is None else phased(scored, self._phases[phase].weights)
+
     def _add(
         self, group: Group, sampling: SamplingSettings, scored: Scored, tokens: EpisodeTokens, stop: str, seconds: float
     ) -> None:
@@ -320,6 +336,8 @@ class ScoringStage:
         if tokens.kept.nbytes > MAX_REQUEST_FRAME_BYTES // group.size:
             self._warn_of_kept(tokens.kept.nbytes)
             tokens = tokens._replace(kept=_NO_TOKENS)
+        given = None if group.prefix is None else len(group.prefix)
+        more = {"guided": given, "phase": self._phase(group)}
         row = Trajectory(
             prompt_key=group.prompt.key,
             lease=group.visit.lease,
@@ -327,7 +345,7 @@ class ScoringStage:
             reward=scored.reward.total,
             reward_parts=scored.reward.parts,
             stop_reason=stop,
-            sampling=sampling.recorded() | ({} if group.prefix is None else {"guided": len(group.prefix)}),
+            sampling=sampling.recorded() | {name: value for name, value in more.items() if value is not None},
             created_at=time.time(),
             generation_seconds=seconds,
             text=scored.text,

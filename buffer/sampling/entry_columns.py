@@ -19,13 +19,15 @@ REMOVED, UNTRAINED, TRAINED = range(3)
 _COLUMNS = ("id", "prompt", "step", "reward", "dedup_hash", "payload_bytes", "state", "next")
 
 
-def context_of(prompt: int, guided: int | None) -> int:
+def context_of(prompt: int, guided: int | None, phase: int | None) -> int:
     """Return the number under which responses to a prompt are sampled that begin with `guided` tokens given to them.
+
+    So do those of another phase: their rewards are of another kind.
 
     Each number of such tokens is a context with a log Z of its own, and no group mixes two. Without any it is the id of
     the prompt, which has at most 32 bits.
     """
-    return prompt + ((guided or 0) << 32)
+    return prompt + ((guided or 0) << 32) + ((0 if phase is None else phase + 1) << 56)
 
 
 @dataclass(frozen=True, slots=True)

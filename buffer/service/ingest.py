@@ -86,8 +86,8 @@ class Ingest:
         known = state.versions
         steps = {v: known[v].step if v in known else 0 for v in set(columns["counts_from"])}
         start = 0
-        each = zip(columns["prompt"], map(_guided, columns["sampling"]), columns["error"], strict=True)
-        for (prompt, guided, error), rows in groupby(each):
+        each = zip(columns["prompt"], map(_guided_and_phase, columns["sampling"]), columns["error"], strict=True)
+        for (prompt, (guided, phase), error), rows in groupby(each):
             part = slice(start, start + len(list(rows)))
             start = part.stop
             if error is not None:
@@ -95,7 +95,7 @@ class Ingest:
                 state.uncommitted_errors += columns["error"][part]
                 continue
             block = Block(
-                prompt=context_of(prompt, guided),
+                prompt=context_of(prompt, guided, phase),
                 id=ids[part],
                 step=[steps[version] for version in columns["counts_from"][part]],
                 reward=columns["reward"][part],
@@ -149,6 +149,7 @@ class Ingest:
 
 # A run has few different settings, and with guided responses as many as demonstrations have tokens.
 @functools.lru_cache(1 << 16)
-def _guided(sampling: str) -> int | None:
-    """Return how many tokens of a demonstration the responses of some settings, as JSON, begin with."""
-    return msgspec.json.decode(sampling, type=messages.Sampling).guided
+def _guided_and_phase(sampling: str) -> tuple[int | None, int | None]:
+    """Return these two of the settings of a response, which are JSON."""
+    settings = msgspec.json.decode(sampling, type=messages.Sampling)
+    return settings.guided, settings.phase

@@ -110,8 +110,8 @@ class RunState:
         steps_of = self.as_of.policy_steps if self.as_of else announced
         self.index = SamplingIndex(self._limits)
         self.curriculum = Curriculum(self.config.curriculum, guided=self.config.search.guided > 0)
-        for prompt, guided, (ids, versions, *columns) in self.store.trajectories.blocks(self.run):
-            context = context_of(prompt, guided)
+        for parts, (ids, versions, *columns) in self.store.trajectories.blocks(self.run):
+            context = context_of(*parts)
             self.index.extend(Block(context, ids, [steps_of.get(version, 0) for version in versions], *columns))
         # Also from answers that were compacted: the index no longer has them.
         for prompt, version, reward, guided in (

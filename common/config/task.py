@@ -1,10 +1,11 @@
 """[task] and [reward_model]: prompts, and how responses are scored."""
 
 import re
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, FiniteFloat, SecretStr, field_validator, model_validator
 
 from tba.common.config.section import BearerToken, NonNegative, Positive, PositiveFloat, Section
 
@@ -73,12 +74,26 @@ class MixturePart(TaskSource):
     """Its share of the prompts of an epoch, relative to the other weights."""
 
 
+class Phase(Section):
+    """One phase of the rewards."""
+
+    until: Positive
+    """The policy version at which the phase ends."""
+    weights: Annotated[dict[str, FiniteFloat], Field(min_length=1)]
+    """The reward of a response is the sum of these weights times the parts of its reward; the part `reward` is the
+    reward that it would have without phases."""
+
+
 class TaskSection(TaskSource):
     """The prompts, and how responses are scored."""
 
     mixture: tuple[MixturePart, ...] = ()
     """name = "mixture": its tasks, as tables `[[task.mixture]]` with the keys name, train, test, options, limit,
     held_out_limit, label (its name in prompt keys and reward parts) and weight (its share of an epoch)."""
+    phases: tuple[Phase, ...] = ()
+    """Other rewards at first, as tables `[[task.phases]]`: of responses that were begun with a policy version below
+    `until`, the reward is the sum of `weights`, such as `{ reward_model = 0.5 }`, times the parts of the reward, of
+    which `reward` is the whole (docs/rewards.md)."""
     template: Literal["auto", "chat", "raw"] = "auto"
     """How prompts are rendered. chat: by the model's chat template, a text as one message of the user; raw: as they
     are; auto: chat for a prompt with messages if the tokenizer has a chat template, raw otherwise (docs/prompts.md)."""
@@ -109,6 +124,13 @@ class TaskSection(TaskSource):
         if len({part.weight is None for part in self.mixture}) > 1:
             raise ValueError("task.mixture: give every task a weight, or none")
         return self
+
+    @field_validator("phases")
+    @classmethod
+    def _check_phases(cls, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+        if any(later.until <= one.until for one, later in pairwise(phases)):
+            raise ValueError("task.phases: give each phase a larger `until` than the one before")
+        return phases
 
     @field_validator("truncated", mode="before")
     @classmethod

@@ -15,6 +15,7 @@ MAX_LEASES = 1 << 12
 # Characters of a prompt's text: a longer one is cut, since people read it and nothing is computed from it.
 MAX_PROMPT_TEXT = 1 << 16
 MAX_REWARD_PARTS = 64
+MAX_PHASES = 64
 MAX_METRICS = 64
 MAX_REASON = 1000
 MAX_CLIENTS = 1024

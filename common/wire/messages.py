@@ -21,6 +21,7 @@ from tba.common.wire.fields import (
     LARGEST_REWARD,
     MAX_CLIENTS,
     MAX_LEASES,
+    MAX_PHASES,
     MAX_PUT_ROWS,
     MAX_REASON,
     MAX_ROWS,
@@ -108,7 +109,8 @@ class Visit(Message, frozen=True, omit_defaults=True):
 class Sampling(Message, frozen=True, omit_defaults=True):
     """The settings that a response was sampled with. `top_k` 0 keeps all tokens.
 
-    `guided` is how many tokens of a demonstration the response begins with, None without `search.guided`.
+    `guided` is how many tokens of a demonstration the response begins with, None without `search.guided`. `phase` is
+    the number of the entry of `task.phases` whose reward it has, from 0.
     """
 
     temperature: Temperature
@@ -116,6 +118,7 @@ class Sampling(Message, frozen=True, omit_defaults=True):
     top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     guided: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    phase: Annotated[int, Meta(ge=0, le=MAX_PHASES)] | None = None
 
 
 class ArrayCounts(Message, frozen=True):

@@ -55,7 +55,7 @@ from tba.searcher.weights.fetch import Progress
 log = get_logger(__name__)
 
 # Keys of [task] that change neither prompts nor scores, or are part of the prompts' own hash.
-_NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency"}
+_NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency", "phases"}
 _OF_CLASSIFIER, _OF_SERVER = {"path", "weight", "template"}, {"url", "api", "served_model"}
 _NOT_MEASURED = {"at_end", "gpu", "stored_responses"}
 _REFERENCE_ROWS = 256

@@ -6,7 +6,7 @@ import hashlib
 import math
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ _ERROR_CHARACTERS = 2_000
 # The reward model adds one.
 _MAX_PARTS = MAX_REWARD_PARTS - 1
 _MAX_NAME = 100
+# The part of the reward, among those of a phase, that is the reward without phases.
+WHOLE = "reward"
 _DIGEST_BYTES = 8
 
 
@@ -95,7 +97,7 @@ class Group:
     """The responses to one visit of a prompt. `done` holds the finished rows, `size` of them in the end.
 
     All have this `metadata`. Those of a guided group begin with the tokens of `prefix`, which may be none; that of a
-    plain group is None.
+    plain group is None. `version` is that of the policy when the visit began.
     """
 
     visit: Visit
@@ -104,6 +106,7 @@ class Group:
     size: int
     metadata: dict[str, Any] = field(default_factory=dict)
     prefix: Int32 | None = None
+    version: int = 0
     done: list[Trajectory] = field(default_factory=list)
 
 
@@ -136,6 +139,26 @@ def origin_of(task: Task, prompt: Prompt, method: str = "") -> str:
 def failed(reason: str, origin: str = "reward") -> tuple[Reward, str]:
     """The reward and the error of a response that could not be scored."""
     return Reward(0.0, {}), storable(f"{origin}: {reason}"[:_ERROR_CHARACTERS])
+
+
+def phased(scored: Scored, weights: Mapping[str, float]) -> Scored:
+    """Return a response with the reward of its phase (`task.phases`), and the reward without phases as a part.
+
+    It gets an error if it has not all of the parts, or the sum is beyond what a row holds.
+    """
+    if scored.error is not None:
+        return scored
+    parts = scored.reward.parts | {WHOLE: scored.reward.total}
+    problem, total = "", 0.0
+    if missing := sorted(weights.keys() - parts.keys()):
+        problem = f"the response has no part {missing[0]}, only {', '.join(parts)}"
+    else:
+        total = sum(weight * parts[name] for name, weight in weights.items())
+        if len(parts) > MAX_REWARD_PARTS or abs(total) > LARGEST_REWARD:
+            problem = f"a reward of {total:g} with {len(parts)} parts is beyond what a row holds"
+    if problem:
+        return Scored(scored.ticket, scored.text, *failed(f"task.phases: {problem}"), error_kind="reward")
+    return replace(scored, reward=Reward(total, parts))
 
 
 def timed_out(seconds: float) -> str:

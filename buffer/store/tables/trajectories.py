@@ -166,22 +166,22 @@ class Trajectories:
             for id_, key, parts, turns in rows
         }
 
-    def blocks(self, run: Run) -> Iterator[tuple[int, int | None, tuple[Sequence[Any], ...]]]:
-        """Yield (prompt, guided, columns) of all trajectories that may be sampled, oldest first.
+    def blocks(self, run: Run) -> Iterator[tuple[tuple[int, int | None, int | None], tuple[Sequence[Any], ...]]]:
+        """Yield ((prompt, guided, phase), columns) of all trajectories that may be sampled, oldest first.
 
         The columns are id, the version that the staleness counts from, reward, dedup_hash, trained, payload_bytes: at
         most `_BLOCK_ROWS` rows.
         """
         query = """
-        SELECT t.prompt, json_extract(t.sampling, '$.guided'), t.id,
+        SELECT t.prompt, json_extract(t.sampling, '$.guided'), json_extract(t.sampling, '$.phase'), t.id,
                CASE WHEN t.policy_version < 0 AND json_type(t.metadata, '$.imported_version') IS NULL
                    THEN json_extract(t.metadata, '$.newest_version') ELSE t.policy_version END, t.reward, t.dedup_hash,
                EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id), t.payload_bytes
         FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"""
-        for (prompt, guided), all_rows in groupby(self._database.each(query, run.id), itemgetter(0, 1)):
+        for parts, all_rows in groupby(self._database.each(query, run.id), itemgetter(0, 1, 2)):
             while rows := list(islice(all_rows, _BLOCK_ROWS)):
-                _, _, *columns = zip(*rows, strict=True)
-                yield prompt, guided, tuple(columns)
+                _, _, _, *columns = zip(*rows, strict=True)
+                yield parts, tuple(columns)
 
     def answers(self, run: Run) -> Iterator[tuple[int, int, float, int | None]]:
         """Yield (prompt, policy_version, reward, guided) of all trajectories without an error, oldest first."""

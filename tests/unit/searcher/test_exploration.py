@@ -170,7 +170,8 @@ def make():
         renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ())
         generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, SAMPLES)
         episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
-        scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes)
+        phases = config.task.phases
+        scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes, phases=phases)
         return Pipeline(generation, scoring, delivery), scoring, delivery
 
     yield make
@@ -242,3 +243,41 @@ def test_a_response_that_was_cut_off_is_scored_penalised_or_left_out_of_training
         assert {(row.error or "")[:50] for row in rows} == {(error or "")[:50] if stop_reason == "length" else ""}
         assert {row.error_kind for row in rows} == {"masked" if error and stop_reason == "length" else None}
         assert scoring.errors == 0
+
+
+PHASES = [{"until": 2, "weights": {"format": 0.5, "reward": 4.0}}, {"until": 5, "weights": {"correct": -1.0}}]
+
+
+@pytest.mark.parametrize(("version", "phase"), [(0, 0), (1, 0), (2, 1), (4, 1), (5, None)])
+def test_the_rewards_of_a_group_are_those_of_the_phase_in_which_its_visit_began(make, version, phase):
+    engine = FakeEngine()
+    engine.weights_version = version
+    pipeline, _, delivery = make(engine, FakeTokenizer(), phases=PHASES)
+    prompts = ArithmeticTask().prompts()
+    right = next(prompt for prompt in prompts if prompt.answer == "85")
+    wrong = next(prompt for prompt in prompts if prompt.answer != "85")
+    pipeline.submit(Visit(lease=n, epoch=0, prompt_key=one.key) for n, one in enumerate((right, wrong), 1))
+    engine.weights_version = 9
+    pipeline.step(generate=True, wait_seconds=0.0)
+    found = {lease: [row.reward for row in rows] for lease, rows in delivery.groups}
+    # By hand: "85" has the format, and is right for one of the prompts.
+    by_hand = {0: (0.5 + 4.0, 0.5), 1: (-1.0, 0.0), None: (1.0, 0.0)}
+    assert found == {1: [by_hand[phase][0]] * SAMPLES, 2: [by_hand[phase][1]] * SAMPLES}
+    for lease, rows in delivery.groups:
+        own = {} if phase is None else {"reward": float(lease == 1)}
+        assert [row.reward_parts for row in rows] == [{"correct": float(lease == 1), "format": 1.0} | own] * SAMPLES
+        assert {row.sampling.get("phase") for row in rows} == {phase}
+
+
+def test_a_part_that_a_response_does_not_have_is_an_error_of_its_row(make):
+    pipeline, _, delivery = make(FakeEngine(), FakeTokenizer(), phases=[{"until": 1, "weights": {"judge": 1.0}}])
+    pipeline.submit(visits(1))
+    pipeline.step(generate=True, wait_seconds=0.0)
+    ((_, rows),) = delivery.groups
+    assert {row.error_kind for row in rows} == {"reward"}
+    assert all("the response has no part judge" in row.error for row in rows)
+
+
+def test_phases_end_one_after_the_other():
+    with pytest.raises(ConfigError, match="give each phase a larger `until`"):
+        resolve(None, environment={}, assignments=["task.phases=[{until=3,weights={a=1}},{until=3,weights={a=2}}]"])

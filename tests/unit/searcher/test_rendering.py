@@ -35,6 +35,8 @@ QUESTION = "What is 2 + 3?"
 class RecordingEngine:
     """Keeps the token ids of its prompts."""
 
+    weights_version = 0
+
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
 

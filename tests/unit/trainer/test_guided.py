@@ -275,6 +275,20 @@ def test_pass_rates_and_contexts_of_guided_responses_are_their_own_also_after_a_
     assert ask("SELECT SUM(trajectories), MAX(mean_reward) FROM lengths") == [(1, 0.0)]
 
 
+def test_no_group_mixes_rewards_of_two_phases_also_after_a_restart(harness, tmp_path):
+    path = tmp_path / "buffer.sqlite"
+    buffer = harness(path, fill=(1, 0))
+    samplings = [{"temperature": 1.0, "top_p": 1.0} | more for more in ({"phase": 0}, {"phase": 1, "guided": 1}, {})]
+    rows = [make_trajectory("p0", lease=0, tokens=[n], sampling=samplings[n % 3], reward=n % 3) for n in range(6)]
+    buffer.put(rows, 0)
+    rewards = buffer.sample(0, prompts=3, samples=2).message.reward
+    assert sorted(rewards[::2]) == [0, 1, 2]
+    assert rewards[::2] == rewards[1::2]
+    contexts = sorted(buffer.service.state.index.prompts())
+    buffer.store.close()
+    assert sorted(harness(path).service.state.index.prompts()) == contexts
+
+
 def test_guided_answers_solve_no_prompt_and_answers_of_no_policy_of_the_run_do_not_count():
     curriculum = Curriculum(CurriculumSection(answers=4, solved=1.0, revisit_every=1000), guided=True)
     curriculum.note(7, [0] * 6, [0.0, 1.0, 1.0, 1.0, 1.0, 1.0], guided=True)

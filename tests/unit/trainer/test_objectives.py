@@ -203,8 +203,8 @@ def test_loss_and_gradient_equal_an_independent_implementation(name, keys, seed)
     expected = independent(name, responses, stale=bool(keys))
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     leaves = [responses.logprob_R, not_none(responses.log_z_bK), not_none(responses.value_R)]
-    loss = objective(name, **keys).loss(responses, BETA)
-    for found, same in zip(gradients(loss, leaves), gradients(expected, leaves), strict=True):
+    found_loss = objective(name, **keys).loss(responses, BETA)
+    for found, same in zip(gradients(found_loss, leaves), gradients(expected, leaves), strict=True):
         assert torch.allclose(found, same, atol=1e-13, rtol=1e-11)
     assert gradient.abs().max() > 1e-4
 

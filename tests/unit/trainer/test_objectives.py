@@ -394,8 +394,8 @@ def test_a_kl_in_the_reward_changes_the_gradient(kl):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reference_is_needed_where_the_loss_depends_on_it(name):
     responses = case()
-    unknown = {name: torch.full_like(getattr(responses, name), math.nan) for name in ("reference_bK", "reference_R")}
-    unknown = replace(responses, **unknown)
+    unknown_bK, unknown_R = torch.full_like(responses.reference_bK, math.nan), responses.logprob_R.detach() * math.nan
+    unknown = replace(responses, reference_bK=unknown_bK, reference_R=unknown_R)
     loss, _ = loss_and_gradient(name, unknown)
     assert math.isnan(loss) is objective(name).needs_reference
 

@@ -121,7 +121,6 @@ PANELS = {
         {
             FRESH: {},
             "teacher": {"teacher": TEACHER},
-            "teacher, beta 1000 times": {"teacher": TEACHER, "beta": 1000.0},
             "teacher, D = 64": {"teacher": TEACHER, "staleness": 64},
         },
         ("tb", "tb_stale", "distill"),

@@ -61,7 +61,7 @@ def kept_ids(index: SamplingIndex) -> list[int]:
 
 
 @pytest.mark.parametrize(("keep", "newest"), [("reservoir", 0), ("both", 8)])
-def test_what_stays_of_the_run_is_a_uniform_sample_of_whole_visits_beside_the_newest(keep, newest):
+def test_what_stays_of_the_run_is_a_uniform_sample_of_whole_visits_and_the_newest(keep, newest):
     counts = np.zeros(40, int)
     for seed in range(400):
         kept = kept_ids(visits(40, seed=seed, max_trajectories=16, keep=keep))

@@ -71,6 +71,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
     # At several temperatures, with demonstrations and kept tokens: `make_batch`.
     "stale": ({"name": "tb_stale", "learning_rate_by_ess": True, "micro_batch_tokens": 40}, 5),
     "stale_tba_prime": ({"name": "tba_prime", "sharding": "all"}, 3),
+    "distill": ({"name": "distill", "micro_batch_tokens": 40}, 4),
     "transposed": ({"transpose": True}, 3),
     "lora_half": ({"autocast": True, "double": False, "lora": LoraSection(rank=2)}, 4),
 }

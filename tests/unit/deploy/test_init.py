@@ -58,7 +58,7 @@ def test_every_file_is_valid_and_keeps_what_was_answered(tmp_path, devices):
     config = resolve(file).config
     assert (config.model.path, config.task.train) == ('a "b"\\c', "t.jsonl")
     assert (config.search.gpus, config.train.gpu) == devices
-    assert config.buffer.samples_per_insert == "unbounded"
+    assert config.buffer.samples_per_insert == 2
     # On a shared GPU, less than a half of the memory is for the engine.
     assert (config.search.gpu_memory_utilization < 0.5) == (devices == ("0", "0"))
 

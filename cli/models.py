@@ -44,7 +44,7 @@ def evaluate(
     config: ConfigFile = None,
     sets: Sets = None,
     snapshot: Annotated[
-        Path | None, typer.Option(help="One snapshot directory; by default the newest of the run.")
+        Path | None, typer.Option(help="A snapshot or model directory; by default the newest of the run.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All snapshots that the run has kept.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Also those that were evaluated already.")] = False,
@@ -56,7 +56,8 @@ def evaluate(
 ) -> None:
     """Evaluate snapshots on the held-out prompts. What was evaluated with these prompts and settings is only shown."""
     options = ConfigOptions.of(file, config, sets)
-    resolve = options.resolve_run if snapshot is None else options.resolve
+    of_run = snapshot is None or (options.file is not None and options.file.is_dir())
+    resolve = options.resolve_run if of_run else options.resolve
     resolved = resolve({"search.gpus": "cpu" if cpu else None})
     from tba.buffer.store.recorded_work import refuse_other_work
     from tba.buffer.store.starts import as_recorded
@@ -80,10 +81,16 @@ def evaluate(
 
 
 def _evaluate(config: "Config", snapshot: Path | None, *, every: bool, again: bool) -> list[dict[str, Any]]:
-    """Evaluate snapshots. Each result goes to the run's eval.jsonl and to its database as soon as it is there."""
+    """Evaluate snapshots. Each result goes to the run's eval.jsonl and to its database as soon as it is there.
+
+    That of a model directory is only returned.
+    """
     from tba.buffer.tools.record_evaluation import record_evaluation
     from tba.common.evaluations import all_evaluations, is_measured, key_of, record_evaluations
+    from tba.common.run_snapshots import is_model_directory
 
+    if snapshot is None:
+        _need_snapshots(config)
     device = _choose_device(config)
     from tba.searcher.evaluation.evaluator import evaluate_snapshots
 
@@ -100,7 +107,8 @@ def _evaluate(config: "Config", snapshot: Path | None, *, every: bool, again: bo
             rows.append({name: value for name, value in row.items() if name != "responses"})
             if not (is_new or every):
                 note(f"v{row['version']} is evaluated already: --again repeats it")
-            if is_new:
+            # A model that is no version of the run is not in its curve.
+            if is_new and not (snapshot is not None and is_model_directory(snapshot)):
                 record_evaluations(config.run.dir, [row])
                 if not sys.stderr.isatty():
                     note(f"v{row['version']} is evaluated, in {row['seconds']:.0f} s")
@@ -120,6 +128,14 @@ def _check_measured(rows: list[dict[str, Any]]) -> None:
     if versions:
         what = "; ".join(f"{', '.join(named)} not measured: {reason}" for reason, named in versions.items())
         raise TbaError(f"{what}; mend what fails, then `tba eval --all` repeats this")
+
+
+def _need_snapshots(config: "Config") -> None:
+    """Raise UsageError if a run has no snapshots: a run that does not exist is named before a GPU that is missing."""
+    from tba.common.run_snapshots import weights_directory
+    from tba.common.weights.snapshot import choose_snapshots
+
+    choose_snapshots(config.snapshots, weights_directory(config), None, every=False)
 
 
 def _choose_device(config: "Config") -> str:
@@ -238,6 +254,8 @@ def _what_generates(options: ConfigOptions, model: Path | None, *, cpu: bool) ->
     start_process("generate", level="WARNING", drains=False)
     need("torch", "train")
     config = _with_installed_engine(config, chosen="search.engine" in resolved.origins)
+    if model is None:
+        _need_snapshots(config)
     return config, _choose_device(config)
 
 

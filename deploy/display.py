@@ -87,11 +87,9 @@ class Eta:
 def summary_line(facts: Facts, status: Status, steps: int, remaining: float | None) -> str:
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
-    parts += [
-        f"{status.puts_per_second:,.0f} trajectories/s",
-        _searchers_at(status),
-        f"left {duration(remaining)}",
-    ]
+    parts += [_arriving(status), _searchers_at(status)]
+    if remaining is not None:
+        parts.append(f"left {duration(remaining)}")
     trainer = last_trainer(status)
     if trainer is not None:
         parts += filter(None, [status.no_recent_data, trainer.reason, trainer.warning])
@@ -99,6 +97,11 @@ def summary_line(facts: Facts, status: Status, steps: int, remaining: float | No
     if not status.step or status.trainer_waits_for or state.name != "running" or facts.status is None:
         return f"{parts[0]}  {state.sentence}"
     return printable("  ".join(parts))
+
+
+def _arriving(status: Status) -> str:
+    rate = f"{status.puts_per_second:,.0f}"
+    return f"{rate} trajectories/s" if rate != "0" else "few or no trajectories arrive"
 
 
 def _trainer_metrics(status: Status) -> list[str]:
@@ -203,7 +206,7 @@ def _numbers(status: Status, width: int) -> Text:
     """Return the figures of a run, in lines of at most `width` characters that break between two figures."""
     parts = [
         *_trainer_metrics(status),
-        f"{status.puts_per_second:,.0f} trajectories/s",
+        _arriving(status),
         f"{status.trajectories:,} in the buffer",
         f"{status.database_bytes / 2**20:.1f} MiB",
         _epoch(status),

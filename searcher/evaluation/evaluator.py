@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tba.common.clock import SystemClock
-from tba.common.config import Config
+from tba.common.config import Config, LoraSection
 from tba.common.errors import SnapshotError, TaskError
 from tba.common.evaluations import Row
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
-from tba.common.run_snapshots import pin_newest, weights_directory
+from tba.common.run_snapshots import is_model_directory, pin_newest, weights_directory
 from tba.common.system.durable import sha256_of
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
@@ -212,8 +212,25 @@ class Evaluator:
 
         Returns None if `report` returned False. Raises SnapshotError if the engine refuses the snapshot.
         """
-        manifest, started = snapshot.manifest, time.monotonic()
-        doing, total = f"v{manifest.version}", len(self.answering.questions)
+
+        def load() -> None:
+            with contextlib.ExitStack() as refused:
+                refused.callback(pinned.release)
+                self.engine.load_weights(snapshot)
+                refused.pop_all()
+            # Until then the one before stays pinned: the engine reads it again after an error.
+            self.serving.pop_all().close()
+            self.serving.callback(pinned.release)
+
+        manifest = snapshot.manifest
+        about = {"run": manifest.run, "version": manifest.version, "step": manifest.step}
+        return self.evaluate_as(about, f"v{manifest.version}", report, load)
+
+    def evaluate_as(
+        self, about: Row, doing: str, report: Report, load: Callable[[], None] = lambda: None
+    ) -> Row | None:
+        """Call `load`, and return the evaluation of what the engine then serves, which `about` names; None as above."""
+        started, total = time.monotonic(), len(self.answering.questions)
 
         def step(finished: int) -> bool:
             watchdog.beat(warm=finished > 0)
@@ -225,20 +242,14 @@ class Evaluator:
         try:
             # The weights are read here, not in another thread as in a searcher, so a load has four times as long.
             watchdog.beat(warm=False)
-            with contextlib.ExitStack() as refused:
-                refused.callback(pinned.release)
-                self.engine.load_weights(snapshot)
-                refused.pop_all()
-            # Until then the one before stays pinned: the engine reads it again after an error.
-            self.serving.pop_all().close()
-            self.serving.callback(pinned.release)
+            load()
             answers = self.answering.answer(step)
         finally:
             watchdog.stop()
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         if answers is None or measured is None:
             return None
-        row = self._row(manifest, measured, time.monotonic() - started)
+        row = about | self._row(measured, time.monotonic() - started)
         return row | {"responses": for_storage(self.texts, self.subject.prompts, answers)}
 
     def _measure(self, answers: Sequence[Trajectory], go_on: Callable[[], bool]) -> measure.Measured | None:
@@ -263,11 +274,8 @@ class Evaluator:
             measure.measure_diversity(measured, groups, self.embed, tasks=tasks, go_on=go_on)
         return measured if go_on() else None
 
-    def _row(self, manifest: Manifest, measured: measure.Measured, seconds: float) -> Row:
+    def _row(self, measured: measure.Measured, seconds: float) -> Row:
         return {
-            "run": manifest.run,
-            "version": manifest.version,
-            "step": manifest.step,
             "prompts": len(self.subject.prompts),
             "prompt_set": self.subject.prompt_set,
             "settings": self.subject.settings,
@@ -300,10 +308,12 @@ def open_evaluator(
     name: str,
     stop: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
+    served: Config | None = None,
 ) -> Iterator[tuple[Evaluator, SnapshotAssembler]]:
     """Start everything that evaluations need, and the assembler of their snapshots. Frees it at the end of the block.
 
-    `progress` is that of snapshots that are fetched.
+    `progress` is that of snapshots that are fetched. `served` has the model that the engine starts with, if that is not
+    the one of `config`, which is the reference.
     Raises ConfigError for a model or task that cannot be loaded.
     """
     with contextlib.ExitStack() as ending:
@@ -316,7 +326,7 @@ def open_evaluator(
         # Entered before the engine, so released after it: the engine may read the files of the weights it serves.
         serving = ending.enter_context(contextlib.ExitStack())
         prompt_tokens = mean_tokens(subject.prompts, subject.renderer)
-        engine = make_engine(config, subject.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
+        engine = make_engine(served or config, subject.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
         ending.callback(engine.close)
         references = embed = None
         if config.eval.kl and config.eval.samples:
@@ -352,11 +362,21 @@ def evaluate_snapshots(
 ) -> Iterator[tuple[Row, bool]]:
     """Evaluate the named snapshot, every snapshot that a run has kept, or its newest one, with a single engine.
 
+    A model directory may be named too.
+
     Yields each evaluation, and whether it is new: those in `known` are not repeated, and come first.
     Each snapshot is verified, and a delta is assembled to complete weights. The trainer may be running: snapshots that
     it deletes meanwhile are left out, and the newest one is chosen when the engine is ready. Raises UsageError if there
     is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts.
     """
+    if named is not None and is_model_directory(named):
+        model = config.model.model_copy(update={"path": str(named)})
+        served = config.model_copy(update={"model": model, "lora": LoraSection()})
+        with open_evaluator(config, read_subject(served), device=device, name="eval", served=served) as (evaluator, _):
+            about = {"run": str(named), "version": 0, "step": 0}
+            if (row := evaluator.evaluate_as(about, str(named), report)) is not None:
+                yield row, True
+        return
     # First, so that a mistake in the arguments is reported before the engine starts, which may take minutes.
     paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
     subject, count, new = read_subject(config), len(paths), []

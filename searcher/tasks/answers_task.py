@@ -61,7 +61,8 @@ class AnswersTask(RowsTask):
         if grade not in _READERS:
             raise TaskError(f"task answers: task.options.grade = {grade!r}: use one of {', '.join(_READERS)}")
         self._grade, self._format = grade, format
-        columns = ((prompt,) if prompt else _PROMPT_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
+        names = (prompt,) if prompt else _PROMPT_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS
+        columns = [*zip(("prompt", "answer"), names, strict=True)]
         self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:

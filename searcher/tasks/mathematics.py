@@ -56,7 +56,8 @@ class MathTask(RowsTask):
     ) -> None:
         math_verify()
         self._template = prompt
-        columns = ((problem,) if problem else _PROBLEM_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
+        names = (problem,) if problem else _PROBLEM_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS
+        columns = [*zip(("problem", "answer"), names, strict=True)]
         self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
 
     def check(self) -> None:

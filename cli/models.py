@@ -89,9 +89,7 @@ def _evaluate(config: "Config", snapshot: Path | None, *, every: bool, again: bo
     from tba.common.evaluations import all_evaluations, is_measured, key_of, record_evaluations
     from tba.common.run_snapshots import is_model_directory
 
-    if snapshot is None:
-        _need_snapshots(config)
-    device = _choose_device(config)
+    device = _choose_device(config, needs_run=snapshot is None)
     from tba.searcher.evaluation.evaluator import evaluate_snapshots
 
     earlier = [] if again else all_evaluations(config.run.dir)
@@ -130,18 +128,17 @@ def _check_measured(rows: list[dict[str, Any]]) -> None:
         raise TbaError(f"{what}; mend what fails, then `tba eval --all` repeats this")
 
 
-def _need_snapshots(config: "Config") -> None:
-    """Raise UsageError if a run has no snapshots: a run that does not exist is named before a GPU that is missing."""
+def _choose_device(config: "Config", *, needs_run: bool = False) -> str:
+    """Return the device of one engine. On a GPU this process sees no other.
+
+    Raises UsageError with `needs_run` if the run has no snapshots: that matters more than a GPU that is missing.
+    """
     from tba.common.run_snapshots import weights_directory
+    from tba.common.system.devices import CPU, choose_and_pin
     from tba.common.weights.snapshot import choose_snapshots
 
-    choose_snapshots(config.snapshots, weights_directory(config), None, every=False)
-
-
-def _choose_device(config: "Config") -> str:
-    """Return the device of one engine. On a GPU this process sees no other."""
-    from tba.common.system.devices import CPU, choose_and_pin
-
+    if needs_run:
+        choose_snapshots(config.snapshots, weights_directory(config), None, every=False)
     if config.search.gpus == CPU:
         return CPU
     choose_and_pin(config.search.gpus, "search.gpus", most=config.search.tensor_parallel)
@@ -254,9 +251,7 @@ def _what_generates(options: ConfigOptions, model: Path | None, *, cpu: bool) ->
     start_process("generate", level="WARNING", drains=False)
     need("torch", "train")
     config = _with_installed_engine(config, chosen="search.engine" in resolved.origins)
-    if model is None:
-        _need_snapshots(config)
-    return config, _choose_device(config)
+    return config, _choose_device(config, needs_run=model is None)
 
 
 def _with_installed_engine(config: "Config", *, chosen: bool) -> "Config":

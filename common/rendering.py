@@ -298,9 +298,9 @@ class PromptRenderer:
     def unknown_tokens(self, prompts: Sequence[Content], model: str) -> str:
         """Return a warning if the tokenizer of `model` does not know a quarter of the first prompt or more, else ""."""
         ids, unknown = self.ids(prompts[0]) if prompts else [], self.tokenizer.unk_token_id
-        count = ids.count(unknown) if unknown is not None else 0
+        count = sum(id_ == unknown for id_ in ids)
         # Some tokenizers name their end token for both.
-        if not count or 4 * count < len(ids) or unknown in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+        if not 4 * count >= len(ids) > 0 or unknown in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             return ""
         return (
             f"{count} of {len(ids)} tokens of the first prompt are unknown to the tokenizer of {model}, so the model "

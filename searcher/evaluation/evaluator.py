@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tba.common.clock import SystemClock
-from tba.common.config import Config, LoraSection
+from tba.common.config import Config
 from tba.common.errors import SnapshotError, TaskError
 from tba.common.evaluations import Row
 from tba.common.log import get_logger
@@ -26,7 +26,7 @@ from tba.common.system.durable import sha256_of
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.node_store import PinnedSnapshot
-from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
+from tba.common.weights.snapshot import MANIFEST, Canary, Manifest, Snapshot, choose_snapshots, read
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import MAX_RESPONSES, MAX_STORED_TEXT, Visit, WeightsRef
@@ -207,30 +207,16 @@ class Evaluator:
     embed: measure.Embed | None
     serving: contextlib.ExitStack
 
-    def evaluate(self, snapshot: Snapshot, pinned: PinnedSnapshot, report: Report = lambda *_: True) -> Row | None:
+    def evaluate(
+        self, snapshot: Snapshot, pinned: PinnedSnapshot | None, report: Report = lambda *_: True
+    ) -> Row | None:
         """Load a snapshot, which stays pinned until the next one is loaded, and return its evaluation.
 
+        Without `pinned` it is what the engine has started with.
         Returns None if `report` returned False. Raises SnapshotError if the engine refuses the snapshot.
         """
-
-        def load() -> None:
-            with contextlib.ExitStack() as refused:
-                refused.callback(pinned.release)
-                self.engine.load_weights(snapshot)
-                refused.pop_all()
-            # Until then the one before stays pinned: the engine reads it again after an error.
-            self.serving.pop_all().close()
-            self.serving.callback(pinned.release)
-
-        manifest = snapshot.manifest
-        about = {"run": manifest.run, "version": manifest.version, "step": manifest.step}
-        return self.evaluate_as(about, f"v{manifest.version}", report, load)
-
-    def evaluate_as(
-        self, about: Row, doing: str, report: Report, load: Callable[[], None] = lambda: None
-    ) -> Row | None:
-        """Call `load`, and return the evaluation of what the engine then serves, which `about` names; None as above."""
-        started, total = time.monotonic(), len(self.answering.questions)
+        manifest, started = snapshot.manifest, time.monotonic()
+        doing, total = f"v{manifest.version}", len(self.answering.questions)
 
         def step(finished: int) -> bool:
             watchdog.beat(warm=finished > 0)
@@ -242,14 +228,21 @@ class Evaluator:
         try:
             # The weights are read here, not in another thread as in a searcher, so a load has four times as long.
             watchdog.beat(warm=False)
-            load()
+            if pinned is not None:
+                with contextlib.ExitStack() as refused:
+                    refused.callback(pinned.release)
+                    self.engine.load_weights(snapshot)
+                    refused.pop_all()
+                # Until then the one before stays pinned: the engine reads it again after an error.
+                self.serving.pop_all().close()
+                self.serving.callback(pinned.release)
             answers = self.answering.answer(step)
         finally:
             watchdog.stop()
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         if answers is None or measured is None:
             return None
-        row = about | self._row(measured, time.monotonic() - started)
+        row = self._row(manifest, measured, time.monotonic() - started)
         return row | {"responses": for_storage(self.texts, self.subject.prompts, answers)}
 
     def _measure(self, answers: Sequence[Trajectory], go_on: Callable[[], bool]) -> measure.Measured | None:
@@ -274,8 +267,11 @@ class Evaluator:
             measure.measure_diversity(measured, groups, self.embed, tasks=tasks, go_on=go_on)
         return measured if go_on() else None
 
-    def _row(self, measured: measure.Measured, seconds: float) -> Row:
+    def _row(self, manifest: Manifest, measured: measure.Measured, seconds: float) -> Row:
         return {
+            "run": manifest.run,
+            "version": manifest.version,
+            "step": manifest.step,
             "prompts": len(self.subject.prompts),
             "prompt_set": self.subject.prompt_set,
             "settings": self.subject.settings,
@@ -312,8 +308,7 @@ def open_evaluator(
 ) -> Iterator[tuple[Evaluator, SnapshotAssembler]]:
     """Start everything that evaluations need, and the assembler of their snapshots. Frees it at the end of the block.
 
-    `progress` is that of snapshots that are fetched. `served` has the model that the engine starts with, if that is not
-    the one of `config`, which is the reference.
+    `progress` is that of snapshots that are fetched. `served` names another model than `config` for the engine.
     Raises ConfigError for a model or task that cannot be loaded.
     """
     with contextlib.ExitStack() as ending:
@@ -360,21 +355,18 @@ def evaluate_snapshots(
     known: Mapping[tuple[Any, ...], Row],
     report: Report,
 ) -> Iterator[tuple[Row, bool]]:
-    """Evaluate the named snapshot, every snapshot that a run has kept, or its newest one, with a single engine.
+    """Evaluate the named snapshot or model directory, every snapshot that a run has kept, or its newest one.
 
-    A model directory may be named too.
-
-    Yields each evaluation, and whether it is new: those in `known` are not repeated, and come first.
-    Each snapshot is verified, and a delta is assembled to complete weights. The trainer may be running: snapshots that
-    it deletes meanwhile are left out, and the newest one is chosen when the engine is ready. Raises UsageError if there
-    is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts.
+    One engine evaluates all. Yields each evaluation, and whether it is new: those in `known` are not repeated, and come
+    first. Each snapshot is verified, and a delta is assembled to complete weights. The trainer may be running: those
+    that it deletes meanwhile are left out, and the newest one is chosen when the engine is ready. Raises UsageError if
+    there is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts.
     """
     if named is not None and is_model_directory(named):
-        model = config.model.model_copy(update={"path": str(named)})
-        served = config.model_copy(update={"model": model, "lora": LoraSection()})
+        served = config.model_copy(update={"model": config.model.model_copy(update={"path": str(named)})})
         with open_evaluator(config, read_subject(served), device=device, name="eval", served=served) as (evaluator, _):
-            about = {"run": str(named), "version": 0, "step": 0}
-            if (row := evaluator.evaluate_as(about, str(named), report)) is not None:
+            own = Snapshot(named, Manifest(str(named), 0, 0, 0.0, {}, Canary([], [])), [])
+            if (row := evaluator.evaluate(own, None, report)) is not None:
                 yield row, True
         return
     # First, so that a mistake in the arguments is reported before the engine starts, which may take minutes.

@@ -171,7 +171,7 @@ def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None
     failed = {finding.check: finding.detail for finding in findings if finding.result == "fail"}
     if failed:
         elsewhere = "; --assume 8x80 describes the run on another node" if "gpus" in failed and not assume else ""
-        reasons = "".join(f"\n{check}: {detail}" for check, detail in failed.items())
+        reasons = "".join(f"\n{detail}" for detail in dict.fromkeys(failed.values()))
         raise ConfigError(f"this run would not start: {', '.join(failed)} (nothing was started{elsewhere}){reasons}")
     unchecked = [finding.check for finding in findings if finding.result == "unchecked"]
     typer.echo("this run would start" + (f"; not checked: {', '.join(unchecked)}" if unchecked else ""))

@@ -87,7 +87,9 @@ class Eta:
 def summary_line(facts: Facts, status: Status, steps: int, remaining: float | None) -> str:
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
-    parts += [_arriving(status), _searchers_at(status)]
+    rate = status.puts_per_second
+    arriving = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    parts += [f"{arriving} trajectories/s" if rate else "no new trajectories", _searchers_at(status)]
     if remaining is not None:
         parts.append(f"left {duration(remaining)}")
     trainer = last_trainer(status)
@@ -97,11 +99,6 @@ def summary_line(facts: Facts, status: Status, steps: int, remaining: float | No
     if not status.step or status.trainer_waits_for or state.name != "running" or facts.status is None:
         return f"{parts[0]}  {state.sentence}"
     return printable("  ".join(parts))
-
-
-def _arriving(status: Status) -> str:
-    rate = f"{status.puts_per_second:,.0f}"
-    return f"{rate} trajectories/s" if rate != "0" else "few or no trajectories arrive"
 
 
 def _trainer_metrics(status: Status) -> list[str]:
@@ -206,7 +203,7 @@ def _numbers(status: Status, width: int) -> Text:
     """Return the figures of a run, in lines of at most `width` characters that break between two figures."""
     parts = [
         *_trainer_metrics(status),
-        _arriving(status),
+        f"{status.puts_per_second:,.0f} trajectories/s",
         f"{status.trajectories:,} in the buffer",
         f"{status.database_bytes / 2**20:.1f} MiB",
         _epoch(status),

@@ -61,9 +61,8 @@ class AnswersTask(RowsTask):
         if grade not in _READERS:
             raise TaskError(f"task answers: task.options.grade = {grade!r}: use one of {', '.join(_READERS)}")
         self._grade, self._format = grade, format
-        names = (prompt,) if prompt else _PROMPT_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS
-        columns = [*zip(("prompt", "answer"), names, strict=True)]
-        self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
+        columns = ((prompt,) if prompt else _PROMPT_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
+        self._load(train, test, columns, options=("prompt", "answer"), subset=subset, splits=(train_split, test_split))
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         """Return 1 for a finished response with one of the right answers, else 0."""

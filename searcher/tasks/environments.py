@@ -48,7 +48,7 @@ class ClassTask(RowsTask):
         self._kind = kind
         self._options = options
         self._rows: dict[str, tuple[dict[str, Any], str]] = {}
-        self._load(train, test, [("", _PROMPT_COLUMNS)])
+        self._load(train, test, [_PROMPT_COLUMNS])
 
     def environment(self, prompt: Prompt) -> Environment:
         """Return a new environment for the row of a prompt."""

@@ -33,7 +33,7 @@ class Gsm8kTask(RowsTask):
     name = "gsm8k"
 
     def __init__(self, train: str, test: str = "") -> None:
-        self._load(train, test, [("", ("question",)), ("", ("answer",))], subset=_SUBSET)
+        self._load(train, test, (("question",), ("answer",)), subset=_SUBSET)
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         found = last_number(response)

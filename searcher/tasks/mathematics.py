@@ -56,9 +56,8 @@ class MathTask(RowsTask):
     ) -> None:
         math_verify()
         self._template = prompt
-        names = (problem,) if problem else _PROBLEM_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS
-        columns = [*zip(("problem", "answer"), names, strict=True)]
-        self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
+        columns = ((problem,) if problem else _PROBLEM_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
+        self._load(train, test, columns, options=("problem", "answer"), subset=subset, splits=(train_split, test_split))
 
     def check(self) -> None:
         """Raise TaskError for a gold answer that math-verify cannot read: no response to it could be right."""

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,6 @@ from tba.common.rendering import message_of, variables_of
 from tba.searcher.tasks.task import ListedTask, Prompt
 
 log = get_logger(__name__)
-
-# The option of the task that names a column, "" if it has none, and the names that the column may have.
-Columns = tuple[str, Sequence[str]]
 
 
 def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
@@ -58,22 +56,24 @@ class RowsTask(ListedTask):
         self,
         train: str,
         test: str,
-        columns: Sequence[Columns],
+        columns: Sequence[Sequence[str]],
         *,
+        options: Sequence[str] = (),
         subset: str = "",
         splits: tuple[str, str] = ("train", "test"),
     ) -> None:
         """Read both files, or the splits of a hub data set. Raises TaskError with the place of a row, MissingExtra.
 
-        Of the names of each of `columns` a file has one, the first that its first row has, so that a column that is
-        empty in some rows is not replaced by another one there.
+        Of each group of `columns` a file has one, the first that its first row has, so that a column that is empty in
+        some rows is not replaced by another one there. `options` are those of the task that name them.
         """
+        self._options = options
         self.notes: list[str] = []
         self._prompts = self._read(train, splits[0], subset, columns)
         held_out = test or ("" if data_files.is_data_file(train) else train)
         self._held_out = self._read(held_out, splits[1], subset, columns) if held_out else []
 
-    def _read(self, source: str, split: str, subset: str, columns: Sequence[Columns]) -> list[Prompt]:
+    def _read(self, source: str, split: str, subset: str, columns: Sequence[Sequence[str]]) -> list[Prompt]:
         """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt."""
         found: dict[str, Prompt] = {}
         chosen: list[str] = []
@@ -82,7 +82,7 @@ class RowsTask(ListedTask):
             try:
                 if not isinstance(row, dict):
                     raise ValueError(f"a row is an object with named columns, and not {row!r:.60}")
-                chosen = chosen or [_column_of(row, *one) for one in columns]
+                chosen = chosen or [_column_of(row, *one) for one in zip_longest(columns, self._options, fillvalue="")]
                 prompt = self._prompt(row, *chosen)
             except ValueError as error:
                 raise TaskError(f"task {self.name}: {place}: {error}") from error
@@ -156,7 +156,7 @@ def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
     return [str(one) for one in values]
 
 
-def _column_of(row: Any, option: str, names: Sequence[str]) -> str:
+def _column_of(row: Any, names: Sequence[str], option: str) -> str:
     for name in names:
         if name in row or name.partition(".")[0] in row:
             return name

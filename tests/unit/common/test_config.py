@@ -329,7 +329,7 @@ def test_prompt_files_are_checked_only_for_a_task_that_reads_them():
         check_data(Config.model_validate({"task": keys | {"name": "gsm8k"}}).task)
 
 
-def test_a_directory_that_nobody_can_create_is_found_before_a_start():
+def test_a_directory_that_cannot_be_created_is_found_before_a_start():
     with pytest.raises(ConfigError, match=r"run\.dir /proc/x "):
         check_directories(Config.model_validate({"run": {"dir": "/proc/x"}}))
 

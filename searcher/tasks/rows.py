@@ -67,13 +67,13 @@ class RowsTask(ListedTask):
         Of each group of `columns` a file has one, the first that its first row has, so that a column that is empty in
         some rows is not replaced by another one there. `options` are those of the task that name them.
         """
-        self._options = options
+        named = [*zip_longest(columns, options, fillvalue="")]
         self.notes: list[str] = []
-        self._prompts = self._read(train, splits[0], subset, columns)
+        self._prompts = self._read(train, splits[0], subset, named)
         held_out = test or ("" if data_files.is_data_file(train) else train)
-        self._held_out = self._read(held_out, splits[1], subset, columns) if held_out else []
+        self._held_out = self._read(held_out, splits[1], subset, named) if held_out else []
 
-    def _read(self, source: str, split: str, subset: str, columns: Sequence[Sequence[str]]) -> list[Prompt]:
+    def _read(self, source: str, split: str, subset: str, columns: Sequence[Sequence[Any]]) -> list[Prompt]:
         """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt."""
         found: dict[str, Prompt] = {}
         chosen: list[str] = []
@@ -82,7 +82,7 @@ class RowsTask(ListedTask):
             try:
                 if not isinstance(row, dict):
                     raise ValueError(f"a row is an object with named columns, and not {row!r:.60}")
-                chosen = chosen or [_column_of(row, *one) for one in zip_longest(columns, self._options, fillvalue="")]
+                chosen = chosen or [_column_of(row, *one) for one in columns]
                 prompt = self._prompt(row, *chosen)
             except ValueError as error:
                 raise TaskError(f"task {self.name}: {place}: {error}") from error

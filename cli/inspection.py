@@ -1,7 +1,6 @@
 """The commands that look at runs and at this machine: `tba report`, `ui`, `status`, `runs`, `config` and `doctor`."""
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -122,8 +121,11 @@ def status(
         try:
             answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
             state = here(answer)
-        except BufferUnavailable:
-            if (state := here()) is None or state["state"] == "running":
+        except BufferUnavailable as error:
+            state = here()
+            if state is None and settings.buffer.address == "auto" and not settings.database.exists():
+                raise BufferUnavailable(f"there is no run in {settings.run.dir} yet: `tba run` starts one") from error
+            if state is None or state["state"] == "running":
                 raise
             return print_json(state) if as_json else typer.echo(state["explanation"])
     if as_json:
@@ -208,15 +210,14 @@ def ui(
 def config_show(file: FileArgument = None, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show every value with its origin."""
     resolved = ConfigOptions.of(file, config, sets).resolve()
-    from tba.common.config.layers import fields, value_of
+    from tba.common.config.layers import as_toml, fields, value_of
 
     values = resolved.config
     rows = [{"key": key, "value": value_of(values, key), "origin": resolved.origin(key)} for key, _ in fields()]
     if as_json:
         return print_json(rows)
     for row in rows:
-        # As in the file: TOML writes truth values and lists as JSON does.
-        row["value"] = json.dumps(row["value"]) if isinstance(row["value"], bool | tuple) else row["value"]
+        row["value"] = row["value"] if row["value"] is None else as_toml(row["value"])
     return print_table(["key", "value", "origin"], rows)
 
 

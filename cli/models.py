@@ -44,7 +44,7 @@ def evaluate(
     config: ConfigFile = None,
     sets: Sets = None,
     snapshot: Annotated[
-        Path | None, typer.Option(help="One snapshot directory; by default the newest of the run.")
+        Path | None, typer.Option(help="A snapshot or model directory; by default the newest of the run.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All snapshots that the run has kept.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Also those that were evaluated already.")] = False,
@@ -56,7 +56,8 @@ def evaluate(
 ) -> None:
     """Evaluate snapshots on the held-out prompts. What was evaluated with these prompts and settings is only shown."""
     options = ConfigOptions.of(file, config, sets)
-    resolve = options.resolve_run if snapshot is None else options.resolve
+    of_run = snapshot is None or (options.file is not None and options.file.is_dir())
+    resolve = options.resolve_run if of_run else options.resolve
     resolved = resolve({"search.gpus": "cpu" if cpu else None})
     from tba.buffer.store.recorded_work import refuse_other_work
     from tba.buffer.store.starts import as_recorded
@@ -80,11 +81,15 @@ def evaluate(
 
 
 def _evaluate(config: "Config", snapshot: Path | None, *, every: bool, again: bool) -> list[dict[str, Any]]:
-    """Evaluate snapshots. Each result goes to the run's eval.jsonl and to its database as soon as it is there."""
+    """Evaluate snapshots. Each result goes to the run's eval.jsonl and to its database as soon as it is there.
+
+    That of a model directory is only returned.
+    """
     from tba.buffer.tools.record_evaluation import record_evaluation
     from tba.common.evaluations import all_evaluations, is_measured, key_of, record_evaluations
+    from tba.common.run_snapshots import is_model_directory
 
-    device = _choose_device(config)
+    device = _choose_device(config, needs_run=snapshot is None)
     from tba.searcher.evaluation.evaluator import evaluate_snapshots
 
     earlier = [] if again else all_evaluations(config.run.dir)
@@ -100,7 +105,8 @@ def _evaluate(config: "Config", snapshot: Path | None, *, every: bool, again: bo
             rows.append({name: value for name, value in row.items() if name != "responses"})
             if not (is_new or every):
                 note(f"v{row['version']} is evaluated already: --again repeats it")
-            if is_new:
+            # A model that is no version of the run is not in its curve.
+            if is_new and not (snapshot is not None and is_model_directory(snapshot)):
                 record_evaluations(config.run.dir, [row])
                 if not sys.stderr.isatty():
                     note(f"v{row['version']} is evaluated, in {row['seconds']:.0f} s")
@@ -122,10 +128,17 @@ def _check_measured(rows: list[dict[str, Any]]) -> None:
         raise TbaError(f"{what}; mend what fails, then `tba eval --all` repeats this")
 
 
-def _choose_device(config: "Config") -> str:
-    """Return the device of one engine. On a GPU this process sees no other."""
-    from tba.common.system.devices import CPU, choose_and_pin
+def _choose_device(config: "Config", *, needs_run: bool = False) -> str:
+    """Return the device of one engine. On a GPU this process sees no other.
 
+    Raises UsageError with `needs_run` if the run has no snapshots: that matters more than a GPU that is missing.
+    """
+    from tba.common.run_snapshots import weights_directory
+    from tba.common.system.devices import CPU, choose_and_pin
+    from tba.common.weights.snapshot import choose_snapshots
+
+    if needs_run:
+        choose_snapshots(config.snapshots, weights_directory(config), None, every=False)
     if config.search.gpus == CPU:
         return CPU
     choose_and_pin(config.search.gpus, "search.gpus", most=config.search.tensor_parallel)
@@ -238,7 +251,7 @@ def _what_generates(options: ConfigOptions, model: Path | None, *, cpu: bool) ->
     start_process("generate", level="WARNING", drains=False)
     need("torch", "train")
     config = _with_installed_engine(config, chosen="search.engine" in resolved.origins)
-    return config, _choose_device(config)
+    return config, _choose_device(config, needs_run=model is None)
 
 
 def _with_installed_engine(config: "Config", *, chosen: bool) -> "Config":

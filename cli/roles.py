@@ -208,6 +208,9 @@ def sft(
     for file in [*data, *([held_out] if held_out else [])]:
         if not file.exists():
             raise UsageError(f"{file} does not exist: name a jsonl file")
+    # Here too, since torch is loaded for many seconds. One rank may look after another has finished.
+    if _is_first_rank() and out.exists():
+        raise UsageError(f"{out} exists already: name another --out")
     plan = (data, out, held_out, epochs or 1, steps, batch_size)
     _sft(options.resolve_start(overrides).config, plan, resume=resume, as_json=as_json)
 

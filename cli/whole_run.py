@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tba.common.errors import EXIT_INTERRUPTED, UsageError
+from tba.common.errors import EXIT_INTERRUPTED, ConfigError, UsageError
 from tba.common.terminal import (
     DEFAULT_FILE,
     Assume,
@@ -52,7 +52,10 @@ def init(
 
     write_configuration(file, model, task, (train_data, test_data), "cpu" if cpu else gpus, name)
     typer.echo(f"wrote {file}. What a run would do:\n")
-    _dry_run(ConfigOptions(None if file == DEFAULT_FILE else file, []))
+    try:
+        _dry_run(ConfigOptions(None if file == DEFAULT_FILE else file, []))
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{file} is written: correct it, then try `tba run {file} --dry-run`") from error
     typer.echo(f"\nstart it with: tba run {file}")
 
 
@@ -151,7 +154,7 @@ def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None
 
     config = resolve_start(options).config
     from tba.cli.checks import COLUMNS, Finding, Plan, as_rows, examine
-    from tba.common.errors import ConfigError, TbaError
+    from tba.common.errors import TbaError
     from tba.common.system.devices import assumed_gpus
 
     plan = Plan(config, assumed_gpus(assume) if assume else None, resume=resume, starts=True)
@@ -165,10 +168,11 @@ def _dry_run(options: ConfigOptions, *, resume: bool = False, assume: str | None
             findings.append(Finding("processes", "fail", str(error), error))
     print_table(["process", "device", "command"], processes)
     print_table(COLUMNS, as_rows(findings))
-    failed = [finding.check for finding in findings if finding.result == "fail"]
+    failed = {finding.check: finding.detail for finding in findings if finding.result == "fail"}
     if failed:
         elsewhere = "; --assume 8x80 describes the run on another node" if "gpus" in failed and not assume else ""
-        raise ConfigError(f"this run would not start: {', '.join(failed)} (nothing was started{elsewhere})")
+        reasons = "".join(f"\n{detail}" for detail in dict.fromkeys(failed.values()))
+        raise ConfigError(f"this run would not start: {', '.join(failed)} (nothing was started{elsewhere}){reasons}")
     unchecked = [finding.check for finding in findings if finding.result == "unchecked"]
     typer.echo("this run would start" + (f"; not checked: {', '.join(unchecked)}" if unchecked else ""))
 

@@ -105,6 +105,9 @@ class Tokenizer(Protocol):
     @property
     def eos_token_id(self) -> int | None: ...
 
+    @property
+    def unk_token_id(self) -> int | None: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
@@ -291,6 +294,18 @@ class PromptRenderer:
         )
         log.warning(sentence)
         return sentence
+
+    def unknown_tokens(self, prompts: Sequence[Content], model: str) -> str:
+        """Return a warning if the tokenizer of `model` does not know a quarter of the first prompt or more, else ""."""
+        ids, unknown = self.ids(prompts[0]) if prompts else [], self.tokenizer.unk_token_id
+        count = sum(id_ == unknown for id_ in ids)
+        # Some tokenizers name their end token for both.
+        if not 4 * count >= len(ids) > 0 or unknown in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            return ""
+        return (
+            f"{count} of {len(ids)} tokens of the first prompt are unknown to the tokenizer of {model}, so the model "
+            "does not see its words: use another model, or prompts of characters that it knows"
+        )
 
     def _is_chat(self) -> bool:
         """Whether episodes are rendered by the chat template."""

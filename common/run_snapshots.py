@@ -76,12 +76,15 @@ def pin_newest(config: Config, pin: Callable[[Path], T | None]) -> T:
     )
 
 
+def is_model_directory(path: Path) -> bool:
+    """Return whether a directory is a model that is no snapshot, as `tba sft` writes."""
+    return (path / "config.json").is_file() and not (path / MANIFEST).is_file()
+
+
 def find_source(config: Config, named: Path | None, version: int | None) -> Path:
     """Return a named directory, or a version that the run keeps, by default the newest. Raises UsageError."""
     directory = config.snapshots if named is None else named
-    if version is None and (directory / MANIFEST).is_file():
-        return directory
-    if named is not None and version is None and (directory / "config.json").is_file():
+    if version is None and ((directory / MANIFEST).is_file() or (named is not None and is_model_directory(named))):
         return directory
     if named is not None and not named.is_dir():
         what = "is a file" if named.exists() else "does not exist"

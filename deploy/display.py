@@ -87,11 +87,11 @@ class Eta:
 def summary_line(facts: Facts, status: Status, steps: int, remaining: float | None) -> str:
     """Return step, metrics, rate and remaining time in one line, or the reason why no step is made."""
     parts = [f"step {status.step}/{steps}", *_trainer_metrics(status)]
-    parts += [
-        f"{status.puts_per_second:,.0f} trajectories/s",
-        _searchers_at(status),
-        f"left {duration(remaining)}",
-    ]
+    rate = status.puts_per_second
+    arriving = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    parts += [f"{arriving} trajectories/s" if rate else "no new trajectories", _searchers_at(status)]
+    if remaining is not None:
+        parts.append(f"left {duration(remaining)}")
     trainer = last_trainer(status)
     if trainer is not None:
         parts += filter(None, [status.no_recent_data, trainer.reason, trainer.warning])

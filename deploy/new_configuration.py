@@ -36,7 +36,7 @@ dtype = {dtype}
 name = {task}
 {data}
 [buffer]
-# Train on responses of at most this many policy versions ago; 0 is synchronous.
+# Train on responses of policies at most this many optimiser steps old; 0 is synchronous.
 max_staleness = 6
 # How often a response is trained on, on average: the trainer waits for new ones rather than exceed it, and searchers
 # that are far ahead wait too. In three tasks 2 reached what "unbounded" does, with up to two thirds fewer tokens
@@ -116,8 +116,10 @@ def _ask(
 ) -> str:
     """Ask until `check` accepts. Without a terminal, return the default, or raise UsageError if there is none."""
     while sys.stdin.isatty():
-        answer = str(typer.prompt(question, default=default, err=True))
+        answer = str(typer.prompt(question, default=default or "", show_default=default is not None, err=True))
         try:
+            if not answer.strip():
+                raise UsageError("this has no default: answer it, or press Ctrl-C to end without a file")
             check(answer)
         except TbaError as error:
             note(str(error))
@@ -138,8 +140,10 @@ def _data(task: str, train: str | None, test: str | None) -> str:
         return ""
     train = train or _ask("Data to train on (a file or a hub id)", "--train-data", check=_check_data)
     if test is None and is_data_file(train):
-        test = _ask("Held-out data (a file)", "--test-data", check=_check_data)
-    return f"train = {_quoted(train)}\n" + (f"test = {_quoted(test)}\n" if test else "")
+        test = _ask("Held-out data, on which accuracy is measured (a file)", "--test-data", check=_check_data)
+    stub = '# Of other columns than prompt and answer:\n# options = { prompt = "COLUMN", answer = "COLUMN" }\n'
+    named = f"train = {_quoted(train)}\n" + (f"test = {_quoted(test)}\n" if test else "")
+    return named + (stub if task == "answers" else "")
 
 
 def _found() -> str:

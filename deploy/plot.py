@@ -113,9 +113,9 @@ def _draw_rewards(axis: Any, curves: Sequence[Curve], x: str) -> None:
             shown = "held-out greedy accuracy" if name == "accuracy" else "held-out reward"
             colour = line.get_color() if several else None
             every += _draw_points(axis, points, name, "_" if several else shown, colour)
-    # The same axis for all runs whose rewards are fractions.
+    # The same axis for all runs whose rewards are fractions, with room for a line at its ends.
     if all(0 <= reward <= 1 for reward in every if not math.isnan(reward)):
-        axis.set_ylim(0, 1)
+        axis.set_ylim(-0.02, 1.02)
     axis.legend(loc="lower right")
     axis.set_title("mean reward of the batch; points: held out" if several else curves[0].label)
 

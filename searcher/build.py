@@ -164,8 +164,8 @@ def check_task_and_prompts(config: Config) -> str:
     """Raise TbaError for a task that does not load, whose prompts cannot be used, or that has too few for a batch.
 
     Where the model and transformers are installed, also for a prompt that cannot be rendered or that the context has no
-    room for, and for malformed end tokens. Returns a warning if the template ends a turn with another token, or if the
-    objective is wrong for a random environment, else "".
+    room for, and for malformed end tokens. Returns a warning if the template ends a turn with another token, the
+    tokenizer does not know the prompts, or the objective is wrong for a random environment, else "".
     """
     task = load_task(config.task)
     check_scored(config, task)
@@ -191,7 +191,8 @@ def check_loaded(config: Config, loaded: LoadedTask, prompts: Sequence[Prompt]) 
             f"task {task.name} has no prompt with a demonstration, with which guided responses begin: give it some "
             "(docs/tasks.md), or set search.guided = 0"
         )
-    return "; ".join(filter(None, (_explained_luck(config, task), unstopped_turn(stopping, renderer, prompts))))
+    of_prompts = unstopped_turn(stopping, renderer, prompts), renderer.unknown_tokens(prompts, config.model.path)
+    return "; ".join(filter(None, (_explained_luck(config, task), *of_prompts)))
 
 
 def _explained_luck(config: Config, task: Task) -> str:

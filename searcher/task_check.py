@@ -283,7 +283,8 @@ def _rendering(config: Config, task: Task, prompts: Sequence[Prompt]) -> Finding
         # Decoded: what the model reads, whatever the text was.
         text = renderer.tokenizer.decode(renderer.ids(prompts[0]), skip_special_tokens=False)
         unstopped = unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, prompts)
-        warnings = list(filter(None, (renderer.warn_of_date(prompts[0]), unstopped)))
+        unknown = renderer.unknown_tokens(prompts, config.model.path)
+        warnings = list(filter(None, (renderer.warn_of_date(prompts[0]), unstopped, unknown)))
     except (TbaError, ValueError) as error:
         return _found("rendering", "fail", str(error))
     detail = f"{min(tokens)} to {max(tokens)} tokens; the model reads the first prompt as {text!r:.500}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tba.common.errors import EXIT_FAILED, UsageError
+from tba.common.errors import EXIT_FAILED, TaskError, UsageError
 from tba.common.terminal import ConfigFile, ConfigOptions, Json, Sets, print_json, print_table, start_process
 
 if TYPE_CHECKING:
@@ -112,12 +112,19 @@ def _load(options: ConfigOptions, named: str | None) -> "tuple[Config, Task, flo
 
     if named is not None and named.endswith(".toml"):
         options, named = replace(options, file=Path(named)), None
-    config = options.resolve({"task.name": named}).config
+    resolved = options.resolve({"task.name": named})
+    config = resolved.config
     start_process("task", level="ERROR", drains=False)
     from tba.searcher.tasks import load_task
 
     begin = time.monotonic()
-    return config, load_task(config.task), time.monotonic() - begin
+    try:
+        return config, load_task(config.task), time.monotonic() - begin
+    except TaskError as error:
+        if named is None or not config.task.options:
+            raise
+        origin = resolved.origin("task.options")
+        raise TaskError(f"{error}; task.options are set by {origin}: -c FILE names another configuration") from error
 
 
 def _row(task: "Task", prompt: "Prompt", response: str) -> dict[str, Any]:

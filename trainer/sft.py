@@ -390,6 +390,7 @@ def _read_row(value: Any) -> tuple[_Prompt, Message]:
             raise ValueError(
                 "a row has `messages`, or `prompt` and `response` (or `answer`), which are strings; this one has "
                 + ", ".join(f"{key} ({type(one).__name__})" for key, one in value.items())
+                + ": rename the columns"
             )
         prompt, response = _Prompt(texts[0], template_kwargs=variables), ("assistant", texts[1])
     data_files.require_unicode([prompt.text, prompt.messages, response, variables])

@@ -26,7 +26,7 @@ _MAX_POINTS = 1000
 _CHARTS = (
     ("Reward", "reward", {"reward_mean": "training batch", "plain_reward_mean": "not guided"}),
     ("Loss", "", {"loss": "loss"}),
-    ("KL to the reference", "nats per response", {"kl": "KL"}),
+    ("KL to the reference", "nats per response", {"kl": "estimate from stale samples, may be negative"}),
     ("Entropy", "nats per token", {"entropy": "entropy"}),
     ("Gradient norm", "", {"grad_norm": "before clipping"}),
     ("Learning rate", "", {"learning_rate": "learning rate"}),

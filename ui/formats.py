@@ -6,6 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from tba.common.config.layers import as_toml
 from tba.common.errors import format_time
 from tba.common.evaluations import represents
 from tba.common.terminal import cell, printable
@@ -19,9 +20,11 @@ def visible(text: str) -> str:
 
 
 def finalize(value: Any) -> Any:
-    """Prepare the value of any template expression for output: text becomes visible, None empty."""
+    """Prepare the value of any template expression for output: text becomes visible, settings TOML, None empty."""
     if isinstance(value, Markup):
         return value
+    if isinstance(value, bool | dict | list | tuple):
+        value = as_toml(value)
     if value is None:
         return ""
     return visible(value) if isinstance(value, str) else value
@@ -93,4 +96,5 @@ FILTERS = {
     "time": time_text,
     "duration": duration,
     "excerpt": excerpt,
+    "toml": as_toml,
 }

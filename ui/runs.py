@@ -13,6 +13,7 @@ from typing import Any
 from tba.buffer.store.starts import STARTS, Start, starts_of
 from tba.buffer.tools.query import PageRows, page_rows
 from tba.common import run_files
+from tba.common.config.layers import as_toml
 from tba.common.errors import StorageError, UsageError
 from tba.common.wire.messages import Status
 from tba.deploy.run_list import served_status
@@ -71,7 +72,7 @@ def value_over_steps(starts: Sequence[Start], key: str) -> str:
     """Return the values with which steps were made: `1e-05 until step 105, then 3e-05`; "" if none is recorded."""
     told = last = ""
     for step, value in {start.step: start.settings[key] for start in starts if key in start.settings}.items():
-        text = f"{value:g}" if isinstance(value, float) else str(value)
+        text = f"{value:g}" if isinstance(value, float) else as_toml(value)
         if text != last:
             told += f" until step {step}, then {text}" if told else text
         last = text
@@ -91,18 +92,20 @@ def find_runs(paths: Sequence[Path], report: Callable[[str], None]) -> list[Run]
         )
     databases = dict.fromkeys(database for path in paths or [DEFAULT_DIRECTORY] for database in _databases(path))
     runs: dict[str, Run] = {}
+    found: list[tuple[str, int, Path]] = []
     for database in databases:
         try:
             with page_rows(database, seconds=_PAGE_SECONDS) as rows:
-                found = rows.all("SELECT id, name FROM runs ORDER BY id")
+                own = rows.all("SELECT id, name FROM runs ORDER BY id")
+            found += [(row["name"], row["id"], database) for row in own]
         except StorageError as error:
             if len(databases) == 1:
                 raise
             report(f"left out: {error}")
-            continue
-        for row in found:
-            key = _free_key(row["name"], database.parent.name, runs)
-            runs[key] = Run(key=key, name=row["name"], id=row["id"], database=database)
+    # First those in a directory of their name: a copy of a run must not take its address.
+    for name, id_, database in sorted(found, key=lambda run: run[0] != run[2].parent.name):
+        key = _free_key(name, database.parent.name, runs)
+        runs[key] = Run(key=key, name=name, id=id_, database=database)
     if not runs:
         raise UsageError("the databases hold no run yet: start one with `tba run`")
     return list(runs.values())

@@ -6,6 +6,7 @@ Each layer is a flat map from dotted keys (`train.learning_rate`) to values with
 import contextlib
 import difflib
 import functools
+import json
 import os
 import sys
 import tomllib
@@ -106,6 +107,16 @@ def resolve(
         values = _file_layer(file) | values
     values, partial = _with_tables(values)
     return Resolved(_validate(values), {key: item.origin for key, item in values.items()}, file, partial)
+
+
+def as_toml(value: Any, *, quoted: bool = False) -> str:
+    """Return a value as a TOML file has it; a text that is not inside another value without quotes."""
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{name} = {as_toml(one, quoted=True)}" for name, one in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(as_toml(one, quoted=True) for one in value)}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, bool) or quoted else str(value)
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:

@@ -1,6 +1,7 @@
-"""Checks that what a configuration names exists and goes together. No directory is created."""
+"""Checks that what a configuration names exists and goes together. No directory stays that was not there."""
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,11 @@ def check_directories(config: Config) -> None:
             raise ConfigError(f"{key} {directory} cannot be created: {existing} is not a directory")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise ConfigError(f"{key} {directory} is not writable: {existing} belongs to another user or is read-only")
+        # Root may write everywhere, but not to /proc or a disk that refuses.
+        try:
+            tempfile.TemporaryDirectory(prefix=".tba-", dir=existing).cleanup()
+        except OSError as error:
+            raise ConfigError(f"{key} {directory} cannot be created: {existing}: {error.strerror}") from error
     if config.search.weights_dir is not None:
         own = config.search.weights_dir / config.run.name
         # As the searchers require (tba.common.weights.node_store).

@@ -244,7 +244,7 @@ def choose_snapshots(directory: Path, memory: Path, named: Path | None, *, every
     """
     if named is not None:
         if not (named / MANIFEST).is_file():
-            raise UsageError(f"{named} is not a snapshot: it has no {MANIFEST}")
+            raise UsageError(f"{named} is neither a snapshot, with a {MANIFEST}, nor a model directory")
         return [named]
     found = [path for path in list_snapshots(directory) if not _is_only_base(path)]
     if not found:

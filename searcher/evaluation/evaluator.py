@@ -21,12 +21,12 @@ from tba.common.errors import SnapshotError, TaskError
 from tba.common.evaluations import Row
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
-from tba.common.run_snapshots import pin_newest, weights_directory
+from tba.common.run_snapshots import is_model_directory, pin_newest, weights_directory
 from tba.common.system.durable import sha256_of
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
 from tba.common.weights.node_store import PinnedSnapshot
-from tba.common.weights.snapshot import MANIFEST, Manifest, Snapshot, choose_snapshots, read
+from tba.common.weights.snapshot import MANIFEST, Canary, Manifest, Snapshot, choose_snapshots, read
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import MAX_RESPONSES, MAX_STORED_TEXT, Visit, WeightsRef
@@ -207,9 +207,12 @@ class Evaluator:
     embed: measure.Embed | None
     serving: contextlib.ExitStack
 
-    def evaluate(self, snapshot: Snapshot, pinned: PinnedSnapshot, report: Report = lambda *_: True) -> Row | None:
+    def evaluate(
+        self, snapshot: Snapshot, pinned: PinnedSnapshot | None, report: Report = lambda *_: True
+    ) -> Row | None:
         """Load a snapshot, which stays pinned until the next one is loaded, and return its evaluation.
 
+        Without `pinned` it is what the engine has started with.
         Returns None if `report` returned False. Raises SnapshotError if the engine refuses the snapshot.
         """
         manifest, started = snapshot.manifest, time.monotonic()
@@ -225,13 +228,14 @@ class Evaluator:
         try:
             # The weights are read here, not in another thread as in a searcher, so a load has four times as long.
             watchdog.beat(warm=False)
-            with contextlib.ExitStack() as refused:
-                refused.callback(pinned.release)
-                self.engine.load_weights(snapshot)
-                refused.pop_all()
-            # Until then the one before stays pinned: the engine reads it again after an error.
-            self.serving.pop_all().close()
-            self.serving.callback(pinned.release)
+            if pinned is not None:
+                with contextlib.ExitStack() as refused:
+                    refused.callback(pinned.release)
+                    self.engine.load_weights(snapshot)
+                    refused.pop_all()
+                # Until then the one before stays pinned: the engine reads it again after an error.
+                self.serving.pop_all().close()
+                self.serving.callback(pinned.release)
             answers = self.answering.answer(step)
         finally:
             watchdog.stop()
@@ -300,10 +304,11 @@ def open_evaluator(
     name: str,
     stop: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
+    served: Config | None = None,
 ) -> Iterator[tuple[Evaluator, SnapshotAssembler]]:
     """Start everything that evaluations need, and the assembler of their snapshots. Frees it at the end of the block.
 
-    `progress` is that of snapshots that are fetched.
+    `progress` is that of snapshots that are fetched. `served` names another model than `config` for the engine.
     Raises ConfigError for a model or task that cannot be loaded.
     """
     with contextlib.ExitStack() as ending:
@@ -316,7 +321,7 @@ def open_evaluator(
         # Entered before the engine, so released after it: the engine may read the files of the weights it serves.
         serving = ending.enter_context(contextlib.ExitStack())
         prompt_tokens = mean_tokens(subject.prompts, subject.renderer)
-        engine = make_engine(config, subject.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
+        engine = make_engine(served or config, subject.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
         ending.callback(engine.close)
         references = embed = None
         if config.eval.kl and config.eval.samples:
@@ -350,13 +355,20 @@ def evaluate_snapshots(
     known: Mapping[tuple[Any, ...], Row],
     report: Report,
 ) -> Iterator[tuple[Row, bool]]:
-    """Evaluate the named snapshot, every snapshot that a run has kept, or its newest one, with a single engine.
+    """Evaluate the named snapshot or model directory, every snapshot that a run has kept, or its newest one.
 
-    Yields each evaluation, and whether it is new: those in `known` are not repeated, and come first.
-    Each snapshot is verified, and a delta is assembled to complete weights. The trainer may be running: snapshots that
-    it deletes meanwhile are left out, and the newest one is chosen when the engine is ready. Raises UsageError if there
-    is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts.
+    One engine evaluates all. Yields each evaluation, and whether it is new: those in `known` are not repeated, and come
+    first. Each snapshot is verified, and a delta is assembled to complete weights. The trainer may be running: those
+    that it deletes meanwhile are left out, and the newest one is chosen when the engine is ready. Raises UsageError if
+    there is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts.
     """
+    if named is not None and is_model_directory(named):
+        served = config.model_copy(update={"model": config.model.model_copy(update={"path": str(named)})})
+        with open_evaluator(config, read_subject(served), device=device, name="eval", served=served) as (evaluator, _):
+            own = Snapshot(named, Manifest(str(named), 0, 0, 0.0, {}, Canary([], [])), [])
+            if (row := evaluator.evaluate(own, None, report)) is not None:
+                yield row, True
+        return
     # First, so that a mistake in the arguments is reported before the engine starts, which may take minutes.
     paths = choose_snapshots(config.snapshots, weights_directory(config), named, every=every)
     subject, count, new = read_subject(config), len(paths), []

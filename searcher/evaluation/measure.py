@@ -27,6 +27,10 @@ _PASS_AT = (1, 4, 16, 64)
 NEAR_DUPLICATE_DISTANCE = 0.2
 _RESAMPLES = 1000
 _CONFIDENCE = 0.95
+# Its quantile of the normal distribution.
+_QUANTILE = 1.959964
+# Means of numbers that happen to be 0 or 1.
+_COUNTED = ("response_tokens", "turns", "distinct_correct", "distinct_correct_by_embedding")
 _CUT_OFF = (STOP_LENGTH, *CUT_OFF)
 
 # The embeddings [n, E] of some texts.
@@ -62,7 +66,12 @@ class Measured:
         counts_N = np.ones(len(sums_N)) if counts is None else np.asarray(counts, np.float64)
         if counts_N.sum() > 0:
             self.metrics[name] = float(sums_N.sum() / counts_N.sum())
-            self.intervals[name] = bootstrap(sums_N, counts_N, seed=self.seed)
+            # Each prompt is right or wrong, or does not count.
+            is_share = np.isin(counts_N, (0, 1)).all() and ((sums_N == 0) | ((sums_N == 1) & (counts_N == 1))).all()
+            if is_share and name.removeprefix("sampled_") not in _COUNTED:
+                self.intervals[name] = wilson(float(sums_N.sum()), float(counts_N.sum()))
+            else:
+                self.intervals[name] = bootstrap(sums_N, counts_N, seed=self.seed)
 
     def exponentiate(self, source: str, name: str) -> None:
         """Add exp of a metric, if it is there and its exp is finite."""
@@ -248,6 +257,15 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     """
     # Exact integers, so that no product of many factors is rounded.
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def wilson(successes: float, count: float) -> Interval:
+    """Return the 95 % interval of a share of `count` prompts (Wilson 1927), which has a width also at 0 and at 1."""
+    weight = _QUANTILE**2
+    centre = successes + weight / 2
+    half = _QUANTILE * math.sqrt(successes * (count - successes) / count + weight / 4)
+    # 0 and 1 but for rounding.
+    return max((centre - half) / (count + weight), 0.0), min((centre + half) / (count + weight), 1.0)
 
 
 def bootstrap(values_N: Floats, weights_N: Floats | None = None, *, seed: int) -> Interval:

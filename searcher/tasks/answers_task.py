@@ -64,7 +64,7 @@ class AnswersTask(RowsTask):
             raise TaskError(f"task answers: task.options.grade = {grade!r}: use one of {', '.join(_READERS)}")
         self._grade, self._format, self._demonstration = grade, format, demonstration
         columns = ((prompt,) if prompt else _PROMPT_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
-        self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
+        self._load(train, test, columns, options=("prompt", "answer"), subset=subset, splits=(train_split, test_split))
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         """Return 1 for a finished response with one of the right answers, else 0."""

@@ -57,7 +57,7 @@ class MathTask(RowsTask):
         math_verify()
         self._template = prompt
         columns = ((problem,) if problem else _PROBLEM_COLUMNS, (answer,) if answer else _ANSWER_COLUMNS)
-        self._load(train, test, columns, subset=subset, splits=(train_split, test_split))
+        self._load(train, test, columns, options=("problem", "answer"), subset=subset, splits=(train_split, test_split))
 
     def check(self) -> None:
         """Raise TaskError for a gold answer that math-verify cannot read: no response to it could be right."""

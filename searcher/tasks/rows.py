@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +58,22 @@ class RowsTask(ListedTask):
         test: str,
         columns: Sequence[Sequence[str]],
         *,
+        options: Sequence[str] = (),
         subset: str = "",
         splits: tuple[str, str] = ("train", "test"),
     ) -> None:
         """Read both files, or the splits of a hub data set. Raises TaskError with the place of a row, MissingExtra.
 
         Of each group of `columns` a file has one, the first that its first row has, so that a column that is empty in
-        some rows is not replaced by another one there.
+        some rows is not replaced by another one there. `options` are those of the task that name them.
         """
+        named = [*zip_longest(columns, options, fillvalue="")]
         self.notes: list[str] = []
-        self._prompts = self._read(train, splits[0], subset, columns)
+        self._prompts = self._read(train, splits[0], subset, named)
         held_out = test or ("" if data_files.is_data_file(train) else train)
-        self._held_out = self._read(held_out, splits[1], subset, columns) if held_out else []
+        self._held_out = self._read(held_out, splits[1], subset, named) if held_out else []
 
-    def _read(self, source: str, split: str, subset: str, columns: Sequence[Sequence[str]]) -> list[Prompt]:
+    def _read(self, source: str, split: str, subset: str, columns: Sequence[Sequence[Any]]) -> list[Prompt]:
         """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt."""
         found: dict[str, Prompt] = {}
         chosen: list[str] = []
@@ -79,7 +82,7 @@ class RowsTask(ListedTask):
             try:
                 if not isinstance(row, dict):
                     raise ValueError(f"a row is an object with named columns, and not {row!r:.60}")
-                chosen = chosen or [_column_of(row, names) for names in columns]
+                chosen = chosen or [_column_of(row, *one) for one in columns]
                 prompt = self._prompt(row, *chosen)
             except ValueError as error:
                 raise TaskError(f"task {self.name}: {place}: {error}") from error
@@ -153,11 +156,12 @@ def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
     return [str(one) for one in values]
 
 
-def _column_of(row: Any, names: Sequence[str]) -> str:
+def _column_of(row: Any, names: Sequence[str], option: str) -> str:
     for name in names:
         if name in row or name.partition(".")[0] in row:
             return name
-    raise ValueError(f"it has no {' or '.join(names)}, only {_names(row)}: name the column in task.options")
+    advice = f'name the column, as in task.options.{option} = "COLUMN"' if option else "rename the column"
+    raise ValueError(f"it has no {' or '.join(names)}, only {_names(row)}: {advice}")
 
 
 def _names(row: Any) -> str:

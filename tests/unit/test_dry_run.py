@@ -122,6 +122,7 @@ def test_what_only_the_start_refuses_is_found_too(dry_run):
     outcome = dry_run("examples/arithmetic/demo.toml", "--resume")
     assert outcome.exit_code == 78
     assert "holds no run to resume" in row(outcome, "run directory")
+    assert re.search("\n.* holds no run to resume", outcome.message)
     outcome = dry_run("examples/gsm8k/node.toml", "--assume", "8x80", "--set", "train.gpu=6")
     assert "both name GPU 6" in row(outcome, "gpus")
 
@@ -129,3 +130,18 @@ def test_what_only_the_start_refuses_is_found_too(dry_run):
 def test_a_run_does_not_assume_gpus(tba_here):
     outcome = tba_here("run", "--assume", "8x80")
     assert (outcome.exit_code, "--assume is for --dry-run" in outcome.message) == (2, True)
+
+
+@NO_GPU
+def test_prompts_that_the_tokenizer_does_not_know_are_warned_of(dry_run, tba_here, tmp_path):
+    rows = [json.dumps({"question": f"wie viele Birnen {n}", "answer": str(n)}) for n in range(10, 50)]
+    (tmp_path / "words.jsonl").write_text("\n".join(rows))
+    sets = ("task.name=answers", "task.train=words.jsonl", "task.test=words.jsonl")
+    options = ("-c", "examples/arithmetic/demo.toml", *(word for one in sets for word in ("--set", one)))
+    outcome = dry_run(*options)
+    sentence = "tokens of the first prompt are unknown to the tokenizer of examples/arithmetic/model"
+    assert re.match(rf"task +warn +\d+ of \d+ {sentence}", row(outcome, "task"))
+    assert "this run would start" in outcome.output
+    checked = tba_here("task", "check", *options)
+    assert re.match(rf"rendering +warn +\d+ of \d+ {sentence}", row(checked, "rendering"))
+    assert checked.exit_code == 0

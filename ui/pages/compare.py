@@ -12,6 +12,8 @@ from tba.ui.site import Site, run_named, run_of, site_of
 
 # The metrics of single steps are noisy.
 _LAST_STEPS = 10
+# What rewards and accuracies are of.
+_TASK = ("task.name", "task.train", "task.test", "task.options", "task.mixture")
 
 
 def page(request: Request) -> Response:
@@ -31,6 +33,7 @@ def page(request: Request) -> Response:
         ends=_names([side["ends"] for side in sides]),
         last_steps=_LAST_STEPS,
         differences=different,
+        other_task=[name for name, _ in different if name in _TASK],
         equal=len(rows) - len(different),
         names=sorted({name for side in sides for name in side["names"]}),
         chosen=chosen,

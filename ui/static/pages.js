@@ -53,7 +53,7 @@ function overlaid() {
   const several = runs.length > 1;
   return [...new Set(runs.flatMap((run) => run.charts.map((chart) => chart.title)))].map((title) => {
     const lines = runs.flatMap((run, place) => run.charts.filter((chart) => chart.title === title).flatMap((chart) => chart.series.map((one, n) => ({
-      label: [several && run.name, (!several || chart.series.length > 1) && one.label].filter(Boolean).join(": "), unit: chart.unit, dots: one.dots,
+      label: [several && run.name, (!several || chart.series.length > 1) && one.label + (several && n % DASHES.length ? " (dashed)" : "")].filter(Boolean).join(": "), unit: chart.unit, dots: one.dots,
       stroke: colour(`--s${(several ? place : n) % COLOURS}`), dash: DASHES[(several ? n + Math.floor(place / COLOURS) : 0) % DASHES.length],
       points: new Map(run[view.axis].map((x, i) => [x, one.values[i]]).filter(([, value]) => value != null)),
     }))));

@@ -5,12 +5,13 @@ import re
 import sqlite3
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tba.common.config import Config
-from tba.common.config.layers import fields, removed, resolve, secret_keys, value_of
+from tba.common.config.layers import as_toml, fields, removed, resolve, secret_keys, value_of
 from tba.common.config.paths import check_data, check_directories, check_gpus_apart, nearest_existing
 from tba.common.config.search import check_arguments, installed_arguments
 from tba.common.errors import ConfigError
@@ -326,3 +327,13 @@ def test_prompt_files_are_checked_only_for_a_task_that_reads_them():
     check_data(Config.model_validate({"task": keys | {"name": "my.own:task"}}).task)
     with pytest.raises(ConfigError, match=r"task.train missing.jsonl does not exist"):
         check_data(Config.model_validate({"task": keys | {"name": "gsm8k"}}).task)
+
+
+def test_a_directory_that_cannot_be_created_is_found_before_a_start():
+    with pytest.raises(ConfigError, match=r"run\.dir /proc/x "):
+        check_directories(Config.model_validate({"run": {"dir": "/proc/x"}}))
+
+
+@pytest.mark.parametrize("value", [True, 3, 1e-05, 'a "b"', [1, "x"], {"a": {"b": False}, "c": ["d"]}, {}])
+def test_a_value_is_written_as_a_file_has_it(value):
+    assert tomllib.loads(f"x = {as_toml(value, quoted=True)}") == {"x": value}

@@ -194,7 +194,7 @@ def test_a_wait_of_a_searcher_that_is_ahead_is_called_normal():
 
 def test_searchers_that_load_while_the_trainer_trains_on_stored_answers_are_said_to_load():
     facts = Facts(make_status(26, clients=[make_client("trainer"), LOADS["search"]]))
-    assert "  the searchers are loading the model  " in summary_line(facts, not_none(facts.status), 60, None)
+    assert summary_line(facts, not_none(facts.status), 60, None).endswith("  the searchers are loading the model")
 
 
 def test_an_evaluator_is_listed_and_its_waiting_is_no_fault():
@@ -209,3 +209,12 @@ def test_an_evaluator_is_listed_and_its_waiting_is_no_fault():
 def test_errors_are_counted_with_the_most_frequent_one():
     view = status_view(make_status(errors=1204, common_error="reward: no \x1b"), "a")
     assert "1,204 with an error, most often: reward: no \\x1b" in printed(view)
+
+
+def test_a_line_names_no_time_that_is_unknown_and_says_that_nothing_arrives():
+    at_work = [make_client("trainer"), make_client("searcher")]
+    idle, busy = (make_status(5, clients=at_work, puts_per_second=rate) for rate in (0.0, 0.3))
+    line = summary_line(Facts(idle), idle, 80, None)
+    assert ("no new trajectories" in line, "left" in line) == (True, False)
+    line = summary_line(Facts(busy), busy, 80, 61.0)
+    assert (" 0.3 trajectories/s" in line, "left 1:01" in line) == (True, True)

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from tba.common.config.layers import resolve
-from tba.deploy.new_configuration import _text, write_configuration
+from tba.deploy.new_configuration import _data, _text, write_configuration
 from tba.tests.helpers.hub import Hub, serve_hub
 
 
@@ -24,6 +24,9 @@ def test_a_problem_that_the_dry_run_finds_is_told_and_the_file_stays(tba_here, t
     done = tba_here("init", "run.toml", "--model", "./nowhere", "--cpu")
     assert done.exit_code == 78
     assert "model.path ./nowhere does not exist" in " ".join(done.output.split())
+    # Two checks say the same.
+    assert done.message.count("\nmodel.path ./nowhere does not exist") == 1
+    assert "run.toml is written: correct it, then try `tba run run.toml --dry-run`" in done.message
     assert (tmp_path / "run.toml").exists()
 
 
@@ -97,9 +100,18 @@ def test_a_name_of_the_hub_is_checked_when_it_is_given_and_without_a_hub_that_is
 
 
 def test_an_answer_on_a_terminal_is_checked_when_it_is_given(example_model, tmp_path, monkeypatch, capsys):
-    answers = [tmp_path / "nope", example_model, tmp_path, "arithmetic", "0-6", "cpu"]
+    answers = ["", tmp_path / "nope", example_model, tmp_path, "arithmetic", "0-6", "cpu"]
     monkeypatch.setattr("sys.stdin", Typed("".join(f"{answer}\n" for answer in answers)))
     write_configuration(tmp_path / "tba.toml", None, None, (None, None), None, None)
     assert f'path = "{example_model}"' in (tmp_path / "tba.toml").read_text()
     said = capsys.readouterr().err
-    assert [word in said for word in ("nope", f"--task {tmp_path} is none of", "0-6: name the GPUs")] == [True] * 3
+    words = ("this has no default", "nope", f"--task {tmp_path} is none of", "0-6: name the GPUs")
+    assert [word in said for word in words] == [True] * 4
+
+
+def test_other_columns_of_answers_only_need_a_line_uncommented(tmp_path):
+    file = tmp_path / "tba.toml"
+    lines = _data("answers", "a.jsonl", "b.jsonl").replace("# options", "options")
+    file.write_text(_text("m", "answers", lines, ("cpu", "cpu"), "n"))
+    assert resolve(file).config.task.options == {"prompt": "COLUMN", "answer": "COLUMN"}
+    assert "at most this many optimiser steps old" in file.read_text()

@@ -62,7 +62,7 @@ def test_the_plot_shows_rewards_of_any_size(tmp_path, axes, rewards, fractions):
     draw(tmp_path, run="r")
     low, high = axes[0].get_ylim()
     assert low <= min(rewards) < max(rewards) <= high
-    assert ((low, high) == (0, 1)) == fractions
+    assert ((low, high) == (-0.02, 1.02)) == fractions
 
 
 def write_run(directory, steps=4, seconds=2.0, tokens=10, evaluations=()):

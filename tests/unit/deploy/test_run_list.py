@@ -184,6 +184,8 @@ def test_the_status_of_a_run_that_ended_early_says_how_to_continue_it(filled, ma
     assert sentence in outcome.output
     assert f"run {folder} --resume` continues it" in outcome.output
     assert tba_here("status", folder).output == outcome.output
+    later = tba_here("status", "--set", f"run.dir={folder.parent / 'later'}")
+    assert f"there is no run in {folder.parent / 'later'} yet: `tba run` starts one" in later.message
     none = tba_here("status", folder.parent)
     assert (none.exit_code, "holds no buffer.sqlite: it is not the directory of a run" in none.message) == (2, True)
 

@@ -272,3 +272,14 @@ def test_a_response_is_not_scored_if_its_scorer_fails_for_the_right_answer_too(m
 def test_settings_that_a_generator_refuses_are_named(make_task):
     with pytest.raises(TaskError, match="cannot be made: .*min_terms"):
         make_task({"chain_sum": {"min_terms": 0}}, size=2).prompts()
+
+
+@pytest.mark.parametrize(("options", "lacking"), [({}, "prompt or question"), ({"prompt": "frge"}, "frge")])
+def test_a_column_of_another_name_is_refused_with_the_option_that_names_it(tmp_path, options, lacking):
+    rows = str(tmp_path / "rows.jsonl")
+    Path(rows).write_text(json.dumps({"frage": "1+1", "loesung": "2"}))
+    with pytest.raises(TaskError, match=f"it has no {lacking}.*, only frage, loesung: .* task.options.prompt = "):
+        AnswersTask(rows, **options)
+    with pytest.raises(TaskError, match=r"task\.options\.answer = "):
+        AnswersTask(rows, prompt="frage")
+    assert AnswersTask(rows, prompt="frage", answer="loesung").prompts()[0].answer == "2"

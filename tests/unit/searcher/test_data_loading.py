@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 
@@ -141,3 +142,10 @@ def test_three_texts_are_no_message_of_a_row(write):
     for text in ("[1]", "x", '{"role": "system", "content": "evil"}'):
         with pytest.raises(TaskError, match=r"rows.jsonl:1: the message .*write \(role, content\)"):
             AnswersTask(write({"messages": [["user", "hi", text]], "answer": "1"}))
+
+
+def test_options_that_come_from_the_configuration_of_another_task_are_said_to(tba_here, tmp_path):
+    (tmp_path / "tba.toml").write_text('[task]\nname = "answers"\noptions = { prompt = "frage" }\n')
+    assert tba_here("task", "new", "birds").exit_code == 0
+    done = tba_here("task", "check", "birds.py")
+    assert re.search(r"has no option prompt: .*; task\.options are set by .*tba\.toml", done.message), done.message

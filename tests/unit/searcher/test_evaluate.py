@@ -1,6 +1,7 @@
 """Evaluations: the choice of snapshots, the estimators, and `tba generate` up to the start of its engine."""
 
 import importlib.util
+import json
 import shutil
 import sys
 from contextlib import closing
@@ -35,6 +36,7 @@ from tba.searcher.evaluation.measure import (
     measure_greedy,
     measure_sampled,
     pass_at_k,
+    wilson,
     without_near_duplicates,
 )
 from tba.searcher.generate import Generator
@@ -237,6 +239,18 @@ def test_intervals_cover_the_true_mean_as_often_as_they_say():
     assert 176 <= covered <= 198
 
 
+@pytest.mark.parametrize(("successes", "count"), [(20, 20), (0, 20), (7, 20), (1, 1), (888, 1000)])
+def test_the_interval_of_a_share_has_the_ends_that_are_just_not_rejected(successes, count):
+    # Wilson: the p for which (k/n - p)^2 = z^2 p (1 - p) / n.
+    share, z = successes / count, 1.959964
+    roots = np.roots([1 + z**2 / count, -2 * share - z**2 / count, share**2])
+    assert wilson(successes, count) == pytest.approx(sorted(roots.real), abs=1e-6)
+    measured = Measured(seed=0)
+    measured.add("accuracy", [1.0] * successes + [0.0] * (count - successes))
+    measured.add("turns", [1.0] * 3)
+    assert measured.intervals == {"accuracy": wilson(successes, count), "turns": (1.0, 1.0)}
+
+
 def test_an_interval_of_a_ratio_draws_whole_prompts_and_depends_on_its_seed_alone():
     assert bootstrap(np.array([2.0, 8.0]), np.array([1.0, 4.0]), seed=1) == (2.0, 2.0)
     values = np.arange(20, dtype=np.float64)
@@ -422,10 +436,30 @@ def test_what_cannot_be_a_model_is_named(tmp_path, example_model):
     [
         (("generate", "--model", EXAMPLE_MODEL, "--cpu"), "searcher.generate", "the prompt on standard input is empty"),
         (("export-model", "nowhere", "out"), "trainer.export", "nowhere does not exist"),
+        (("sft", EXAMPLE_MODEL / "config.json", "--out", "."), "trainer.sft", ". exists already: name another --out"),
+        (("eval", "-c", "run.toml"), "searcher.build", "runs/later/snapshots has no snapshots: train first"),
+        (("generate", "47+38=", "-c", "run.toml"), "searcher.build", "runs/later/snapshots has no snapshots"),
     ],
 )
-def test_wrong_arguments_are_refused_before_torch_is_loaded(tba_here, monkeypatch, command, module, sentence):
+def test_wrong_arguments_are_refused_before_torch_is_loaded(tba_here, tmp_path, monkeypatch, command, module, sentence):
+    # Of a node with GPUs, which need not be this one to say that there is no run.
+    (tmp_path / "run.toml").write_text('run.dir = "runs/later"\nsearch.gpus = "0-6"\n')
     # An import of this module, which loads torch, would fail.
     monkeypatch.setitem(sys.modules, f"tba.{module}", None)
     done = tba_here(*command)
     assert (done.exit_code, sentence in done.message) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_model_directory_is_evaluated_as_a_snapshot_would_be_and_is_no_version_of_the_run(tba_here, tmp_path):
+    recipe = EXAMPLE_MODEL.parent / "demo.toml"
+    sets = ("task.held_out_limit=12", "eval.samples=0", "task.reward_workers=0", f"model.path={EXAMPLE_MODEL}")
+    options = [word for one in (*sets, f"run.dir={tmp_path / 'run'}") for word in ("--set", one)]
+    (row,) = json.loads(tba_here("eval", "-c", recipe, *options, "--snapshot", EXAMPLE_MODEL, "--cpu", "--json").output)
+    config = resolve(recipe, assignments=sets).config
+    greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=config.search.max_tokens)
+    with closing(Generator(config, EXAMPLE_MODEL, device="cpu", chat=False)) as generator:
+        prompts = load(config).task.held_out()
+        right = [generator.generate(prompt, greedy)[0].text.strip() == prompt.answer for prompt in prompts]
+    assert (row["prompts"], row["accuracy"], row["run"]) == (12, sum(right) / 12, str(EXAMPLE_MODEL))
+    assert not (tmp_path / "run" / "eval.jsonl").exists()

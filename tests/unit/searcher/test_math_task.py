@@ -122,7 +122,8 @@ def test_columns_are_found_or_named(make_task, row, options, gold):
 
 def test_a_row_without_the_columns_names_them(make_task):
     with pytest.raises(
-        TaskError, match=r"rows.jsonl:1: it has no problem or question or prompt, only text: name the column"
+        TaskError,
+        match=r"rows.jsonl:1: it has no problem or question or prompt, only text: .* task.options.problem = ",
     ):
         make_task({"text": "q"})
 

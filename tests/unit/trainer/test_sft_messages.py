@@ -143,7 +143,10 @@ def test_the_weights_of_messages_are_those_of_the_last_or_refused(tmp_path, weig
         ({"prompt": "a\ud83d", "response": "4", "messages": None}, "half of a character"),
         ({"prompt": "a", "response": "\ud83d", "messages": None}, "half of a character"),
         ({"tools": [{"name": "\ud83d"}]}, "half of a character"),
-        ({"instruction": "a", "output": "b", "messages": None}, r"this one has .*instruction \(str\), output \(str\)"),
+        (
+            {"instruction": "a", "output": "b", "messages": None},
+            r"this one has .*instruction \(str\), output \(str\).*: rename",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_rendered_is_refused_with_file_and_line(tmp_path, change, words):

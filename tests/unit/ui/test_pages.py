@@ -400,7 +400,7 @@ def test_the_configuration_says_what_set_each_value_where_that_is_recorded(fille
     # A report has only what differs from the defaults.
     for page, rows in zip(pages, cells, strict=True):
         assert "train.steps" in rows
-        assert ("<th>set by</th>" in page) == recorded
+        assert (">set by</th>" in page) == recorded
         assert [key for key in rows if rows[key].endswith(f">{wanted[key]}</td>")] == (list(rows) if recorded else [])
 
 
@@ -458,3 +458,41 @@ def test_a_report_is_one_file_without_scripts(filled, tmp_path):
     assert re.findall(r'<script|src="|href="', text) == []
     with pytest.raises(UsageError, match=r"/nowhere/x\.html cannot be written: No such file or directory"):
         write_report(filled, Path("/nowhere/x.html"), name=None)
+
+
+def test_a_copy_of_a_run_does_not_take_its_address(filled, tmp_path):
+    for folder in ("again", "test"):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+        shutil.copyfile(filled, tmp_path / "runs" / folder / "buffer.sqlite")
+    found = {run.key: run.directory.name for run in find_runs([tmp_path / "runs"], print)}
+    assert found == {"test": "test", "test~again": "again"}
+
+
+def test_settings_are_written_as_toml_and_runs_of_different_tasks_are_said_to_be_so(filled, tmp_path):
+    copy = tmp_path / "other.sqlite"
+    shutil.copyfile(filled, copy)
+    task = {"name": "answers", "options": {"prompt": "frage", "several": True, "parts": ["a"]}}
+    for file, own in ((filled, task | {"options": {}}), (copy, task)):
+        change(file, ("UPDATE starts SET config = ?", [json.dumps({"task": own, "train": {"steps": 9}})]))
+    both = client(filled, copy)
+    other = next(run.key for run in find_runs([filled, copy], print) if run.key != "test")
+    shown = '{ prompt = "frage", several = true, parts = ["a"] }'
+    for address in (f"/r/{other}/config", f"/r/test/compare?b={other}"):
+        assert shown in html.unescape(both.get(address).text)
+    assert "The runs have different tasks (task.options)" in both.get(f"/r/test/compare?b={other}").text
+    assert "different tasks" not in both.get("/r/test/compare?b=test").text
+
+
+def test_the_bar_of_progress_goes_with_the_last_step_and_a_kl_is_called_an_estimate(filled, tmp_path):
+    metrics = json.dumps({"kl": -0.1})
+    config = json.dumps({"train": {"steps": 9}})
+    change(
+        filled,
+        ("UPDATE starts SET config = ?", [config]),
+        ("UPDATE batches SET metrics = ?, trained_at = 5", [metrics]),
+    )
+    assert "<progress" in client(filled).get("/r/test").text
+    report = write_report(filled, tmp_path / "r.html", name=None).read_text()
+    assert "estimate from stale samples, may be negative" in report
+    change(filled, "UPDATE runs SET finished_step = 9")
+    assert "<progress" not in client(filled).get("/r/test").text

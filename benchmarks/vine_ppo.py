@@ -10,7 +10,6 @@ so for each of them.
 import argparse
 import multiprocessing
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -37,7 +36,6 @@ from tba.trainer.objectives.responses import Responses, Terms
 from tba.trainer.step.build import prepare_models
 from tba.trainer.step.learner import Learner
 
-MEASURE_EVERY = 4
 Prefix = tuple[Problem, tuple[int, ...]]
 
 
@@ -85,21 +83,22 @@ class Rollouts:
 
     def values(self, wanted: Sequence[Prefix]) -> dict[Prefix, float]:
         """Return the mean reward of rollouts from each prefix. A prefix that is named twice is rolled out once."""
-        found: dict[Prefix, list[float]] = {prefix: [] for prefix in wanted}
-        for (problem, start), times in Counter(wanted).items():
+        found: dict[Prefix, list[Generation]] = {prefix: [] for prefix in wanted}
+        for (problem, start), done in found.items():
             context = np.array([*problem.prompt, *start], np.int32)
             sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=self._task.longest - len(start))
-
-            def score(done: Generation, problem: Problem = problem, start: Any = start, times: int = times) -> None:
-                found[problem, start].append(self._task.reward(problem, (*start, *done.response_ids.tolist())))
-                self.tokens += len(done.response_ids)
-                self.unshared += times * len(done.response_ids)
-
             for _ in range(self._samples):
-                self._requests.ask(context, sampling, score, first=False)
+                self._requests.ask(context, sampling, done.append, first=False)
         while self.engine.in_flight:
             self._requests.step()
-        return {prefix: mean(rewards) for prefix, rewards in found.items()}
+        generated = {prefix: sum(len(one.response_ids) for one in done) for prefix, done in found.items()}
+        self.tokens += sum(generated.values())
+        self.unshared += sum(generated[prefix] for prefix in wanted)
+        reward = self._task.reward
+        return {
+            (problem, start): mean(reward(problem, (*start, *one.response_ids.tolist())) for one in done)
+            for (problem, start), done in found.items()
+        }
 
 
 def run(method: str, seed: int, steps: int) -> dict[str, Any]:
@@ -119,31 +118,32 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
         rollouts, canary = Rollouts(task, samples, seed), [[*problems[0].prompt, *problems[0].answer]]
         for step in range(steps):
             groups = searcher.groups(setting.prompts, setting.samples, step)
-            batch, responses = as_batch(groups, step), [response for group in groups for response in group]
-            tokens += sum(len(response.tokens) for response in responses)
+            batch, responses = as_batch(groups, step), [one for group in groups for one in group]
+            tokens += sum(len(one.tokens) for one in responses)
             if samples:
                 # The files that serve stay until others do.
                 rollouts.engine.load_weights(publish(Path(folder), policy, step % 2, canary))
-                value = rollouts.values([prefix for response in responses for prefix in prefixes(response)])
-                pairs = zip(batch.rows, responses, strict=True)
-                learner.advantages = {row.id: advantages(response, value) for row, response in pairs}
+                value = rollouts.values([prefix for one in responses for prefix in prefixes(one)])
+                learner.advantages = {
+                    row.id: advantages(one, value) for row, one in zip(batch.rows, responses, strict=True)
+                }
             learner.step(batch)
-            if (step + 1) % MEASURE_EVERY == 0:
+            if step % 4 == 3:
                 found.append((step + 1, tokens + rollouts.tokens, measure(policy, task, problems).reward))
     done, generated, reward = zip(*found, strict=True)
-    counts = {"generated": generated[-1], "unshared": tokens + rollouts.unshared}
-    return {"steps": done, "tokens": generated, "reward": reward, **counts}
+    return {"steps": done, "tokens": generated, "reward": reward, "unshared": tokens + rollouts.unshared}
 
 
 def table(runs: Mapping[tuple[str, int], Any], methods: Sequence[str], seeds: Sequence[int], equal: str) -> None:
     """Print rewards at each quarter of the "steps" or "tokens" of the first method, and the difference of pairs."""
-    rows, rewards = [], {}
+    rows: list[list[Any]] = []
+    rewards: dict[str, Any] = {}
     for method in methods:
         pairs = [(runs[method, seed], np.linspace(0, runs[methods[0], seed][equal][-1], 5)[1:]) for seed in seeds]
         rewards[method] = np.transpose([np.interp(marks, one[equal], one["reward"]) for one, marks in pairs])
         parts = [*rewards[method], rewards[method][-1] - rewards[methods[0]][-1]]
-        counts = [f"{mean(one[key] for one, _ in pairs):.0f}" for key in ("generated", "unshared")]
-        rows.append([method, *(f"{one.mean():.3f}±{one.std(ddof=1):.3f}" for one in parts), *counts])
+        counts = [mean(one["tokens"][-1] for one, _ in pairs), mean(one["unshared"] for one, _ in pairs)]
+        rows.append([method, *(f"{one.mean():.3f}±{one.std(ddof=1):.3f}" for one in parts), *map(round, counts)])
     headings = ["method", "1/4", "1/2", "3/4", "end", f"minus {methods[0]}", "tokens", "without sharing"]
     print_table(f"reward at equal {equal}, {len(seeds)} seeds", headings, rows)
 

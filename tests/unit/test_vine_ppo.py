@@ -78,12 +78,12 @@ def test_the_gradient_is_unbiased_with_one_rollout_of_each_prefix(vine):
         sizes = [len(whole)], one, one, one, Totals(1, 1, 1)
         return vine.vine_ppo(Responses(own_R, own_R.detach(), mask_R, *sizes, reference_R=of_tokens), 0.0).loss
 
-    total = 0.0
+    total = torch.zeros(())
     for ends in itertools.product(*(completions(start, 3, 2) for start in starts)):
         pairs = list(zip(starts, ends, strict=True))
         chance = sum(logprob_R(end)[len(start) :].sum() for start, end in pairs).exp()
         value = {start: reward[end] for start, end in pairs}
-        total += sum((chance * logprob_R(whole).sum().exp()).detach() * loss(whole, value) for whole in wholes)
-    expected = sum(logprob_R(whole).sum().exp() * reward[whole] for whole in wholes)
+        total = total + sum((chance * logprob_R(whole).sum().exp()).detach() * loss(whole, value) for whole in wholes)
+    expected = torch.stack([logprob_R(whole).sum().exp() * reward[whole] for whole in wholes]).sum()
     (found,), (right,) = torch.autograd.grad(total, logits), torch.autograd.grad(expected, logits)
     torch.testing.assert_close(found, -right, rtol=0, atol=1e-12)

@@ -135,7 +135,10 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def table(runs: Mapping[tuple[str, int], Any], methods: Sequence[str], seeds: Sequence[int], equal: str) -> None:
-    """Print rewards at each quarter of the "steps" or "tokens" of the first method, and the difference of pairs."""
+    """Print rewards at each quarter of the "steps" or "tokens" of the first method, and the difference of pairs.
+
+    Cells are means over seeds, with standard deviations.
+    """
     rows: list[list[Any]] = []
     rewards: dict[str, Any] = {}
     for method in methods:

@@ -65,16 +65,16 @@ def two_models() -> Iterator[Any]:
     yield other
 
 
-def publish(folder: Path, model: Any, version: int) -> Snapshot:
-    """Write a snapshot like the trainer's, without the hashes."""
+def publish(folder: Path, model: Any, version: int, canary: list[list[int]] = CANARY) -> Snapshot:
+    """Write a snapshot like the trainer's, without the hashes. The canary are token ids."""
     path = folder / f"v{version:08d}"
     model.save_pretrained(path)
     with torch.no_grad():
-        logits = [model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1) for ids in CANARY]
+        logits = [model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1) for ids in canary]
     logprobs = [
-        one.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist() for one, ids in zip(logits, CANARY, strict=True)
+        one.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist() for one, ids in zip(logits, canary, strict=True)
     ]
-    manifest = Manifest("bench", version, version, 0.0, {}, Canary(CANARY, logprobs))
+    manifest = Manifest("bench", version, version, 0.0, {}, Canary(canary, logprobs))
     return Snapshot(path, manifest, [path / "model.safetensors"])
 
 

@@ -205,6 +205,8 @@ class Searcher:
             config.search.samples_per_prompt,
             lambda: self._weights.metadata,
             exploration.guide,
+            loaded.stopping,
+            context_of(config) if config.search.guided else None,
         )
         episodes = Episodes(
             generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config), lambda: engine.weights_version

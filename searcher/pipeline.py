@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,8 @@ class GenerationStage:
     """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each.
 
     `metadata` returns those of the rows of a visit when it is submitted. `guide` is `Exploration.guide`; without it all
-    responses are plain.
+    responses are plain. What ends a response, `stopping`, ends a demonstration, too; `context` is the largest number of
+    tokens of prompt and response, None if it is not known.
     """
 
     def __init__(
@@ -145,6 +147,8 @@ class GenerationStage:
         samples: int,
         metadata: Callable[[], dict[str, Any]] = dict,
         guide: Callable[[Visit], float | None] = lambda _: None,
+        stopping: Stopping | None = None,
+        context: int | None = None,
     ) -> None:
         self._engine = engine
         self._task = task
@@ -152,7 +156,9 @@ class GenerationStage:
         self._samples = samples
         self._metadata = metadata
         self._guide = guide
-        self._encode = renderer.encode
+        self._renderer = renderer
+        self._stopping = stopping or Stopping(renderer.tokenizer, (), ())
+        self._context = context
         self._prompts = by_key = {prompt.key: prompt for prompt in prompts}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
         self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(by_key[key]), np.int32))
@@ -198,7 +204,9 @@ class GenerationStage:
         fraction = self._guide(visit) if prompt.demonstration else None
         if fraction is None:
             return None
-        ids = self._encode(prompt.demonstration)[:max_tokens]
+        room = max_tokens if self._context is None else self._context - len(self._prompt_ids(prompt.key))
+        shown = self._renderer.response_ids(prompt, self._stopping.before_string(prompt.demonstration))
+        ids = list(takewhile(lambda id_: id_ not in self._stopping.ids, shown))[: min(room, max_tokens)]
         return np.asarray(ids[: round(fraction * (len(ids) - 1))], np.int32)
 
     def _take(self, group: Group, sampling: SamplingSettings, generation: Generation) -> None:

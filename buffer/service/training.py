@@ -177,7 +177,7 @@ class Training:
             recency_missed=recency.missed,
             reuse_mean=sum(rows["times_used"]) / len(rows["id"]),
             turn_rewards=turn_rewards if any(turn_rewards) else None,
-            explored=list(map(bool, rows["explored"])) if any(rows["explored"]) else msgspec.UNSET,
+            **{name: list(map(bool, rows[name])) for name in ("explored", "guided") if any(rows[name])},
             **counts,
         )
         return ReplyBody(batch, [b"".join(column) for column in blobs])

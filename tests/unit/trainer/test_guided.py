@@ -235,11 +235,12 @@ def test_a_group_has_one_prefix_and_its_fresh_rows_have_ratios_of_1_and_are_batc
     assert sorted(given[::2]) == [0, 0, 1, 2]
     result = make_learner(name="tb_stale").step(batch)
     assert max(abs(not_none(ratio)) for ratio in not_none(result.rows).log_ratio) < 1e-5
-    assert result.metrics["guided_share"] == 0.5
-    plain = [reward for reward, one in zip(reply.message.reward, given, strict=True) if not one]
+    # Also the group that begins with no token is guided: its draws are those of guided visits.
+    assert result.metrics["guided_share"] == 0.75
+    plain = [reward for reward, key in zip(reply.message.reward, reply.message.prompt_key, strict=True) if key == "p1"]
     assert result.metrics["plain_reward_mean"] == sum(plain) / len(plain)
-    everything = [dataclasses.replace(row, loss_mask=np.ones_like(row.loss_mask)) for row in batch.rows]
-    metrics = make_learner().step(dataclasses.replace(batch, rows=everything)).metrics
+    # Whatever else is masked.
+    metrics = make_learner().step(dataclasses.replace(batch, guided=[])).metrics
     assert not {"guided_share", "plain_reward_mean"} & metrics.keys()
 
 

@@ -351,8 +351,8 @@ class Batch(ArrayCounts, Reply, frozen=True):
     `temperature` is 0 where the distribution that was sampled from cannot be computed. `recency_groups` of the prompts
     were drawn by recency; `recency_missed` of them have no data within `recency_window` steps. `reuse_mean` is how
     often earlier batches had each trajectory. `turn_rewards` are those of each row's turns, None without episodes.
-    `explored`: whether an explorer (`search.policy`) sampled the row, `guided`: whether it is of a guided visit; each is
-    left out if no row is.
+    `explored`: whether an explorer (`search.policy`) sampled the row, `guided`: whether it is of a guided visit; each
+    left out if none is.
     """
 
     TYPE = "batch"

@@ -20,7 +20,7 @@ from tba.common.wire.messages import Visit
 from tba.searcher.build import LoadedTask, check_loaded
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
-from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
+from tba.searcher.pipeline import Exploration, GenerationStage, Guide, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Reward, fingerprint
 from tba.tests.helpers.chat_tokenizers import chat_tokenizer
@@ -195,7 +195,7 @@ def guided_rows(directory: Any, guided: float, **search: Any) -> list[Any]:
     config = Config.model_validate({"search": {"engine": "transformers", **keys}, "task": {"reward_workers": 0}})
     renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), (9,))  # type: ignore[arg-type]
     exploration, engine = Exploration(config.search, run_seed=3, searcher="s"), cpu_engine(directory)
-    guide = exploration.guide
+    guide = Guide(exploration.guide, stopping, None)
     stage = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, 2, guide=guide)
     rewards, delivery = Rewards(task, config.task), Delivered()
     episodes = Episodes(stage.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
@@ -261,21 +261,11 @@ class Asked:
 
 def given_ids(prompt: Prompt, tokenizer: Any, stop: Any = (), ends: Any = (), context: int | None = None) -> list[int]:
     """Return the tokens that a group begins with whose visit asks for the whole demonstration."""
-    renderer, engine = PromptRenderer(tokenizer, Config().task), Asked()
+    renderer, stopping = PromptRenderer(tokenizer, Config().task), Stopping(tokenizer, stop, ends)
     settings = Exploration(SearchSection(engine="transformers"), run_seed=3, searcher="s").settings
-    stopping = Stopping(tokenizer, stop, ends)
-    task: Any = WithSolutions()
-    stage = GenerationStage(
-        engine,
-        task,
-        [prompt],
-        renderer,
-        settings,
-        1,
-        guide=lambda _: 1.0,
-        stopping=stopping,
-        context=context,  # type: ignore[arg-type]
-    )
+    task, engine = WithSolutions(), Asked()
+    guide = Guide(lambda _: 1.0, stopping, context)
+    stage = GenerationStage(engine, task, [prompt], renderer, settings, 1, guide=guide)  # type: ignore[arg-type]
     stage.submit(Visit(lease=1, epoch=0, prompt_key=prompt.key))
     (asked,) = engine.contexts
     before = renderer.ids(prompt)

@@ -46,7 +46,7 @@ from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Engine
 from tba.searcher.episodes import Episodes, Limits
-from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
+from tba.searcher.pipeline import Exploration, GenerationStage, Guide, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Task, check_prompts, fingerprint
 from tba.searcher.weights.fetch import Serving
@@ -204,7 +204,7 @@ class Searcher:
             exploration.settings,
             config.search.samples_per_prompt,
             lambda: self._weights.metadata,
-            exploration.guide,
+            Guide(exploration.guide, loaded.stopping, context_of(config)) if config.search.guided else None,
         )
         episodes = Episodes(
             generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config), lambda: engine.weights_version

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -128,11 +129,22 @@ class Response:
         return _NO_TOKENS if self.group.prefix is None else self.group.prefix
 
 
+class Guide(NamedTuple):
+    """What guided groups begin with: a `fraction` of the demonstration, as `Exploration.guide` returns it.
+
+    `stopping` ends a demonstration as it ends a response. `context` is the largest number of tokens of prompt and
+    response, None if it is not known.
+    """
+
+    fraction: Callable[[Visit], float | None]
+    stopping: Stopping
+    context: int | None
+
+
 class GenerationStage:
     """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each.
 
-    `metadata` returns those of the rows of a visit when it is submitted. `guide` is `Exploration.guide`; without it all
-    responses are plain.
+    `metadata` returns those of the rows of a visit when it is submitted. Without `guide` all responses are plain.
     """
 
     def __init__(
@@ -144,7 +156,7 @@ class GenerationStage:
         settings: Callable[[Visit, int], SamplingSettings],
         samples: int,
         metadata: Callable[[], dict[str, Any]] = dict,
-        guide: Callable[[Visit], float | None] = lambda _: None,
+        guide: Guide | None = None,
     ) -> None:
         self._engine = engine
         self._task = task
@@ -152,7 +164,7 @@ class GenerationStage:
         self._samples = samples
         self._metadata = metadata
         self._guide = guide
-        self._encode = renderer.encode
+        self._renderer = renderer
         self._prompts = by_key = {prompt.key: prompt for prompt in prompts}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
         self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(by_key[key]), np.int32))
@@ -195,10 +207,13 @@ class GenerationStage:
 
     def _prefix(self, visit: Visit, prompt: Prompt, max_tokens: int) -> Int32 | None:
         """Return the tokens that a guided group begins with, None for a plain one: at most all but the last token."""
-        fraction = self._guide(visit) if prompt.demonstration else None
-        if fraction is None:
+        guide = self._guide
+        fraction = guide.fraction(visit) if guide and prompt.demonstration else None
+        if guide is None or fraction is None:
             return None
-        ids = self._encode(prompt.demonstration)[:max_tokens]
+        room = max_tokens if guide.context is None else guide.context - len(self._prompt_ids(prompt.key))
+        shown = self._renderer.response_ids(prompt, guide.stopping.before_string(prompt.demonstration))
+        ids = list(takewhile(lambda id_: id_ not in guide.stopping.ids, shown))[: min(room, max_tokens)]
         return np.asarray(ids[: round(fraction * (len(ids) - 1))], np.int32)
 
     def _take(self, group: Group, sampling: SamplingSettings, generation: Generation) -> None:

@@ -313,5 +313,6 @@ def _least(columns: EntryColumns, head: int, values: "array[int] | array[float]"
 
 
 def keyed_hash(seed: int, id_: int) -> int:
-    """Hash a seed and an id to 64 bits."""
-    return xxhash.xxh3_64_intdigest(id_.to_bytes(8, "little"), seed)
+    """Hash a seed and an id, or the context and step of a group, to 64 bits."""
+    # A context of guided responses, or of a phase, has more than 32 bits: see `context_of`.
+    return xxhash.xxh3_64_intdigest(id_.to_bytes(8 if id_ < 1 << 64 else 16, "little"), seed)

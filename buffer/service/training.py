@@ -39,6 +39,10 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: str, what: str) -> T:
         raise StorageError(f"{what} that the database holds are malformed ({error}): {text!r:.80}") from error
 
 
+def _flags(column: Sequence[int]) -> list[bool] | msgspec.UnsetType:
+    return list(map(bool, column)) if any(column) else msgspec.UNSET
+
+
 # Records the batch of a step that has none yet, or returns what is missing.
 RecordBatch = Callable[[messages.SampleBatch], Shortage | None]
 
@@ -177,7 +181,8 @@ class Training:
             recency_missed=recency.missed,
             reuse_mean=sum(rows["times_used"]) / len(rows["id"]),
             turn_rewards=turn_rewards if any(turn_rewards) else None,
-            explored=list(map(bool, rows["explored"])) if any(rows["explored"]) else msgspec.UNSET,
+            explored=_flags(rows["explored"]),
+            guided=_flags(rows["guided"]),
             **counts,
         )
         return ReplyBody(batch, [b"".join(column) for column in blobs])

@@ -9,6 +9,10 @@ same times in UTC.
 _TRAINED = """FROM consumption_rows c JOIN batches b ON b.id = c.batch
         WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL"""
 
+# Whether an explorer sampled a row. The policy of an import is one of another run.
+EXPLORED = """(t.policy_version < 0 AND json_type(t.metadata, '$.policy') IS NOT NULL
+        AND json_type(t.metadata, '$.imported_version') IS NULL)"""
+
 TRAJECTORIES = f"""
 CREATE VIEW trajectories AS
 SELECT t.id, r.name AS run, p.key AS prompt, p.text AS prompt_text, p.answer, v.epoch AS epoch,
@@ -20,7 +24,7 @@ SELECT t.id, r.name AS run, p.key AS prompt, p.text AS prompt_text, p.answer, v.
        json_extract(t.sampling, '$.guided') AS guided,
        t.created_at, t.received_at, strftime('%Y-%m-%dT%H:%M:%SZ', t.received_at, 'unixepoch') AS received_at_text,
        t.generation_seconds, t.text, t.error, t.error_kind, json_array_length(t.turns) AS turns, t.metadata,
-       json_extract(t.metadata, '$.policy') AS policy,
+       CASE WHEN {EXPLORED} THEN json_extract(t.metadata, '$.policy') END AS policy,
        t.compacted_at, a.url AS archive,
        (SELECT COUNT(*) {_TRAINED}) AS times_trained,
        (SELECT MIN(b.step) {_TRAINED}) AS first_step,

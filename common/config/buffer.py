@@ -45,7 +45,8 @@ class BufferSection(Section):
     below 1."""
     replacement: Literal["if_needed", "never", "always"] = "if_needed"
     """Whether a group may contain a trajectory twice. if_needed: if there are fewer than train.samples_per_prompt to
-    draw from; never: such a prompt is not sampled. A batch never contains a prompt twice."""
+    draw from; never: such a prompt is not sampled. A batch contains a prompt once, and with `search.guided` or
+    `task.phases` once for each beginning and phase."""
     max_staleness: NonNegative | Literal["unbounded"] = "unbounded"
     """Maximum optimiser steps between the policy that generated and the step that trains; 0 is synchronous."""
     min_fill: NonNegative = 0

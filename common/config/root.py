@@ -11,7 +11,7 @@ from tba.common.config.buffer import BufferSection, CurriculumSection
 from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection, SecuritySection
 from tba.common.config.search import SearchSection
 from tba.common.config.section import Section
-from tba.common.config.task import RewardModelSection, TaskSection
+from tba.common.config.task import MODEL_PART, RewardModelSection, TaskSection
 from tba.common.config.train import (
     LoraSection,
     MetricsSection,
@@ -141,6 +141,11 @@ def _check(config: Config) -> None:
         raise ValueError(
             "search.guided has responses that begin with a part of a demonstration, and objective.name = tb_learned_z "
             "learns log Z of the prompt alone: set objective.name = tb, or search.guided = 0"
+        )
+    judged = any(MODEL_PART in phase.weights for phase in config.task.phases)
+    if judged and not config.reward_model.configured:
+        raise ValueError(
+            f"task.phases has a weight for {MODEL_PART}, and there is none: set reward_model.path, or remove it"
         )
     _check_reference(config)
     _check_ratios(config)
@@ -291,9 +296,15 @@ def _rows_of_batch(config: Config, prompts: int) -> int:
             f'buffer.replacement = "never" needs {need} different responses to a prompt, and greedy ones are equal: '
             "set search.temperature above 0, or buffer.dedup = false"
         )
-    if config.max_staleness is not None and need > samples:
+    # Data of one staleness, of one beginning, or of one phase may end with a visit.
+    parts = {
+        "a bounded buffer.max_staleness": config.max_staleness is not None,
+        "search.guided": config.search.guided > 0,
+        "task.phases": bool(config.task.phases),
+    }
+    if need > samples and (part := next((name for name, is_set in parts.items() if is_set), "")):
         raise ValueError(
-            f'buffer.replacement = "never" with a bounded buffer.max_staleness needs search.samples_per_prompt >= '
+            f'buffer.replacement = "never" with {part} needs search.samples_per_prompt >= '
             f"train.samples_per_prompt = {need}: one visit must give a whole group"
         )
     kept = 1 if _repeats(config) else min(samples, buffer.prompt_cap)

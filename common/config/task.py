@@ -8,8 +8,11 @@ from urllib.parse import urlsplit
 from pydantic import Field, FiniteFloat, SecretStr, field_validator, model_validator
 
 from tba.common.config.section import BearerToken, NonNegative, Positive, PositiveFloat, Section
+from tba.common.wire.fields import MAX_PHASES
 
 MIXTURE = "mixture"
+# The part of the reward that is the reward model's logit.
+MODEL_PART = "reward_model"
 TASKS = ("arithmetic", "answers", "calculator", "gsm8k", "guess", "gymnasium", "math", "reasoning_gym", MIXTURE)
 FROM_FILES = ("answers", "gsm8k", "math")
 _WITHOUT_CODE = ("answers", "arithmetic", "calculator", "gsm8k", "guess")
@@ -130,6 +133,8 @@ class TaskSection(TaskSource):
     def _check_phases(cls, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
         if any(later.until <= one.until for one, later in pairwise(phases)):
             raise ValueError("task.phases: give each phase a larger `until` than the one before")
+        if len(phases) > MAX_PHASES:
+            raise ValueError(f"task.phases has {len(phases)} phases: at most {MAX_PHASES} are possible")
         return phases
 
     @field_validator("truncated", mode="before")

@@ -351,7 +351,8 @@ class Batch(ArrayCounts, Reply, frozen=True):
     `temperature` is 0 where the distribution that was sampled from cannot be computed. `recency_groups` of the prompts
     were drawn by recency; `recency_missed` of them have no data within `recency_window` steps. `reuse_mean` is how
     often earlier batches had each trajectory. `turn_rewards` are those of each row's turns, None without episodes.
-    `explored`: whether an explorer (`search.policy`) sampled the row, left out if none is.
+    `explored`: whether an explorer (`search.policy`) sampled the row, `guided`: whether it is of a guided visit; each
+    left out if none is.
     """
 
     TYPE = "batch"
@@ -372,6 +373,7 @@ class Batch(ArrayCounts, Reply, frozen=True):
     turn_rewards: Column[list[Finite]] | None = None
     kept_count: Column[Count] | UnsetType = UNSET
     explored: Column[bool] | UnsetType = UNSET
+    guided: Column[bool] | UnsetType = UNSET
 
 
 class NotReady(Reply, frozen=True):

@@ -70,6 +70,10 @@ class Stopping:
         # An array: in a list transformers looks at each number, which takes longer than the decoding.
         ids: Any = np.asarray(tokens[:-1] if len(tokens) and int(tokens[-1]) in self.ids else tokens, np.int32)
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self.before_string(text)
+
+    def before_string(self, text: str) -> str:
+        """Return the part of a text before the first string that ends a response."""
         return text[: min((at for string in self.strings if (at := text.find(string)) >= 0), default=None)]
 
     def whole_text(self, tokens: Sequence[int]) -> str:

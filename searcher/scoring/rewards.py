@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba.common.config import RewardModelSection, TaskSection
+from tba.common.config.task import MODEL_PART
 from tba.common.errors import ConfigError, WorkerLost
 from tba.common.log import get_logger
 from tba.common.weights.model_files import model_directory
@@ -26,8 +27,6 @@ from tba.searcher.tasks.task import Prompt, Reward, Task
 
 log = get_logger(__name__)
 
-# The part of the reward that is the model's logit.
-MODEL_PART = "reward_model"
 # Enough pairs to sort them by length, few enough that results come back soon.
 _BATCH = 256
 _GATHER_SECONDS = 0.05

@@ -144,17 +144,20 @@ def failed(reason: str, origin: str = "reward") -> tuple[Reward, str]:
 def phased(scored: Scored, weights: Mapping[str, float]) -> Scored:
     """Return a response with the reward of its phase (`task.phases`), and the reward without phases as a part.
 
-    It gets an error if it has not all of the parts, or the sum is beyond what a row holds.
+    It gets an error if it has not all of the parts, one named like the whole, or a sum beyond what a row holds.
     """
     if scored.error is not None:
         return scored
     parts = scored.reward.parts | {WHOLE: scored.reward.total}
     problem, total = "", 0.0
-    if missing := sorted(weights.keys() - parts.keys()):
+    if WHOLE in scored.reward.parts:
+        problem = f"the task has a part {WHOLE} of its own, which names the whole reward here: rename it"
+    elif missing := sorted(weights.keys() - parts.keys()):
         problem = f"the response has no part {missing[0]}, only {', '.join(parts)}"
     else:
         total = sum(weight * parts[name] for name, weight in weights.items())
-        if len(parts) > MAX_REWARD_PARTS or abs(total) > LARGEST_REWARD:
+        # The difference of two infinities is no number, and no comparison with it is true.
+        if len(parts) > MAX_REWARD_PARTS or not abs(total) <= LARGEST_REWARD:
             problem = f"a reward of {total:g} with {len(parts)} parts is beyond what a row holds"
     if problem:
         return Scored(scored.ticket, scored.text, *failed(f"task.phases: {problem}"), error_kind="reward")

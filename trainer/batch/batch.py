@@ -93,7 +93,8 @@ class TrainBatch:
     response (NaN where the buffer has none) and the staleness in optimiser steps. `reward_parts` is one dict per row,
     or empty. `recency_window` is in optimiser steps; `recency_missed` is the fraction of the prompts drawn by recency
     that have no data within it, NaN if none was. `reuse_mean` is how often earlier batches had each trajectory, on
-    average. `turn_rewards` are those of the turns of each row, or empty if no row is an episode.
+    average. `turn_rewards` are those of the turns of each row, or empty if no row is an episode. `guided` says which
+    rows are of guided visits, or is empty if none is.
     """
 
     step: int
@@ -106,6 +107,7 @@ class TrainBatch:
     recency_missed: float = math.nan
     reuse_mean: float = math.nan
     turn_rewards: list[list[float]] = field(default_factory=list)
+    guided: list[bool] = field(default_factory=list)
 
     @property
     def prompts(self) -> int:
@@ -158,6 +160,7 @@ def decode(batch: Batch, frames: Sequence[memoryview], *, prompts: int, samples:
         recency_missed=batch.recency_missed / batch.recency_groups if batch.recency_groups else math.nan,
         reuse_mean=batch.reuse_mean,
         turn_rewards=batch.turn_rewards or [],
+        guided=batch.guided or [],
     )
 
 

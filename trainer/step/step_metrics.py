@@ -57,10 +57,10 @@ def batch_metrics(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[st
 
 
 def _guided(batch: TrainBatch) -> dict[str, float]:
-    """Return the share of responses that begin with tokens that do not count, and the mean reward of the others."""
-    plain_N = torch.tensor([not len(row.loss_mask) or bool(row.loss_mask[0]) for row in batch.rows])
-    if plain_N.all():
+    """Return the share of guided responses, those that begin with 0 tokens too, and the mean reward of the others."""
+    if not batch.guided:
         return {}
+    plain_N = ~torch.tensor(batch.guided)
     return {
         "guided_share": 1.0 - float(plain_N.double().mean()),
         "plain_reward_mean": float(batch.reward_BK.flatten()[plain_N].mean()),

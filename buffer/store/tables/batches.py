@@ -10,6 +10,7 @@ from msgspec.structs import astuple
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.runs import Run
 from tba.buffer.store.tables.trajectories import Trajectories
+from tba.buffer.store.views import EXPLORED
 from tba.common.wire.messages import ReportStep
 from tba.common.wire.trajectory import RowNumbers
 
@@ -27,12 +28,12 @@ UPDATE consumption_rows
 SET (logprob, log_ratio, advantage, weight, mismatch, skipped, token_log_ratios) = (?, ?, ?, ?, ?, ?, ?)
 WHERE batch = ? AND slot = ?
 """
-_SELECT_BATCH = """
+_SELECT_BATCH = f"""
 SELECT t.id, p.key AS prompt_key, t.reward, t.reward_parts, t.policy_version, c.staleness,
        json_extract(t.sampling, '$.temperature') AS temperature,
        json_extract(t.sampling, '$.top_p') IS NOT 1 OR json_extract(t.sampling, '$.top_k') IS NOT NULL
            OR json_extract(t.sampling, '$.min_p') IS NOT NULL AS is_cut,
-       t.policy_version < 0 AND json_extract(t.metadata, '$.policy') IS NOT NULL AS explored,
+       {EXPLORED} AS explored, json_type(t.sampling, '$.guided') IS NOT NULL AS guided,
        r.logprob AS reference_logprob,
        (SELECT COUNT(*) FROM consumption_rows e WHERE e.trajectory = t.id AND e.batch < b.id) AS times_used,
        CASE WHEN t.turns = '[]' OR NOT json_valid(t.turns) THEN t.turns
@@ -44,7 +45,7 @@ JOIN prompts p ON p.id = t.prompt
 LEFT JOIN reference_logprobs r ON r.trajectory = t.id AND r.reference = ?
 WHERE b.run = ? AND b.step = ?
 ORDER BY c.slot
-"""
+"""  # noqa: S608
 _SELECT_TOKENS = """
 SELECT t.response_tokens
 FROM batches b

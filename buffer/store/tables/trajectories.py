@@ -12,6 +12,7 @@ from typing import Any
 from tba.buffer.store.archives import Archives
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.runs import Run
+from tba.buffer.store.views import EXPLORED
 from tba.common.errors import Refused, quantity
 from tba.common.wire.archive_messages import Archive
 from tba.common.wire.trajectory import ARRAY_KINDS, KEPT, ROW_FIELDS
@@ -172,12 +173,12 @@ class Trajectories:
         The columns are id, the version that the staleness counts from, reward, dedup_hash, trained, payload_bytes: at
         most `_BLOCK_ROWS` rows.
         """
-        query = """
+        query = f"""
         SELECT t.prompt, json_extract(t.sampling, '$.guided'), json_extract(t.sampling, '$.phase'), t.id,
-               CASE WHEN t.policy_version < 0 AND json_type(t.metadata, '$.imported_version') IS NULL
+               CASE WHEN {EXPLORED} AND json_type(t.metadata, '$.newest_version') = 'integer'
                    THEN json_extract(t.metadata, '$.newest_version') ELSE t.policy_version END, t.reward, t.dedup_hash,
                EXISTS (SELECT 1 FROM consumption_rows c WHERE c.trajectory = t.id), t.payload_bytes
-        FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"""
+        FROM trajectory_rows t WHERE t.run = ? AND t.error IS NULL AND t.compacted_at IS NULL ORDER BY t.id"""  # noqa: S608
         for parts, all_rows in groupby(self._database.each(query, run.id), itemgetter(0, 1, 2)):
             while rows := list(islice(all_rows, _BLOCK_ROWS)):
                 _, _, _, *columns = zip(*rows, strict=True)

@@ -12,9 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tba.buffer.sampling.entry_columns import context_of
 from tba.buffer.sampling.index import Entry, SamplingIndex, keyed_hash
 from tba.buffer.sampling.rules import Limits, SamplingRules, Shortage
 from tba.buffer.sampling.sampler import Sampler
+from tba.common.wire.fields import MAX_PHASES, MAX_TOKENS
 from tba.tests.helpers.index import add, block_of
 from tba.tests.runner import size, slow
 
@@ -76,6 +78,19 @@ def test_what_stays_of_the_run_is_a_uniform_sample_of_whole_visits_and_the_newes
     assert ((sampled - expected) ** 2 / expected).sum() < 93
     # Old and new visits alike.
     assert sampled[:18].sum() == pytest.approx(18 * expected, rel=0.1)
+
+
+@pytest.mark.parametrize("keep", ["reservoir", "both"])
+def test_groups_of_the_largest_contexts_stay_or_leave_together(keep):
+    largest = context_of((1 << 32) - 1, MAX_TOKENS, MAX_PHASES)
+    for seed in range(20):
+        index = SamplingIndex(Limits(prompt_cap=1000, dedup=False, seed=seed, max_trajectories=16, keep=keep))
+        for visit in range(40):
+            context = (1, context_of(1, 2, None), context_of(1, None, 0), largest)[visit % 4]
+            index.extend(block_of([Entry(2 * visit + n, context, visit, 0.0, 2 * visit + n) for n in range(2)]))
+        ids = np.array(kept_ids(index))
+        assert len(ids) == 16
+        assert list(ids[::2] + 1) == list(ids[1::2])
 
 
 @pytest.mark.parametrize("keep", ["newest", "reservoir", "both"])

@@ -11,6 +11,7 @@ from tba.common.wire import messages
 from tba.common.wire.messages import GetStatus
 from tba.common.wire.trajectory import RESPONSE_IDS
 from tba.tests.helpers.buffer import change
+from tba.tests.helpers.puts import put_message
 
 
 def test_the_new_rows_of_an_overlapping_put_keep_their_own_values(harness, trajectory):
@@ -232,12 +233,18 @@ def test_an_explorers_rows_are_of_no_policy_and_as_old_as_the_weights_that_were_
         # The versions of its tokens are the explorer's own.
         trajectory(tokens=[4], version=9, metadata=explored),
         trajectory(tokens=[5], version=9, metadata=explored | {"imported_version": 1}),
-        trajectory(tokens=[6], version=9, metadata=explored | {"newest_version": "1"}),
+        *(
+            trajectory(tokens=[6 + n], version=9, metadata=explored | {"newest_version": newest})
+            for n, newest in enumerate(("1", 1.0, True))
+        ),
+        trajectory(tokens=[9], version=9, metadata={"policy": "models/strong"}),
     ]
     buffer.put(rows, 0)
+    message, frames = put_message([trajectory(tokens=[10], version=9, metadata={"newest_version": 1})], 0)
+    buffer.ask(message, frames, role="importer", sender="i.1")
     assert buffer.service.state.curriculum._answers == {1: (1, 1)}, "only the policy's own answer counts"
     for step in (12, 13):
-        batch = buffer.sample(step, 1, 4).message
+        batch = buffer.sample(step, 1, 8).message
         found = {
             id_: facts
             for id_, *facts in zip(
@@ -247,12 +254,13 @@ def test_an_explorers_rows_are_of_no_policy_and_as_old_as_the_weights_that_were_
         assert found == {
             1: [1, step - 10, False],
             2: [-1, step - 10, True],
-            3: [-1, step, True],
-            4: [-1, step, True],
+            3: [-1, step, False],
+            **{id_: [-1, step, True] for id_ in (4, 5, 6, 7)},
+            8: [-1, step, False],
         }
         # As a restart does.
         buffer.service.state.rebuild()
-    query = "SELECT policy, policy_version, policy_step FROM trajectories ORDER BY id LIMIT 2"
-    assert buffer.store.database.all(query) == [(None, 1, 10), ("models/strong", -1, None)]
+    query = "SELECT policy, policy_version, policy_step FROM trajectories ORDER BY id LIMIT 3"
+    assert buffer.store.database.all(query) == [(None, 1, 10), ("models/strong", -1, None), (None, -1, None)]
     with pytest.raises(Refused, match="was never announced"):
-        buffer.put([trajectory(tokens=[7], version=9)], 4)
+        buffer.put([trajectory(tokens=[7], version=9)], 7)

@@ -16,7 +16,10 @@ from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage, draw
 from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import Scored, phased
 from tba.searcher.tasks.arithmetic import ArithmeticTask
+from tba.searcher.tasks.task import Reward
+from tba.tests.helpers.checks import not_none
 
 VISITS = [Visit(lease=lease, epoch=lease % 3, prompt_key=f"p{lease // 3}") for lease in range(60)]
 
@@ -278,6 +281,30 @@ def test_a_part_that_a_response_does_not_have_is_an_error_of_its_row(make):
     assert all("the response has no part judge" in row.error for row in rows)
 
 
-def test_phases_end_one_after_the_other():
+@pytest.mark.parametrize(
+    ("parts", "weights", "sentence"),
+    [
+        ({"a": 1e300, "b": 1e300}, {"a": 1e300, "b": -1e300}, "a reward of nan with 3 parts is beyond"),
+        ({"a": 1e300}, {"a": 1e300}, "a reward of inf with 2 parts is beyond"),
+        ({"reward": 1.0}, {"reward": 1.0}, "the task has a part reward of its own"),
+    ],
+)
+def test_a_reward_of_a_phase_that_is_no_number_or_ambiguous_is_an_error_of_its_row(parts, weights, sentence):
+    found = phased(Scored(1, "85", Reward(0.5, parts), None), weights)
+    assert (found.reward, found.error_kind) == (Reward(0.0, {}), "reward")
+    assert sentence in not_none(found.error)
+
+
+def test_phases_that_follow_each_other_and_a_model_that_exists_are_needed():
+    def set_phases(phases: str, *more: str) -> Config:
+        return resolve(None, environment={}, assignments=[f"task.phases=[{phases}]", *more]).config
+
     with pytest.raises(ConfigError, match="give each phase a larger `until`"):
-        resolve(None, environment={}, assignments=["task.phases=[{until=3,weights={a=1}},{until=3,weights={a=2}}]"])
+        set_phases("{until=3,weights={a=1}},{until=3,weights={a=2}}")
+    many = [f"{{until={n},weights={{a=1}}}}" for n in range(1, 66)]
+    assert len(set_phases(",".join(many[:64])).task.phases) == 64
+    with pytest.raises(ConfigError, match="task.phases has 65 phases: at most 64"):
+        set_phases(",".join(many))
+    with pytest.raises(ConfigError, match=r"set reward_model\.path"):
+        set_phases("{until=3,weights={reward_model=1}}")
+    assert set_phases("{until=3,weights={reward_model=1}}", "reward_model.path=judge").task.phases

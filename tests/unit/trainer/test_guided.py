@@ -20,9 +20,10 @@ from tba.common.wire.messages import Visit
 from tba.searcher.build import LoadedTask, check_loaded
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
-from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
+from tba.searcher.pipeline import Exploration, GenerationStage, Guide, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Reward, fingerprint
+from tba.tests.helpers.chat_tokenizers import chat_tokenizer
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_trajectory
@@ -152,6 +153,8 @@ class WithSolutions:
 class Digits:
     """A tokenizer whose tokens are digits."""
 
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+
     def encode(self, text: str, **_: Any) -> list[int]:
         return [int(digit) for digit in text]
 
@@ -192,7 +195,7 @@ def guided_rows(directory: Any, guided: float, **search: Any) -> list[Any]:
     config = Config.model_validate({"search": {"engine": "transformers", **keys}, "task": {"reward_workers": 0}})
     renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), (9,))  # type: ignore[arg-type]
     exploration, engine = Exploration(config.search, run_seed=3, searcher="s"), cpu_engine(directory)
-    guide = exploration.guide
+    guide = Guide(exploration.guide, stopping, None)
     stage = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, 2, guide=guide)
     rewards, delivery = Rewards(task, config.task), Delivered()
     episodes = Episodes(stage.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
@@ -232,12 +235,72 @@ def test_a_group_has_one_prefix_and_its_fresh_rows_have_ratios_of_1_and_are_batc
     assert sorted(given[::2]) == [0, 0, 1, 2]
     result = make_learner(name="tb_stale").step(batch)
     assert max(abs(not_none(ratio)) for ratio in not_none(result.rows).log_ratio) < 1e-5
-    assert result.metrics["guided_share"] == 0.5
-    plain = [reward for reward, one in zip(reply.message.reward, given, strict=True) if not one]
+    # Also the group that begins with no token is guided: its draws are those of guided visits.
+    assert result.metrics["guided_share"] == 0.75
+    plain = [reward for reward, key in zip(reply.message.reward, reply.message.prompt_key, strict=True) if key == "p1"]
     assert result.metrics["plain_reward_mean"] == sum(plain) / len(plain)
-    everything = [dataclasses.replace(row, loss_mask=np.ones_like(row.loss_mask)) for row in batch.rows]
-    metrics = make_learner().step(dataclasses.replace(batch, rows=everything)).metrics
+    # Whatever else is masked.
+    metrics = make_learner().step(dataclasses.replace(batch, guided=[])).metrics
     assert not {"guided_share", "plain_reward_mean"} & metrics.keys()
+
+
+class Asked:
+    """An engine that keeps the contexts of its requests."""
+
+    weights_version = in_flight = 0
+
+    def __init__(self) -> None:
+        self.contexts: list[list[int]] = []
+
+    def submit(self, request: Any) -> None:
+        self.contexts.append(request.prompt_ids.tolist())
+
+    def step(self) -> list[Any]:
+        return []
+
+
+def given_ids(prompt: Prompt, tokenizer: Any, stop: Any = (), ends: Any = (), context: int | None = None) -> list[int]:
+    """Return the tokens that a group begins with whose visit asks for the whole demonstration."""
+    renderer, stopping = PromptRenderer(tokenizer, Config().task), Stopping(tokenizer, stop, ends)
+    settings = Exploration(SearchSection(engine="transformers"), run_seed=3, searcher="s").settings
+    task, engine = WithSolutions(), Asked()
+    guide = Guide(lambda _: 1.0, stopping, context)
+    stage = GenerationStage(engine, task, [prompt], renderer, settings, 1, guide=guide)  # type: ignore[arg-type]
+    stage.submit(Visit(lease=1, epoch=0, prompt_key=prompt.key))
+    (asked,) = engine.contexts
+    before = renderer.ids(prompt)
+    assert asked[: len(before)] == before
+    return asked[len(before) :]
+
+
+def test_a_demonstration_ends_where_a_response_would_and_leaves_room_for_a_token():
+    prompt, tokenizer = Prompt("p", ids=[1, 2], demonstration="345678"), Digits()
+    assert given_ids(prompt, tokenizer) == [3, 4, 5, 6, 7]
+    assert given_ids(prompt, tokenizer, stop=["67"]) == [3, 4]
+    assert given_ids(prompt, tokenizer, ends=[7]) == [3, 4, 5]
+    assert given_ids(prompt, tokenizer, stop=["3"]) == []
+    assert given_ids(prompt, tokenizer, context=5) == [3, 4]
+
+
+@pytest.mark.parametrize("kind", ["mistral", "llama 3"])
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_demonstration_follows_its_prompt_without_a_space_of_the_tokenizer(kind, chat):
+    tokenizer = chat_tokenizer(kind)
+    asked = {"messages": [("user", "12+30=")]} if chat else {"text": "12+30="}
+    for answer in ("42!", " 42!"):
+        prompt = Prompt("p", **asked, demonstration=answer)
+        renderer = PromptRenderer(tokenizer, Config().task)
+        whole = [*renderer.ids(prompt), *renderer.response_ids(prompt, answer)]
+        assert tokenizer.decode(whole).endswith((renderer.text(prompt) + answer)[-8:])
+        assert given_ids(prompt, tokenizer) == whole[len(renderer.ids(prompt)) : -1]
+
+
+def test_a_demonstration_whose_first_letters_the_tokenizer_joins_with_the_prompt_is_encoded_by_itself():
+    tokenizer = chat_tokenizer("mistral")
+    whole = tokenizer.encode("The answer", add_special_tokens=False)
+    renderer, prompt = PromptRenderer(tokenizer, Config().task), Prompt("p", "The answ", demonstration="er")
+    assert whole[: len(before := renderer.encode(prompt.text))] != before
+    assert tokenizer.decode([*before, *renderer.response_ids(prompt, "er")]) == "The answer"
 
 
 def make_guided(prompt: str, given: int, tokens: list[int], reward: float, **fields: Any) -> Any:

@@ -173,7 +173,7 @@ class Learner:
         If a loss, gradient or reference log-probability is not finite, or a reward is huge, the step is skipped: it
         counts, but weights and optimiser do not change. Raises ConfigError for token ids outside the vocabulary.
         """
-        check_tokens(batch.rows, min(self.scorer.vocabulary, self.reference.scorer.vocabulary))
+        check_tokens(batch.rows, self.scorer.vocabulary)
         self._check_floor(batch)
         with self._watch.phase("reference"):
             reference_BK, computed, of_tokens = self._complete_reference(batch)

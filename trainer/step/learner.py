@@ -119,6 +119,7 @@ class Learner:
         self.steps_done = 0
         self._config, self._objective, self.ranks, self._copies = config, objective, ranks, copies
         self._measured, self._watch = measured or Measured(), watch or Stopwatch(SystemClock())
+        self.head = objective.head
         self.log_z = LogZHead(self.policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
         # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
         self._just_computed: tuple[str, dict[int, float]] = ("", {})

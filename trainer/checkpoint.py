@@ -50,6 +50,8 @@ MODEL = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _REFERENCE = "reference.safetensors"
 _LOG_Z = "log_z."
+# Heads of checkpoints that do not name theirs.
+_HEADS_BEFORE = ("tb_learned_z", 'tb with log_z = "turn"')
 # Returns a tensor of a file by its name, sharded as a second argument is.
 ReadTensor = Callable[..., Tensor]
 
@@ -73,6 +75,8 @@ class Checkpoint:
     """Settings and base of the adapters; None for a full model."""
     tensors: dict[str, dict[str, tuple[str, list[int]]]] = field(default_factory=dict)
     """Type and shape of each tensor, by file and name."""
+    head: str | None = None
+    """`Objective.head`; None if the manifest does not say."""
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -94,6 +98,7 @@ def manifest_of(learner: Learner, *, run: str, unreported: dict[str, Any] | None
         "step": learner.steps_done,
         "reference": learner.reference.description,
         "adapter": learner.adapter,
+        "head": learner.head,
         "unreported": unreported,
     }
 
@@ -215,7 +220,7 @@ def restore(checkpoint: Checkpoint, learner: Learner) -> None:
     if checkpoint.reference != learner.reference.description:
         raise CheckpointMismatch(
             f"{checkpoint.path} was trained with the reference {checkpoint.reference}, the configuration says "
-            f"{learner.reference.description}: [reference] must stay what it was"
+            f"{learner.reference.description}: [reference] and the files under reference.path must stay what they were"
         )
     load_weights(checkpoint, learner.policy, learner.masters(), learner.ranks)
     if _REFERENCE in checkpoint.tensors:
@@ -273,7 +278,7 @@ def read(path: Path) -> Checkpoint:
         tensors = {file: _index(path / file) for file in {MODEL, _OPTIMIZER, *manifest["files"]}}
         return Checkpoint(
             path, manifest["step"], manifest["run"], manifest["reference"], manifest["unreported"],
-            manifest["adapter"], tensors,
+            manifest["adapter"], tensors, manifest.get("head"),
         )  # fmt: skip
     # Those of a manifest of another form, also of one that nests without end.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
@@ -307,6 +312,12 @@ def _restore_log_z(checkpoint: Checkpoint, read_tensor: ReadTensor, learner: Lea
             f"{checkpoint.path} {'has' if found else 'lacks'} a learned log Z: objective.name must stay what it was"
         )
     if learner.log_z is not None:
+        heads = _HEADS_BEFORE if checkpoint.head is None else (checkpoint.head,)
+        if learner.head not in heads:
+            raise CheckpointMismatch(
+                f"{checkpoint.path} has a head of {' or '.join(heads)}, the configuration one of {learner.head}: "
+                "objective.name must stay what it was"
+            )
         learner.log_z.load_state_dict({name: read_tensor(_LOG_Z + name) for name in found})
 
 

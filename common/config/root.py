@@ -139,8 +139,8 @@ def _check(config: Config) -> None:
             raise ValueError(f"eval.{key} measures sampled responses, and eval.samples is 0: set it, such as to 16")
     if config.search.guided and config.objective.name in ("tb_learned_z", "flowrl"):
         raise ValueError(
-            "search.guided has responses that begin with a part of a demonstration, and objective.name = tb_learned_z "
-            "learns log Z of the prompt alone: set objective.name = tb, or search.guided = 0"
+            "search.guided has responses that begin with a part of a demonstration, and objective.name = "
+            f"{config.objective.name} learns log Z of the prompt alone: set objective.name = tb, or search.guided = 0"
         )
     judged = any(MODEL_PART in phase.weights for phase in config.task.phases)
     if judged and not config.reward_model.configured:

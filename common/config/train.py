@@ -264,7 +264,8 @@ class ReferenceSection(Section):
     steps (the paper's TBA'); ema: a moving average of the policy's weights, refreshed every `every` steps."""
     path: str = ""
     """frozen: another model as the reference, such as a teacher (docs/objectives.md): a Hugging Face model directory or
-    a hub id. In its tokenizer all tokens of the model must have the same ids. Empty is model.path."""
+    a hub id. In its tokenizer all tokens of the model must have the same ids, and it must have as many
+    token ids or more. Empty is model.path."""
     every: Positive = 50
     """reset, ema: steps between two references. Log-probabilities under each are computed once per trajectory."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9

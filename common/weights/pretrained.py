@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.common.errors import ConfigError, MissingExtra, first_line
+from tba.common.system.load_errors import loading
 from tba.common.weights.model_files import need_tokenizer, read_json
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
@@ -119,7 +120,8 @@ def load_tokenizer(directory: Path) -> Any:
 def check_same_tokens(policy: Path, teacher: Path) -> None:
     """Raise ConfigError unless each token of a policy's tokenizer has the same id in that of `reference.path`.
 
-    Both are model directories. The teacher may have further tokens, such as those of a newer chat template.
+    Both are model directories. The teacher may have further tokens, such as those of a newer chat template. Raises
+    ConfigError also if it has embeddings of fewer token ids than the policy, which may sample any of its own.
     """
     own, other = (load_tokenizer(directory).get_vocab() for directory in (policy, teacher))
     differing = sorted((id_, token) for token, id_ in own.items() if other.get(token) != id_)
@@ -130,6 +132,21 @@ def check_same_tokens(policy: Path, teacher: Path) -> None:
             f"have another id or none, such as {token!r}, which is {id_} in the model and {other.get(token)} there: "
             "use a reference with the model's tokenizer"
         )
+    own_size, size = _embedded(policy), _embedded(teacher)
+    if size < own_size:
+        raise ConfigError(
+            f"reference.path {teacher} has {size} token ids, and the model {own_size}: the model could sample what the "
+            "reference has no embedding of: use a reference with at least as many"
+        )
+
+
+def _embedded(directory: Path) -> int:
+    """Return the number of token ids of a model. A config.json may leave out the default of its kind of model."""
+    from transformers import AutoConfig
+
+    with loading(f"the configuration of the model in {directory}"):
+        size: int = from_directory(AutoConfig, directory).get_text_config().vocab_size
+    return size
 
 
 def _check_round_trip(directory: Path, tokenizer: Any) -> None:

@@ -78,8 +78,9 @@ def flow_balance(responses: Responses, beta: float, *, low: float, high: float) 
 
     A is `standardised`, log Z learned, T_ij the counted tokens, and the paper's beta is 1 / beta. The optimum is
     pi = ref exp( T (A / beta - log Z) ): each token has a reward, less what makes the sum 1. With equal lengths it is
-    T times as sharp as that of `trajectory_balance`. The authors' code, with 15 for 1 / beta, computes w and then
-    weights by rho, not clipped, which has the same optimum; its log Z also trains the policy, here the head is alone.
+    T times as sharp as that of `trajectory_balance`. The authors' first release, with 15 for 1 / beta, computes w and
+    then weights by rho, not clipped, which has the same optimum; its log Z also trains the policy, here the head is
+    alone.
     Raises ValueError without a log Z.
     """
     if responses.log_z_bK is None:

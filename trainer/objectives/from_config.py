@@ -62,6 +62,11 @@ class Objective:
     # The least reward that the task is said to give, or -inf if the loss does not depend on it.
     reward_floor: float = -math.inf
 
+    @property
+    def head(self) -> str:
+        """Say what the head learns, empty without one: weights of one head mean nothing in another."""
+        return f'{self.name} with log_z = "turn"' if self.value_of == "turn" else self.name * self.learns_log_z
+
     def loss(self, responses: Responses, beta: float) -> Tensor:
         """Return a micro-batch's part of the loss, a float64 scalar."""
         return self.terms(responses, beta).loss

@@ -123,7 +123,9 @@ def _gathered(shape: ModelShape, setup: Setup) -> int:
         return narrow * shape.parameters + gradients
     # Between micro-batches, the sum of a node's gradients of its shard: one reduction over the nodes ends the step.
     partial = 4 * shape.parameters * setup.replicas // setup.ranks if setup.offload and setup.replicas > 1 else 0
-    return passing * (narrow + (narrow + 4 if whole else 0)) + partial
+    # The reference, which is gathered at another time and has no gradients, may be a larger model.
+    reference = narrow * (shape.reference_root + _GATHERED_LAYERS * shape.reference_layer) if setup.reference else 0
+    return max(passing * (narrow + (narrow + 4 if whole else 0)) + partial, reference + partial)
 
 
 def activation_bytes(shape: ModelShape, setup: Setup) -> int:
@@ -185,7 +187,7 @@ def host_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
     trained = trained_parameters(shape, setup)
     checkpoint = 4 + _ADAM_BYTES + (4 if setup.reference in ("reset", "ema") else 0)
     # Rank 0 loads each in float32, before it is cast or sharded: the reference after the policy, whose masters wait.
-    models = 2 if setup.reference and setup.ranks > 1 and setup.offload else 1
+    models = 2 if setup.reference and setup.offload else 1
     # Masters, gradients and both moments, and pinned copies in the dtype of the device, which take what their tensors
     # take (tba.trainer.model.host_buffers).
     offloaded = (4 + 4 + _ADAM_BYTES + (2 if setup.half else 4)) * shape.parameters * setup.replicas // setup.nodes

@@ -26,7 +26,7 @@ class ModelShape:
     are heads x head width. `inner` is the width of the MLP that one token passes through, summed over its `experts`
     (0 for a dense model). `adapter` is the sum of inputs and outputs of the linear layers with adapters: times the rank
     it is the number of trained parameters with LoRA. `reference` are the parameters of another model that is the
-    reference (`reference.path`), 0 if there is none.
+    reference (`reference.path`), `reference_root` and `reference_layer` its root and largest layer; 0 if there is none.
     """
 
     parameters: int
@@ -43,6 +43,8 @@ class ModelShape:
     normed_heads: bool
     adapter: int
     reference: int = 0
+    reference_root: int = 0
+    reference_layer: int = 0
 
 
 def meta_model(directory: Path) -> PreTrainedModel:
@@ -92,7 +94,10 @@ def shape_of(model: PreTrainedModel, targets: Sequence[str] | Literal["all"] = "
 
 def with_reference(shape: ModelShape, directory: Path | None) -> ModelShape:
     """Return the shape of a run whose reference is the model of another directory, None for none."""
-    return replace(shape, reference=_count(meta_model(directory))) if directory else shape
+    if directory is None:
+        return shape
+    other = shape_of(meta_model(directory))
+    return replace(shape, reference=other.parameters, reference_root=other.root, reference_layer=other.largest_layer)
 
 
 def experts_per_token(model: PreTrainedModel) -> int:

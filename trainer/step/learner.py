@@ -119,6 +119,7 @@ class Learner:
         self.steps_done = 0
         self._config, self._objective, self.ranks, self._copies = config, objective, ranks, copies
         self._measured, self._watch = measured or Measured(), watch or Stopwatch(SystemClock())
+        self.head = objective.head
         self.log_z = LogZHead(self.policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
         # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
         self._just_computed: tuple[str, dict[int, float]] = ("", {})
@@ -173,7 +174,7 @@ class Learner:
         If a loss, gradient or reference log-probability is not finite, or a reward is huge, the step is skipped: it
         counts, but weights and optimiser do not change. Raises ConfigError for token ids outside the vocabulary.
         """
-        check_tokens(batch.rows, min(self.scorer.vocabulary, self.reference.scorer.vocabulary))
+        check_tokens(batch.rows, self.scorer.vocabulary)
         self._check_floor(batch)
         with self._watch.phase("reference"):
             reference_BK, computed, of_tokens = self._complete_reference(batch)

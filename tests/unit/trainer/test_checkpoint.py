@@ -1,5 +1,6 @@
 """Checkpoints: a resumed learner equals one that never stopped; damage is detected; a full disk stops nothing."""
 
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tba.common.config import Config
-from tba.common.errors import CheckpointError
+from tba.common.errors import CheckpointError, CheckpointMismatch
 from tba.common.run_files import CHECKPOINTS
 from tba.tests.helpers import trainer
 from tba.tests.helpers.checks import not_none
@@ -134,6 +135,33 @@ def test_a_checkpoint_of_another_model_or_without_a_log_z_to_learn_is_refused(tm
     save_three(tmp_path)
     with pytest.raises(CheckpointError, match=sentence):
         checkpoint.restore(not_none(checkpoint.newest(tmp_path)), make_learner(**other))
+
+
+def with_head(name: str) -> Any:
+    """Return a learner of an objective, or for "turn" of tb with a log Z of histories."""
+    return trainer.make_learner(**({"keys": {"log_z": "turn"}} if name == "turn" else {"name": name}))
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "of an earlier release"])
+@pytest.mark.parametrize("saved", ["tb_learned_z", "turn", "tb_prefix", "flowrl", "ppo"])
+def test_a_head_is_restored_only_into_the_objective_that_it_was_learned_for(tmp_path, saved, named):
+    learner = with_head(saved)
+    learner.log_z.linear.weight.data += 1
+    path = checkpoint.save(tmp_path, learner, run="r", keep=1)
+    if not named:
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["head"]
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    found = not_none(checkpoint.newest(tmp_path))
+    fitting = (saved,) if named else ("tb_learned_z", "turn")
+    for name in ("tb_learned_z", "turn", "tb_prefix", "flowrl", "ppo"):
+        other = with_head(name)
+        if name in fitting:
+            checkpoint.restore(found, other)
+            assert torch.equal(other.log_z.linear.weight, learner.log_z.linear.weight)
+        else:
+            with pytest.raises(CheckpointMismatch, match=r"a head of .*, the configuration .*: objective\.name must"):
+                checkpoint.restore(found, other)
 
 
 def make_writer(directory: Path, sync: Any = lambda: None, **train: Any) -> CheckpointWriter:

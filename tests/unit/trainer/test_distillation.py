@@ -195,7 +195,8 @@ def test_a_run_does_not_resume_with_another_teacher(tmp_path):
     checkpoint.save(tmp_path / "saved", built(make_config(one)), run="r", keep=1)
     found = not_none(checkpoint.newest(tmp_path / "saved"))
     checkpoint.restore(found, built(make_config(shutil.copytree(one, tmp_path / "copy"))))
-    with pytest.raises(CheckpointMismatch, match=r"with the reference frozen teacher-\w{15}, the configuration says"):
+    sentence = r"with the reference frozen teacher-\w{15}, the configuration .* files under reference\.path must stay"
+    with pytest.raises(CheckpointMismatch, match=sentence):
         checkpoint.restore(found, built(make_config(other)))
 
 
@@ -230,6 +231,21 @@ def test_a_teacher_may_have_more_tokens_and_not_fewer(tmp_path):
     check_same_tokens(ARITHMETIC, path)
     with pytest.raises(ConfigError, match=r"1 of \d+ tokens .* '\*', which is 99 in the model and None there"):
         check_same_tokens(path, ARITHMETIC)
+
+
+def test_a_teacher_with_fewer_embeddings_than_the_policy_is_refused_by_the_trainer_and_before_it(tmp_path):
+    size = json.loads((ARITHMETIC / "config.json").read_text())["vocab_size"]
+    path = save_teacher(tmp_path / "teacher")
+    tiny_model(vocabulary=size - 1).save_pretrained(path)
+    sentence = rf"reference\.path {path} has {size - 1} token ids, and the model {size}: .* use a reference with"
+    with pytest.raises(ConfigError, match=sentence):
+        built(make_config(path))
+    (check,) = all_checks(Plan(make_config(path)), ["reference"])
+    assert check.result == "fail"
+    assert f"has {size - 1} token ids" in check.detail
+    # One with more rows, which large models of a family have, is a teacher.
+    tiny_model(vocabulary=size + 1).save_pretrained(path)
+    check_same_tokens(ARITHMETIC, path)
 
 
 @pytest.mark.parametrize(

@@ -367,8 +367,9 @@ def test_a_demonstration_is_part_of_what_searchers_must_have_in_common():
 
 
 def test_settings_that_cannot_be_guided_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="learns log Z of the prompt alone"):
-        resolve(None, environment={}, assignments=["search.guided=0.5", "objective.name=tb_learned_z"])
+    for name in ("tb_learned_z", "flowrl"):
+        with pytest.raises(ConfigError, match=f"objective.name = {name} learns log Z of the prompt alone"):
+            resolve(None, environment={}, assignments=["search.guided=0.5", f"objective.name={name}"])
     config = Config.model_validate({"search": {"guided": 0.5}, "model": {"path": str(save_tiny_model(tmp_path))}})
     tokenizer: Any = Digits()
     for demonstration in ("12", ""):

@@ -38,7 +38,7 @@ from tba.trainer.preflight.check import (
     layer_activation_bytes,
     state_bytes,
 )
-from tba.trainer.preflight.shape import ModelShape, shape_of
+from tba.trainer.preflight.shape import ModelShape, shape_of, with_reference
 from tba.trainer.step.build import require_memory
 from tba.trainer.step.host_optimizer import HostAdamW
 
@@ -180,14 +180,26 @@ def test_two_sharded_gpus_by_hand_for_7_b():
     assert kept["gathered weights and gradients"] == (2 + 4) * n + 4 * root
 
 
+def test_a_larger_teacher_of_a_small_policy_by_hand(tmp_path):
+    CONFIGS["Qwen3-8B"].save_pretrained(tmp_path)
+    n, r = PARAMETERS["rho-1b"], PARAMETERS["Qwen3-8B"]
+    both = with_reference(shape("rho-1b"), tmp_path)
+    # Adapters send hardly a gradient, so the teacher's root and two layers, in bfloat16, are the most that is gathered.
+    found = device_bytes(both, replace(FULL, ranks=2, lora_rank=8))["gathered weights and gradients"]
+    assert found == 2 * (ROOTS["Qwen3-8B"] + 2 * LAYERS["Qwen3-8B"])
+    # The policy's masters wait on the host while the teacher is loaded in float32.
+    assert host_bytes(both, replace(FULL, offload=True))["loading"] == 4 * (n + r)
+    assert host_bytes(both, FULL)["loading"] == 4 * r
+
+
 def test_the_host_by_hand_for_7_b_with_offload():
     n = PARAMETERS["Qwen2.5-7B"]
     found = host_bytes(shape("Qwen2.5-7B"), replace(FULL, offload=True))
     # Masters, gradients, two moments, pinned copies in bfloat16.
     assert found["offloaded optimizer"] == (16 + 2) * n
-    assert found["loading"] == 4 * n
+    # Rank 0 has moved or sharded the policy when it loads the reference, but keeps its masters until then.
+    assert found["loading"] == 2 * 4 * n
     assert found["checkpoint"] == 12 * n
-    # Rank 0 has sharded the policy when it loads the reference, but keeps its masters until then.
     assert host_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=8))["loading"] == 4 * n
     assert host_bytes(shape("Qwen2.5-7B"), replace(FULL, ranks=8, offload=True))["loading"] == 2 * 4 * n
 

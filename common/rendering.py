@@ -40,6 +40,8 @@ _SAID = ("tools", "tool_calls", "function_call", "name")
 _THOUGHT = ("reasoning_content", "reasoning", "thinking")
 # The function by which templates write the date. As a variable, it is a date.
 _CLOCK = "strftime_now"
+# How many prompts are searched for unknown tokens.
+_FIRST = 8
 
 
 def message_of(value: Any) -> Message:
@@ -302,16 +304,29 @@ class PromptRenderer:
         return sentence
 
     def unknown_tokens(self, prompts: Sequence[Content], model: str) -> str:
-        """Return a warning if the tokenizer of `model` does not know a quarter of the first prompt or more, else ""."""
-        ids, unknown = self.ids(prompts[0]) if prompts else [], self.tokenizer.unk_token_id
-        count = sum(id_ == unknown for id_ in ids)
-        # Some tokenizers name their end token for both.
-        if not 4 * count >= len(ids) > 0 or unknown in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+        """Return a warning if the tokenizer of `model` does not know a quarter or more of one of the first prompts."""
+        told = [(number, flags) for number, one in enumerate(prompts[:_FIRST], 1) if (flags := self._unknown(one))]
+        number, flags = max(told, key=lambda one: sum(one[1]) / len(one[1]), default=(0, [False]))
+        if 4 * sum(flags) < len(flags):
             return ""
         return (
-            f"{count} of {len(ids)} tokens of the first prompt are unknown to the tokenizer of {model}, so the model "
-            "does not see its words: use another model, or prompts of characters that it knows"
+            f"{sum(flags)} of {len(flags)} tokens of prompt {number} are unknown to the tokenizer of {model}, so the "
+            "model does not see its words: use another model, or prompts of characters that it knows"
         )
+
+    def _unknown(self, prompt: Content) -> list[bool]:
+        """Return whether each token of a prompt is unknown, without those that a chat template writes around it."""
+        unknown = self.tokenizer.unk_token_id
+        # Some tokenizers name their end token for both.
+        if unknown in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            unknown = None
+        if prompt.ids:
+            return [id_ == unknown for id_ in prompt.ids]
+        messages = prompt.messages if self._is_chat() else ()
+        texts = [message[1] for message in messages] or [prompt.text]
+        # A tokenizer without an unknown token may drop what it does not know: each word of such a text counts.
+        flags = [[id_ == unknown for id_ in self.encode(text)] or [True] * len(text.split()) for text in texts]
+        return [flag for of_text in flags for flag in of_text]
 
     def _is_chat(self) -> bool:
         """Whether episodes are rendered by the chat template."""

@@ -139,7 +139,7 @@ def test_prompts_that_the_tokenizer_does_not_know_are_warned_of(dry_run, tba_her
     sets = ("task.name=answers", "task.train=words.jsonl", "task.test=words.jsonl")
     options = ("-c", "examples/arithmetic/demo.toml", *(word for one in sets for word in ("--set", one)))
     outcome = dry_run(*options)
-    sentence = "tokens of the first prompt are unknown to the tokenizer of examples/arithmetic/model"
+    sentence = "tokens of prompt 1 are unknown to the tokenizer of examples/arithmetic/model"
     assert re.match(rf"task +warn +\d+ of \d+ {sentence}", row(outcome, "task"))
     assert "this run would start" in outcome.output
     checked = tba_here("task", "check", *options)

@@ -340,3 +340,22 @@ def test_a_class_that_loses_the_spaces_of_tokenizer_json_is_refused_with_the_rem
         json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
     )
     assert load_tokenizer(tmp_path).decode(load_tokenizer(tmp_path).encode(TEXTS[0])) == TEXTS[0]
+
+
+def test_unknown_tokens_are_counted_over_what_the_first_prompts_say():
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "ask": 1, "answer": 2, "two": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    known = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    known.chat_template = "{% for m in messages %}ask ask ask ask {{ m.content }} answer answer answer {% endfor %}"
+    chats = [Prompt(key=str(n), messages=(("user", text),)) for n, text in enumerate(("two two", "two zwei", "zwei"))]
+    renderer = PromptRenderer(known, TaskSection())
+    assert renderer.unknown_tokens(chats, "m").startswith("1 of 1 tokens of prompt 3 are unknown to the tokenizer of m")
+    assert renderer.unknown_tokens(chats[:2], "m").startswith("1 of 2 tokens of prompt 2 ")
+    assert renderer.unknown_tokens([*chats[:1] * 8, chats[2]], "m") == ""
+    # Without an unknown token, this one drops characters.
+    letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1}, [])))
+    renderer = PromptRenderer(letters, TaskSection())
+    assert renderer.unknown_tokens([Prompt(key="1", text="ab"), Prompt(key="2", text="x yz")], "m").startswith(
+        "2 of 2 "
+    )
+    assert renderer.unknown_tokens([Prompt(key="1", text="ab")], "m") == ""

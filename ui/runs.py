@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import re
 import threading
 import time
@@ -23,6 +24,9 @@ _PAGE_SECONDS = 5.0
 _STATUS_SECONDS = 2.0
 # How long a server that did not answer is not asked again.
 _ABSENT_SECONDS = 15.0
+# With the run.dir of the last start, of runs whose server recorded one.
+_RUNS = """SELECT r.id, r.name, (SELECT json_extract(s.config, '$.run.dir') FROM starts s WHERE s.run = r.id
+    AND json_valid(s.config) ORDER BY s.id DESC LIMIT 1) AS dir FROM runs r ORDER BY r.id"""
 
 
 @dataclass
@@ -92,18 +96,19 @@ def find_runs(paths: Sequence[Path], report: Callable[[str], None]) -> list[Run]
         )
     databases = dict.fromkeys(database for path in paths or [DEFAULT_DIRECTORY] for database in _databases(path))
     runs: dict[str, Run] = {}
-    found: list[tuple[str, int, Path]] = []
+    found: list[tuple[str, str, int, Path]] = []
     for database in databases:
         try:
             with page_rows(database, seconds=_PAGE_SECONDS) as rows:
-                own = rows.all("SELECT id, name FROM runs ORDER BY id")
-            found += [(row["name"], row["id"], database) for row in own]
+                own = rows.all(_RUNS)
+            found += [(str(row["dir"]), row["name"], row["id"], database) for row in own]
         except StorageError as error:
             if len(databases) == 1:
                 raise
             report(f"left out: {error}")
-    # First those in a directory of their name: a copy of a run must not take its address.
-    for name, id_, database in sorted(found, key=lambda run: run[0] != run[2].parent.name):
+    # First those in the directory of their last start, then of their name: a copy must not take the address of a run.
+    found.sort(key=lambda run: [name != run[3].parent.name for name in (os.path.basename(run[0]), run[1])])
+    for _, name, id_, database in found:
         key = _free_key(name, database.parent.name, runs)
         runs[key] = Run(key=key, name=name, id=id_, database=database)
     if not runs:

@@ -468,6 +468,15 @@ def test_a_copy_of_a_run_does_not_take_its_address(filled, tmp_path):
     assert found == {"test": "test", "test~again": "again"}
 
 
+def test_a_copy_does_not_take_the_address_of_a_run_in_a_directory_of_another_name(filled, tmp_path):
+    change(filled, ("UPDATE starts SET config = ?", [json.dumps({"run": {"dir": "runs/target"}})]))
+    for folder in ("again", "target", "test"):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+        shutil.copyfile(filled, tmp_path / "runs" / folder / "buffer.sqlite")
+    found = {run.key: run.directory.name for run in find_runs([tmp_path / "runs"], print)}
+    assert found == {"test": "target", "test~test": "test", "test~again": "again"}
+
+
 def test_settings_are_written_as_toml_and_runs_of_different_tasks_are_said_to_be_so(filled, tmp_path):
     copy = tmp_path / "other.sqlite"
     shutil.copyfile(filled, copy)

@@ -12,8 +12,8 @@ from tba.ui.site import Site, run_named, run_of, site_of
 
 # The metrics of single steps are noisy.
 _LAST_STEPS = 10
-# What rewards and accuracies are of.
-_TASK = ("task.name", "task.train", "task.test", "task.options", "task.mixture")
+# What rewards and accuracies depend on.
+_TASK = tuple(f"task.{name}" for name in ["name", "train", "test", "options", "mixture", "phases", "truncated"])
 
 
 def page(request: Request) -> Response:

@@ -8,6 +8,7 @@ import difflib
 import functools
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-from pydantic import SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from tba.common.config import Config
@@ -33,6 +34,8 @@ _FLAG_ORIGIN = "command line"
 # Flags that say what a command works on. Others, such as --cpu, do not.
 _NAMING_FLAGS = ("model.path", "buffer.database")
 _MOST_MISTAKES = 10
+# A key that TOML takes without quotes.
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -111,12 +114,17 @@ def resolve(
 
 def as_toml(value: Any, *, quoted: bool = False) -> str:
     """Return a value as a TOML file has it; a text that is not inside another value without quotes."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{name} = {as_toml(one, quoted=True)}" for name, one in value.items())
+        keys = (name if _BARE_KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False) for name in value)
+        inner = ", ".join(f"{key} = {as_toml(one, quoted=True)}" for key, one in zip(keys, value.values(), strict=True))
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(as_toml(one, quoted=True) for one in value)}]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, bool) or quoted else str(value)
+    # JSON has other names for infinity.
+    as_json = isinstance(value, bool) or (quoted and not isinstance(value, float))
+    return json.dumps(value, ensure_ascii=False, default=str) if as_json else str(value)
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +96,21 @@ def test_config_show_names_the_origin_of_each_value(tba_here, tmp_path):
     table = tba_here("config", "show", "--config", "run.toml").output
     assert re.search(r"^train\.adam_betas +\[0\.9, 0\.99\] ", table, re.MULTILINE)
     assert re.search(r"^buffer\.dedup +true ", table, re.MULTILINE)
+
+
+def test_config_show_writes_tables_as_they_can_be_set(tba_here, tmp_path):
+    phases = [{"until": 9, "weights": {"a b": 0.5, "reward": 1.0}}]
+    parts = [{"name": "arithmetic", "options": {"most": float("inf")}}, {"name": "gsm8k", "train": "x.jsonl"}]
+    (tmp_path / "run.toml").write_text(
+        """[task]\nname = "mixture"\n[[task.phases]]\nuntil = 9\nweights = { "a b" = 0.5, reward = 1.0 }
+        [[task.mixture]]\nname = "arithmetic"\noptions = { most = inf }
+        [[task.mixture]]\nname = "gsm8k"\ntrain = "x.jsonl\""""
+    )
+    lines = tba_here("config", "show", "--config", "run.toml").output.splitlines()
+    for key, value in (("phases", phases), ("mixture", parts)):
+        (shown,) = (line for line in lines if line.startswith(f"task.{key} "))
+        text = shown.removeprefix(f"task.{key}").strip().removesuffix("run.toml")
+        assert tomllib.loads(f"x = {text}") == {"x": value}
 
 
 SETTINGS = ("doctor", "--only", "settings")

@@ -251,6 +251,21 @@ def test_the_interval_of_a_share_has_the_ends_that_are_just_not_rejected(success
     assert measured.intervals == {"accuracy": wilson(successes, count), "turns": (1.0, 1.0)}
 
 
+def test_the_name_of_a_metric_says_whether_it_is_a_share_and_not_its_values():
+    measured, values = Measured(seed=0), [0.0] * 20
+    shares = {"accuracy", "accuracy_of_a-b", "failed", "sampled_stopped_eos", "reward_part_correct", "pass_at_4"}
+    others = {"reward", "reward_of_a", "reward_part_format", "kl", "embedding_distance", "distinct_1", "sampled_turns"}
+    for name in shares | others:
+        measured.add(name, values)
+    # Wilson's upper end of 0 of n is z^2 / (n + z^2).
+    upper = 1.959964**2 / (20 + 1.959964**2)
+    assert measured.intervals == {**dict.fromkeys(shares, (0.0, pytest.approx(upper))), **dict.fromkeys(others, (0, 0))}
+    assert {wilson(n, n)[1] for n in range(1, 2000)} == {1.0}
+    assert {wilson(0, n)[0] for n in range(1, 2000)} == {0.0}
+    measured.add("accuracy", [0.5, 1.0])
+    assert measured.intervals["accuracy"] == (0.5, 1.0), "partial credit"
+
+
 def test_an_interval_of_a_ratio_draws_whole_prompts_and_depends_on_its_seed_alone():
     assert bootstrap(np.array([2.0, 8.0]), np.array([1.0, 4.0]), seed=1) == (2.0, 2.0)
     values = np.arange(20, dtype=np.float64)

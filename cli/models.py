@@ -77,7 +77,7 @@ def evaluate(
     else:
         headings = _headings(rows)
         _print_in_parts(headings, [dict.fromkeys(headings) | _with_intervals(row) for row in rows])
-    return _check_measured(rows)
+    return _check_measured(rows, snapshot)
 
 
 def _evaluate(config: "Config", snapshot: Path | None, *, every: bool, again: bool) -> list[dict[str, Any]]:
@@ -117,15 +117,19 @@ def _evaluate(config: "Config", snapshot: Path | None, *, every: bool, again: bo
     return sorted(rows, key=lambda row: (row["step"], row["version"]))
 
 
-def _check_measured(rows: list[dict[str, Any]]) -> None:
-    """Raise TbaError with the reasons if metrics are missing."""
+def _check_measured(rows: list[dict[str, Any]], named: Path | None) -> None:
+    """Raise TbaError with the reasons if metrics are missing, also those of a model directory that is `named`."""
+    from tba.common.run_snapshots import is_model_directory
+
+    model = named if named is not None and is_model_directory(named) else None
     versions: dict[str, list[str]] = {}
     for row in rows:
-        versions.setdefault(row.get("not_measured", ""), []).append(f"v{row['version']}")
+        versions.setdefault(row.get("not_measured", ""), []).append(str(model or f"v{row['version']}"))
     versions.pop("", None)
     if versions:
-        what = "; ".join(f"{', '.join(named)} not measured: {reason}" for reason, named in versions.items())
-        raise TbaError(f"{what}; mend what fails, then `tba eval --all` repeats this")
+        what = "; ".join(f"{', '.join(of)} not measured: {reason}" for reason, of in versions.items())
+        command = f"tba eval --snapshot {model}" if model else "tba eval --all"
+        raise TbaError(f"{what}; mend what fails, then `{command}` repeats this")
 
 
 def _choose_device(config: "Config", *, needs_run: bool = False) -> str:

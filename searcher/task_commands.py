@@ -121,7 +121,7 @@ def _load(options: ConfigOptions, named: str | None) -> "tuple[Config, Task, flo
     try:
         return config, load_task(config.task), time.monotonic() - begin
     except TaskError as error:
-        if named is None or not config.task.options:
+        if named is None or not config.task.options or not re.search(r"task\.options|has no option", str(error)):
             raise
         origin = resolved.origin("task.options")
         raise TaskError(f"{error}; task.options are set by {origin}: -c FILE names another configuration") from error

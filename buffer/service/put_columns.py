@@ -161,4 +161,4 @@ def _counts_from(metadata: dict[str, Any]) -> int | None:
     if "imported_version" in metadata:
         return NO_POLICY
     newest = metadata.get("newest_version", NO_POLICY)
-    return (newest if type(newest) is int else NO_POLICY) if "policy" in metadata else None
+    return (newest if type(newest) is int else NO_POLICY) if isinstance(metadata.get("policy"), str) else None

@@ -9,8 +9,8 @@ same times in UTC.
 _TRAINED = """FROM consumption_rows c JOIN batches b ON b.id = c.batch
         WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL"""
 
-# Whether an explorer sampled a row. The policy of an import is one of another run.
-EXPLORED = """(t.policy_version < 0 AND json_type(t.metadata, '$.policy') IS NOT NULL
+# Whether an explorer, which names its policy, sampled a row. The policy of an import is one of another run.
+EXPLORED = """(t.policy_version < 0 AND json_type(t.metadata, '$.policy') IS 'text'
         AND json_type(t.metadata, '$.imported_version') IS NULL)"""
 
 TRAJECTORIES = f"""

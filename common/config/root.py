@@ -296,11 +296,10 @@ def _rows_of_batch(config: Config, prompts: int) -> int:
             f'buffer.replacement = "never" needs {need} different responses to a prompt, and greedy ones are equal: '
             "set search.temperature above 0, or buffer.dedup = false"
         )
-    # Data of one staleness, of one beginning, or of one phase may end with a visit.
+    # Data of one staleness or of one beginning may end with a visit.
     parts = {
         "a bounded buffer.max_staleness": config.max_staleness is not None,
         "search.guided": config.search.guided > 0,
-        "task.phases": bool(config.task.phases),
     }
     if need > samples and (part := next((name for name, is_set in parts.items() if is_set), "")):
         raise ValueError(

@@ -117,8 +117,8 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def check_same_tokens(policy: Path, teacher: Path) -> None:
-    """Raise ConfigError unless each token of a policy's tokenizer has the same id in that of `reference.path`.
+def check_same_tokens(policy: Path, teacher: Path, *, setting: str = "reference.path") -> None:
+    """Raise ConfigError unless each token of a policy's tokenizer has the same id in that of `setting`.
 
     Both are model directories. The teacher may have further tokens, such as those of a newer chat template. Raises
     ConfigError also if it has embeddings of fewer token ids than the policy, which may sample any of its own.
@@ -128,14 +128,14 @@ def check_same_tokens(policy: Path, teacher: Path) -> None:
     if differing:
         id_, token = differing[0]
         raise ConfigError(
-            f"reference.path {teacher} has another tokenizer than the model: {len(differing)} of {len(own)} tokens "
+            f"{setting} {teacher} has another tokenizer than the model: {len(differing)} of {len(own)} tokens "
             f"have another id or none, such as {token!r}, which is {id_} in the model and {other.get(token)} there: "
             "use a reference with the model's tokenizer"
         )
     own_size, size = _embedded(policy), _embedded(teacher)
     if size < own_size:
         raise ConfigError(
-            f"reference.path {teacher} has {size} token ids, and the model {own_size}: the model could sample what the "
+            f"{setting} {teacher} has {size} token ids, and the model {own_size}: the model could sample what the "
             "reference has no embedding of: use a reference with at least as many"
         )
 

@@ -25,13 +25,15 @@ from tba.common.run_snapshots import is_model_directory, pin_newest, weights_dir
 from tba.common.system.durable import sha256_of
 from tba.common.system.process import notify_systemd
 from tba.common.system.watchdog import Watchdog
+from tba.common.weights.model_files import model_directory
 from tba.common.weights.node_store import PinnedSnapshot
+from tba.common.weights.pretrained import check_same_tokens
 from tba.common.weights.snapshot import MANIFEST, Canary, Manifest, Snapshot, choose_snapshots, read
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.keys import node_pair
 from tba.common.wire.messages import MAX_RESPONSES, MAX_STORED_TEXT, Visit, WeightsRef
 from tba.common.wire.trajectory import Trajectory
-from tba.searcher.build import LoadedTask, context_of, load, make_engine, make_rewards, mean_tokens
+from tba.searcher.build import LoadedTask, context_of, load, make_engine, make_rewards, mean_tokens, served
 from tba.searcher.engines.engine import Engine, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
@@ -360,11 +362,14 @@ def evaluate_snapshots(
     One engine evaluates all. Yields each evaluation, and whether it is new: those in `known` are not repeated, and come
     first. Each snapshot is verified, and a delta is assembled to complete weights. The trainer may be running: those
     that it deletes meanwhile are left out, and the newest one is chosen when the engine is ready. Raises UsageError if
-    there is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts.
+    there is none, SnapshotError if one cannot be read, TaskError if the task has no held-out prompts, ConfigError for
+    `eval.kl` of a model directory whose tokenizer is not that of `model.path`.
     """
     if named is not None and is_model_directory(named):
-        served = config.model_copy(update={"model": config.model.model_copy(update={"path": str(named)})})
-        with open_evaluator(config, read_subject(served), device=device, name="eval", served=served) as (evaluator, _):
+        if config.eval.kl and config.eval.samples:
+            check_same_tokens(named, model_directory(config.model.path), setting=f"eval.kl of {named}: model.path")
+        model = served(config, named)
+        with open_evaluator(config, read_subject(model), device=device, name="eval", served=model) as (evaluator, _):
             own = Snapshot(named, Manifest(str(named), 0, 0, 0.0, {}, Canary([], [])), [])
             if (row := evaluator.evaluate(own, None, report)) is not None:
                 yield row, True

@@ -4,6 +4,7 @@ Shape suffixes: N prompts, n samples of one prompt, m of these that are left, E 
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -29,8 +30,10 @@ _RESAMPLES = 1000
 _CONFIDENCE = 0.95
 # Its quantile of the normal distribution.
 _QUANTILE = 1.959964
-# Means of numbers that happen to be 0 or 1.
-_COUNTED = ("response_tokens", "turns", "distinct_correct", "distinct_correct_by_embedding")
+# Shares, whose values can be nothing but 0 or 1 where there is one answer to a prompt and no partial credit.
+_SHARE = re.compile(
+    rf"(sampled_)?(accuracy|accuracy_of_.*|pass_at_.*|unfinished|failed|stopped_.*|reward_part_{CORRECT})"
+)
 _CUT_OFF = (STOP_LENGTH, *CUT_OFF)
 
 # The embeddings [n, E] of some texts.
@@ -66,9 +69,9 @@ class Measured:
         counts_N = np.ones(len(sums_N)) if counts is None else np.asarray(counts, np.float64)
         if counts_N.sum() > 0:
             self.metrics[name] = float(sums_N.sum() / counts_N.sum())
-            # Each prompt is right or wrong, or does not count.
+            # Each prompt is right or wrong, or does not count. A reward may be 0 everywhere, and is no share.
             is_share = np.isin(counts_N, (0, 1)).all() and ((sums_N == 0) | ((sums_N == 1) & (counts_N == 1))).all()
-            if is_share and name.removeprefix("sampled_") not in _COUNTED:
+            if is_share and _SHARE.fullmatch(name):
                 self.intervals[name] = wilson(float(sums_N.sum()), float(counts_N.sum()))
             else:
                 self.intervals[name] = bootstrap(sums_N, counts_N, seed=self.seed)
@@ -264,8 +267,9 @@ def wilson(successes: float, count: float) -> Interval:
     weight = _QUANTILE**2
     centre = successes + weight / 2
     half = _QUANTILE * math.sqrt(successes * (count - successes) / count + weight / 4)
-    # 0 and 1 but for rounding.
-    return max((centre - half) / (count + weight), 0.0), min((centre + half) / (count + weight), 1.0)
+    # Rounding would miss 0 and 1.
+    low = (centre - half) / (count + weight) if successes else 0.0
+    return low, (centre + half) / (count + weight) if successes < count else 1.0
 
 
 def bootstrap(values_N: Floats, weights_N: Floats | None = None, *, seed: int) -> Interval:

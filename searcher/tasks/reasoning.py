@@ -80,7 +80,9 @@ class ReasoningGymTask:
             raise MissingExtra("reasoning_gym", "reasoning") from None
         self._library = reasoning_gym
         if "{question}" not in prompt:
-            raise TaskError(f"task reasoning_gym: prompt = {prompt!r} has no {{question}}: write where it stands")
+            raise TaskError(
+                f"task.options.prompt = {prompt!r} of reasoning_gym has no {{question}}: write where it stands"
+            )
         self._settings = _settings(generators)
         self._sizes, self._seed, self._template = (size, held_out_size), seed, prompt
         self._scorers: dict[str, Callable[..., float]] = {}
@@ -163,10 +165,10 @@ def _settings(
         settings = dict(table)
         weight = settings.pop(_WEIGHT, 1.0)
         if not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise TaskError(f"task reasoning_gym: generators.{name}.weight = {weight!r}: set a positive number")
+            raise TaskError(f"task.options.generators.{name}.weight = {weight!r}: set a positive number")
         found[name] = (float(weight), settings)
     if not found:
-        raise TaskError("task reasoning_gym: generators is empty: name at least one")
+        raise TaskError("task.options.generators of reasoning_gym is empty: name at least one")
     return found
 
 

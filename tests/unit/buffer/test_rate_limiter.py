@@ -84,12 +84,13 @@ def test_limits_smaller_than_a_batch_are_refused():
     assert "less than the 50" in refusal(train=train, search=search, buffer={"min_fill": 50, "max_trajectories": 49})
     stale = {"replacement": "never", "max_staleness": 9}
     assert "one visit must give a whole group" in refusal(train=train, search={"samples_per_prompt": 7}, buffer=stale)
+    guided = {"train": train, "buffer": {"replacement": "never"}}
+    message = refusal(search={"samples_per_prompt": 7, "guided": 0.5}, **guided)
+    assert "with search.guided needs search.samples_per_prompt >= train.samples_per_prompt = 8" in message
+    Config.model_validate({"search": {"samples_per_prompt": 8, "guided": 0.5}, **guided})
+    # Visits of one phase fill a group together.
     phases = {"phases": [{"until": 5, "weights": {"correct": 1.0}}]}
-    for part, keys, task in (("search.guided", {"guided": 0.5}, {}), ("task.phases", {}, phases)):
-        sections = {"train": train, "buffer": {"replacement": "never"}, "task": task}
-        message = refusal(search={"samples_per_prompt": 7, **keys}, **sections)
-        assert f"with {part} needs search.samples_per_prompt >= train.samples_per_prompt = 8" in message
-        Config.model_validate({"search": {"samples_per_prompt": 8, **keys}, **sections})
+    Config.model_validate({"search": {"samples_per_prompt": 7}, "task": phases, **guided})
 
 
 # ------------------------------------------------------------ service

@@ -240,11 +240,14 @@ def test_an_explorers_rows_are_of_no_policy_and_as_old_as_the_weights_that_were_
         trajectory(tokens=[9], version=9, metadata={"policy": "models/strong"}),
     ]
     buffer.put(rows, 0)
-    message, frames = put_message([trajectory(tokens=[10], version=9, metadata={"newest_version": 1})], 0)
+    # A client's own metadata, in which no text names a policy, is none of an explorer's.
+    own = [{"newest_version": 1}, {"newest_version": 1, "policy": None}, {"newest_version": 1, "policy": 3}]
+    imports = [trajectory(tokens=[10 + n], version=9, metadata=metadata) for n, metadata in enumerate(own)]
+    message, frames = put_message(imports, 0)
     buffer.ask(message, frames, role="importer", sender="i.1")
     assert buffer.service.state.curriculum._answers == {1: (1, 1)}, "only the policy's own answer counts"
     for step in (12, 13):
-        batch = buffer.sample(step, 1, 8).message
+        batch = buffer.sample(step, 1, 10).message
         found = {
             id_: facts
             for id_, *facts in zip(
@@ -256,7 +259,7 @@ def test_an_explorers_rows_are_of_no_policy_and_as_old_as_the_weights_that_were_
             2: [-1, step - 10, True],
             3: [-1, step, False],
             **{id_: [-1, step, True] for id_ in (4, 5, 6, 7)},
-            8: [-1, step, False],
+            **{id_: [-1, step, False] for id_ in (8, 9, 10)},
         }
         # As a restart does.
         buffer.service.state.rebuild()

@@ -149,3 +149,5 @@ def test_options_that_come_from_the_configuration_of_another_task_are_said_to(tb
     assert tba_here("task", "new", "birds").exit_code == 0
     done = tba_here("task", "check", "birds.py")
     assert re.search(r"has no option prompt: .*; task\.options are set by .*tba\.toml", done.message), done.message
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    assert tba_here("task", "check", "broken.py").message.endswith("ZeroDivisionError: division by zero")

@@ -11,11 +11,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tba.cli.models import _with_installed_engine
+from tba.cli.models import _check_measured, _with_installed_engine
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.config.layers import resolve
-from tba.common.errors import SnapshotCorrupt, SnapshotError, UsageError
+from tba.common.errors import ConfigError, SnapshotCorrupt, SnapshotError, TbaError, UsageError
 from tba.common.run_snapshots import check_export, find_source
 from tba.common.weights.node_store import pin_path
 from tba.common.weights.snapshot import MANIFEST, collect, directory_name, list_snapshots, read
@@ -24,7 +24,15 @@ from tba.common.wire.messages import WeightsRef
 from tba.common.wire.trajectory import Trajectory
 from tba.searcher.build import load
 from tba.searcher.engines.engine import SamplingSettings
-from tba.searcher.evaluation.evaluator import Answering, Question, _prepared, for_storage, open_evaluator, read_subject
+from tba.searcher.evaluation.evaluator import (
+    Answering,
+    Question,
+    _prepared,
+    evaluate_snapshots,
+    for_storage,
+    open_evaluator,
+    read_subject,
+)
 from tba.searcher.evaluation.follower import Follower
 from tba.searcher.evaluation.measure import (
     Measured,
@@ -251,6 +259,21 @@ def test_the_interval_of_a_share_has_the_ends_that_are_just_not_rejected(success
     assert measured.intervals == {"accuracy": wilson(successes, count), "turns": (1.0, 1.0)}
 
 
+def test_the_name_of_a_metric_says_whether_it_is_a_share_and_not_its_values():
+    measured, values = Measured(seed=0), [0.0] * 20
+    shares = {"accuracy", "accuracy_of_a-b", "failed", "sampled_stopped_eos", "reward_part_correct", "pass_at_4"}
+    others = {"reward", "reward_of_a", "reward_part_format", "kl", "embedding_distance", "distinct_1", "sampled_turns"}
+    for name in shares | others:
+        measured.add(name, values)
+    # Wilson's upper end of 0 of n is z^2 / (n + z^2).
+    upper = 1.959964**2 / (20 + 1.959964**2)
+    assert measured.intervals == {**dict.fromkeys(shares, (0.0, pytest.approx(upper))), **dict.fromkeys(others, (0, 0))}
+    assert {wilson(n, n)[1] for n in range(1, 2000)} == {1.0}
+    assert {wilson(0, n)[0] for n in range(1, 2000)} == {0.0}
+    measured.add("accuracy", [0.5, 1.0])
+    assert measured.intervals["accuracy"] == (0.5, 1.0), "partial credit"
+
+
 def test_an_interval_of_a_ratio_draws_whole_prompts_and_depends_on_its_seed_alone():
     assert bootstrap(np.array([2.0, 8.0]), np.array([1.0, 4.0]), seed=1) == (2.0, 2.0)
     values = np.arange(20, dtype=np.float64)
@@ -463,3 +486,27 @@ def test_a_model_directory_is_evaluated_as_a_snapshot_would_be_and_is_no_version
         right = [generator.generate(prompt, greedy)[0].text.strip() == prompt.answer for prompt in prompts]
     assert (row["prompts"], row["accuracy"], row["run"]) == (12, sum(right) / 12, str(EXAMPLE_MODEL))
     assert not (tmp_path / "run" / "eval.jsonl").exists()
+
+
+def test_a_model_directory_that_was_not_measured_is_named(example_model):
+    rows = [{"version": 0, "not_measured": "judge down"}]
+    with pytest.raises(
+        TbaError, match=rf"^{example_model} not measured: .* `tba eval --snapshot {example_model}` repeats"
+    ):
+        _check_measured(rows, example_model)
+    with pytest.raises(TbaError, match=r"^v0 not measured: .* `tba eval --all` repeats"):
+        _check_measured(rows, None)
+
+
+def test_the_divergence_of_a_model_directory_from_one_with_other_tokens_is_refused(tmp_path):
+    other = shutil.copytree(EXAMPLE_MODEL, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["3"], vocabulary["4"] = vocabulary["4"], vocabulary["3"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    sections = {"model": {"path": str(EXAMPLE_MODEL)}, "eval": {"kl": True, "samples": 1}}
+    found = evaluate_snapshots(
+        Config.model_validate(sections), other, every=False, device="cpu", known={}, report=lambda *_: True
+    )
+    with pytest.raises(ConfigError, match=rf"eval\.kl of {other}: model\.path {EXAMPLE_MODEL} has another tokenizer"):
+        next(iter(found))

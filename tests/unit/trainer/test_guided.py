@@ -154,6 +154,7 @@ class Digits:
     """A tokenizer whose tokens are digits."""
 
     added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+    unk_token_id = bos_token_id = eos_token_id = None
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [int(digit) for digit in text]

@@ -20,12 +20,11 @@ _COLUMNS = ("id", "prompt", "step", "reward", "dedup_hash", "payload_bytes", "st
 
 
 def context_of(prompt: int, guided: int | None, phase: int | None) -> int:
-    """Return the number under which responses to a prompt are sampled that begin with `guided` tokens given to them.
+    """Return the number under which the sampler groups responses: one for each prompt, beginning and phase.
 
-    So do those of another phase: their rewards are of another kind.
-
-    Each number of such tokens is a context with a log Z of its own, and no group mixes two. Without any it is the id of
-    the prompt, which has at most 32 bits.
+    `guided` is the number of tokens that were given to the response, None for none; `phase` is that of its reward, None
+    for the reward without phases. Each beginning has a log Z of its own and each phase another reward, so no group may
+    mix two. Without either it is the id of the prompt, which has at most 32 bits.
     """
     return prompt + ((guided or 0) << 32) + ((0 if phase is None else phase + 1) << 56)
 

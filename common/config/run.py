@@ -27,17 +27,17 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the published weights and of the engines. The trainer's master weights are float32."""
     head_dtype: Literal["model", "float32"] = "model"
-    """Dtype of the logits in vLLM and in the trainer: `model` rounds them to model.dtype, `float32` does not. Both
-    sides then agree better, and each step costs a little more ([measured](benchmarks-models.md#logits-in-float32))."""
+    """Dtype of the logits in vLLM and in the trainer: `model` rounds them to model.dtype; with `float32` both sides
+    agree better, and a step costs a little more ([measured](benchmarks-models.md#logits-in-float32))."""
 
 
 class EvalSection(Section):
     """Evaluation on held-out prompts (docs/evaluation.md)."""
 
     at_end: bool = False
-    """Whether `tba run` evaluates kept snapshots (`train.keep_snapshot_every`) and draws the plot after training."""
+    """Whether `tba run` evaluates kept snapshots (`train.keep_snapshot_every`) and draws the plot at its end."""
     gpu: GpuList | Literal[""] = ""
-    """The GPU, or `cpu`, on which `tba run` starts a searcher that evaluates kept snapshots meanwhile. Empty: none."""
+    """The GPU, or `cpu`, of a searcher that evaluates kept snapshots during `tba run`. Empty: none."""
     samples: NonNegative = 0
     """Sampled answers per held-out prompt, besides the greedy one: for pass@k, diversity and the KL. 0 is none."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
@@ -47,25 +47,26 @@ class EvalSection(Section):
     kl: bool = False
     """Measure the KL divergence of the sampled responses from model.path, of which a frozen copy is loaded."""
     embedder: str = ""
-    """A sentence encoder (model directory or hub id, such as sentence-transformers/all-MiniLM-L6-v2) for
-    `embedding_distance` (docs/evaluation.md). Empty: not measured."""
+    """A sentence encoder (model directory or hub id) for `embedding_distance` (docs/evaluation.md). Empty: not
+    measured."""
 
 
 class LaunchSection(Section):
     """Supervision of child processes by `tba run`, and by `tba search` with several searchers."""
 
     max_restarts: NonNegative = 5
-    """A child with more failures in a row is broken. `tba run` ends with its buffer, its trainer or all searchers."""
+    """A child with more failures in a row is broken. `tba run` ends without its buffer, its trainer or all
+    searchers."""
     drain_seconds: PositiveFloat | Literal["auto"] = "auto"
-    """Seconds that a child has to end after SIGTERM, before it is killed. auto is 20, and for a trainer also the time
-    for two checkpoints at 0.5 GB/s: 386 s for 7 B parameters."""
+    """Seconds that a child has to end after SIGTERM. auto is 20, and for a trainer also two checkpoints at 0.5 GB/s:
+    386 s for 7 B parameters."""
 
 
 class SecuritySection(Section):
     """Keys that encrypt and authenticate the connections between machines ([security](security.md))."""
 
     keys: Path | None = None
-    """Directory of this node's key pair and of the keys that it admits (`tba keys`). With it every TCP socket is
-    encrypted, and only authorised keys get in. Without it TCP sockets are open to every program that reaches them."""
+    """Directory of this node's key pair and of the keys that it admits (`tba keys`): every TCP socket is encrypted, and
+    only authorised keys get in. Without it TCP sockets are open to every program that reaches them."""
     insecure: bool = False
     """Whether servers may listen at addresses that other machines can reach without keys."""

@@ -30,8 +30,8 @@ class TrainSection(Section):
     """Number of processes that train together with FSDP2 if gpu is `cpu`: to try out what GPUs do."""
     sharding: Literal["auto", "node", "all", "optimizer"] = "auto"
     """What is sharded over several processes. all: weights, gradients and optimiser states. optimizer: each process
-    holds all weights and gradients during a step. node: each node has a whole model, sharded over its own GPUs (HSDP).
-    auto is what communicates least and fits a GPU by the estimate of check_memory."""
+    holds all weights and gradients during a step. node: each node has a whole model, sharded over its GPUs (HSDP).
+    auto: what communicates least and fits a GPU by the estimate of check_memory."""
     steps: Positive = 1000
     """Optimiser steps of the whole run."""
     prompts_per_step: Positive = 7
@@ -39,11 +39,11 @@ class TrainSection(Section):
     samples_per_prompt: Annotated[int, Field(ge=2)] = 20
     """K: trajectories per prompt in a batch; at least 2, since log Z is estimated from them."""
     micro_batch_tokens: Positive = 16384
-    """Maximum tokens (without padding, a prompt for each of its samples) per micro-batch, whose activations are in
-    memory together. A group with more tokens is split, which costs one more forward pass."""
+    """Maximum tokens per micro-batch, without padding, a prompt for each of its samples. A group with more is split,
+    which costs one more forward pass."""
     packing: Literal["auto", "packed", "padded"] = "auto"
-    """packed: a micro-batch is one row without padding; the samples of a prompt share its tokens. padded: rows of
-    similar length. auto packs on a CPU, and on a GPU in bfloat16, if the model supports it."""
+    """packed: a micro-batch is one row without padding; samples share their prompt. padded: rows of similar length.
+    auto packs on a CPU, and on a GPU in bfloat16, if the model supports it."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
@@ -71,24 +71,24 @@ class TrainSection(Section):
     publish_every: Positive = 2
     """k: steps between two snapshots for the searchers."""
     snapshots_in: Literal["auto", "memory", "disk"] = "auto"
-    """memory: only the first snapshot, the last and those of `keep_snapshot_every` go to run.dir; the others are in
-    `search.weights_dir` alone. disk: all go to run.dir, which other machines may mount. auto: memory if
-    `buffer.address` is on this machine or `serve_snapshots` is set, else disk."""
+    """memory: only the first snapshot, the last and those of `keep_snapshot_every` go to run.dir; the others stay in
+    `search.weights_dir`. disk: all go to run.dir, which other machines may mount. auto: memory if `buffer.address` is
+    on this machine or `serve_snapshots` is set, else disk."""
     keep_snapshots: Positive = 4
     """Number of newest snapshots to keep on disk, of those that are written there (`snapshots_in`)."""
     keep_snapshot_every: NonNegative = 0
     """Also keep a snapshot every this many steps, for evaluation; 0 keeps none."""
     min_free_mib: NonNegative = 512
-    """Free disk space, in MiB, that a snapshot must leave: with less the newest snapshot waits; 0 never waits."""
+    """Free disk space, in MiB, that a snapshot must leave, or it waits; 0 never waits."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = ""
     """ZeroMQ endpoint (tcp://HOST:PORT) where the trainer serves its snapshots to searchers without access to run.dir;
-    with HOST `*` they use the name of this machine. Empty serves none."""
+    HOST `*` is announced as the name of this machine. Empty serves none."""
     checkpoint_every: Positive = 50
     """Steps between checkpoints. Resume repeats the steps after the newest one, with the same batches."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time. Not for models random in training."""
     offload: Literal["none", "optimizer"] = "none"
-    """optimizer: float32 weights, gradients and optimiser states are in the memory of the host. Not with adapters."""
+    """optimizer: float32 weights, gradients and optimiser states are in host memory. Not with adapters."""
     check_memory: bool = True
     """Refuse to start if the estimated memory (docs/scaling.md) exceeds that of the GPU or of the host."""
     threads: NonNegative = 0
@@ -126,13 +126,13 @@ class ObjectiveSection(Section):
     beta nor rewards."""
     imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
     """lambda, which keeps good responses in stale data: advantages grow by lambda x (the mean reward of the others in
-    the group - reward_floor), if the objective's advantage is centred. auto is 1 for tb_stale and 0 for the others."""
+    the group - reward_floor), if they are centred. auto is 1 for tb_stale and 0 for the others."""
     reward_floor: float | Literal["group"] = "group"
     """imitation: the reward from which it counts: a number, or group: by the other responses (docs/objectives.md)."""
     taper: Literal["off", "response", "mean"] = "off"
     """tb, rloo, reinforce, and tb_stale and tba_prime with truncation = "off": the weight of a response of negative
-    advantage. response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for
-    responses so long that the former is always 0; off: 1."""
+    advantage. response: min(1, pi/mu) of the whole response; mean: of its geometric mean over the tokens, for long
+    responses; off: 1."""
     kl: Literal["auto", "none", "reference", "ema"] = "auto"
     """Policy gradients (reinforce to cispo, tb_stale, tba_prime): the anchor of the KL term in the reward. reference:
     the reference policy; ema: a moving average of the weights, without a forward pass; none: no KL term. auto is
@@ -142,11 +142,11 @@ class ObjectiveSection(Section):
     truncation: PositiveFloat | Literal["off"] = 8.0
     """tb_stale, tba_prime, distill: the maximum importance weight of a token; off gives every token weight 1."""
     mean_kl: Literal["sampler", "policy"] = "sampler"
-    """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler
-    holds the level of the log-probabilities on stale data; policy is the paper's Eq. 7."""
+    """tb_stale, tba_prime: whose mean KL over the group is subtracted from the KL of each response. sampler holds the
+    level of the log-probabilities on stale data; policy is the paper's Eq. 7."""
     log_z: Literal["prompt", "turn"] = "prompt"
     """tb: what has a log Z. prompt: each prompt. turn: each turn's history, which keeps the optimum on stale data of a
-    random environment; it is estimated from the samples that share the history, else learned."""
+    random environment (docs/objectives.md)."""
     value_beta: PositiveFloat | Literal["beta"] = 1.0
     """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data."""
 
@@ -233,7 +233,7 @@ class SftSection(Section):
     """Supervised fine-tuning by `tba sft`, which takes everything else from the other sections (docs/sft.md)."""
 
     learning_rate: PositiveFloat = 1e-4
-    """Peak learning rate of AdamW. That of reinforcement learning, train.learning_rate, would be far too small."""
+    """Peak learning rate of AdamW; train.learning_rate would be far too small."""
 
 
 class LoraSection(Section):
@@ -247,7 +247,7 @@ class LoraSection(Section):
     """Names of the linear layers with an adapter, such as `["q_proj", "v_proj"]`; all means all but the output head."""
     publish: Literal["merged", "adapter"] = "merged"
     """merged: weights with the adapters merged in. adapter: the base once, then only the adapters, which vLLM applies
-    (docs/scaling.md). The last and kept snapshots are still full."""
+    (docs/scaling.md); the last and kept snapshots are full."""
 
     @model_validator(mode="after")
     def _check_rank(self) -> Self:
@@ -260,12 +260,11 @@ class ReferenceSection(Section):
     """The reference policy of the objective's KL term."""
 
     kind: Literal["frozen", "reset", "ema"] = "frozen"
-    """frozen: the model that training starts from, or that of `path`; reset: the policy itself, copied every `every`
-    steps (the paper's TBA'); ema: a moving average of the policy's weights, refreshed every `every` steps."""
+    """frozen: the model that training starts from, or `path`; reset: the policy itself, copied every `every` steps (the
+    paper's TBA'); ema: a moving average of the policy's weights, refreshed every `every` steps."""
     path: str = ""
     """frozen: another model as the reference, such as a teacher (docs/objectives.md): a Hugging Face model directory or
-    a hub id. In its tokenizer all tokens of the model must have the same ids, and it must have as many
-    token ids or more. Empty is model.path."""
+    hub id. All tokens of the model must have the same ids in its tokenizer. Empty is model.path."""
     every: Positive = 50
     """reset, ema: steps between two references. Log-probabilities under each are computed once per trajectory."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9

@@ -156,7 +156,7 @@ def tail(
     buffer: Database = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of trajectories to start with.")] = 10,
     following: Annotated[bool, typer.Option("--follow", "-f", help="Print new trajectories until Ctrl-C.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
     as_csv: Csv = False,
 ) -> None:
     """Show the newest trajectories, one per line; with --follow, also new ones as they are committed."""

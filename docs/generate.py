@@ -49,9 +49,8 @@ _HELP = "* `--help`: Show this message and exit.\n"
 _CONFIG = re.compile(r"\* `-c, --config <path>`: .*\n\* `--set <list\[str\]>`: .*\n")
 _LIST_OF_COMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")
 _BUFFER = re.compile(r"\* `-b, --buffer <path>`: The database file; .*\n")
-# A usage that the heading and the options say already is left out; typer calls a number with bounds a range.
-_USAGE = re.compile(r"\*\*Usage\*\*:\n\n```console\n\$ (.*)\n```")
-_SAID = re.compile(r"`tba [^`]*(?:\[OPTIONS\] \[FILE\]|COMMAND \[ARGS\]\.\.\.)`\n\n")
+# The heading, and the arguments in their order, say it already.
+_USAGE = re.compile(r"\*\*Usage\*\*:\n\n```console\n\$ .*\n```\n\n?")
 _LABELS = re.compile(r"(?:\n*\*\*(?:Arguments|Options)\*\*:\n+)+")
 
 
@@ -66,8 +65,9 @@ def command_line() -> str:
     without = [
         part.partition("\n")[0] for part in sections if not _CONFIG.search(part) and "COMMAND [ARGS]" not in part
     ]
-    text = _USAGE.sub(r"`\1`", _LIST_OF_COMMANDS.sub("", text))
-    text = _SAID.sub("", _CONFIG.sub("", text.replace(_FILE, "").replace(_HELP, ""))).replace(" range>", ">")
+    text = _USAGE.sub("", _LIST_OF_COMMANDS.sub("", text))
+    # Typer calls a number with bounds a range.
+    text = _CONFIG.sub("", text.replace(_FILE, "").replace(_HELP, "")).replace(" range>", ">")
     buffer = _BUFFER.search(text)
     if buffer is None:
         raise SystemExit("typer renders --buffer in another form: adapt docs/generate.py")

@@ -18,13 +18,13 @@ class BufferSection(Section):
     database: Path | None = None
     """SQLite file; by default `buffer.sqlite` in run.dir."""
     durability: Literal["power", "process"] = "power"
-    """What an acknowledged write survives: a power cut (synchronous=FULL) or a crash of the process."""
+    """What an acknowledged write survives: a power cut, or a crash of the process."""
     queue_mib: Positive = 256
-    """Maximum size of the requests that wait for a transaction, in MiB. At the limit producers wait."""
+    """Maximum MiB of requests that wait for a transaction. At the limit producers wait."""
     min_free_mib: NonNegative = 128
-    """Free disk space, in MiB, below which new trajectories are refused; 0 never refuses."""
+    """Free disk space, in MiB, below which trajectories are refused; 0: never."""
     lease_seconds: PositiveFloat = 120.0
-    """After so many seconds of silence the prompts of a searcher go to others."""
+    """After this many seconds of silence the prompts of a searcher go to others."""
     recency_fraction: Fraction = 0.95
     """m: the probability that a group is drawn from recent data, not by priority."""
     recency_window: NonNegative | Literal["auto"] = "auto"
@@ -57,11 +57,11 @@ class BufferSection(Section):
     """Trajectories that searchers may be ahead of `samples_per_insert`; auto is twice the minimum. If few responses are
     much longer than the others, set four batches (docs/evidence.md)."""
     prompt_cap: Positive = 100
-    """Maximum number of sampleable trajectories per prompt; the others stay in history."""
+    """Maximum sampleable trajectories per prompt; the others stay in history."""
     prompt_keep: Literal["newest", "best", "reservoir"] = "newest"
-    """Which trajectories of a prompt stay sampleable: the newest, those of highest reward, or a uniform sample."""
+    """Which trajectories of a prompt stay sampleable at prompt_cap: the newest, the best, or a uniform sample."""
     max_trajectories: Positive | Literal["unbounded"] = "unbounded"
-    """Maximum number of sampleable trajectories; `keep` says which ones leave. They stay in history."""
+    """Maximum sampleable trajectories; `keep` says which leave, into history."""
     keep: Literal["newest", "reservoir", "both"] = "newest"
     """Which trajectories of the run stay sampleable at max_trajectories. newest; reservoir: a uniform sample of the
     whole history, in which fresh data becomes rare; both: half of each. The responses of a prompt at one optimiser step
@@ -69,7 +69,7 @@ class BufferSection(Section):
     max_payload_bytes: Positive | Literal["unbounded"] = "unbounded"
     """Maximum bytes of tokens (ids, log-probabilities, masks) of sampleable trajectories; the oldest leave."""
     dedup: bool = True
-    """Sample only the newest of identical responses to a prompt. Set it to false where answers are short and repeat."""
+    """Sample only the newest of identical responses to a prompt; false where answers are short and repeat."""
 
     @model_validator(mode="after")
     def _check_keep(self) -> Self:
@@ -95,7 +95,7 @@ class CurriculumSection(Section):
     """Prompts that an epoch skips or postpones, by the pass rate of their newest answers (docs/tasks.md)."""
 
     solved: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = "off"
-    """Pass rate, such as 0.95, from which on a prompt is solved: epochs skip it. off skips none."""
+    """Pass rate, such as 0.95, from which on epochs skip a prompt. off skips none."""
     unsolved_last: bool = False
     """Whether prompts whose newest answers all failed come at the end of an epoch."""
     answers: Annotated[int, Field(ge=1, le=10_000)] = 32

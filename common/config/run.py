@@ -12,11 +12,11 @@ class RunSection(Section):
     """The name of the run and where it writes."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,100}$")] = "run"
-    """Name of the run: letters, digits, dot, dash and underscore."""
+    """Letters, digits, dot, dash and underscore."""
     dir: Path = Path("runs/run")
-    """Directory for the database, snapshots, checkpoints and metrics."""
+    """Directory of database, snapshots, checkpoints and metrics."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
-    """Seed of all randomness: prompt order, sampling from the buffer, generation, initialisation. Below 2^63."""
+    """Seed of all randomness. Below 2^63."""
 
 
 class ModelSection(Section):
@@ -25,7 +25,7 @@ class ModelSection(Section):
     path: str = ""
     """A Hugging Face model directory, or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of the published weights and of the engines. The trainer's master weights are float32."""
+    """Dtype of published weights and engines. The trainer's master weights are float32."""
     head_dtype: Literal["model", "float32"] = "model"
     """Dtype of the logits in vLLM and in the trainer: `model` rounds them to model.dtype; with `float32` both sides
     agree better, and a step costs a little more ([measured](benchmarks-models.md#logits-in-float32))."""
@@ -39,13 +39,13 @@ class EvalSection(Section):
     gpu: GpuList | Literal[""] = ""
     """The GPU, or `cpu`, of a searcher that evaluates kept snapshots during `tba run`. Empty: none."""
     samples: NonNegative = 0
-    """Sampled answers per held-out prompt, besides the greedy one: for pass@k, diversity and the KL. 0 is none."""
+    """Sampled answers per held-out prompt, besides the greedy one, for pass@k, diversity and KL."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Temperature of the sampled responses."""
     stored_responses: NonNegative = 500
-    """Held-out prompts whose greedy response is stored with each evaluation, from the first; 0 stores none."""
+    """Held-out prompts, from the first, whose greedy response is stored."""
     kl: bool = False
-    """Measure the KL divergence of the sampled responses from model.path, of which a frozen copy is loaded."""
+    """Measure the KL divergence of sampled responses from a frozen copy of model.path."""
     embedder: str = ""
     """A sentence encoder (model directory or hub id) for `embedding_distance` (docs/evaluation.md). Empty: not
     measured."""
@@ -69,4 +69,4 @@ class SecuritySection(Section):
     """Directory of this node's key pair and of the keys that it admits (`tba keys`): every TCP socket is encrypted, and
     only authorised keys get in. Without it TCP sockets are open to every program that reaches them."""
     insecure: bool = False
-    """Whether servers may listen at addresses that other machines can reach without keys."""
+    """Whether servers may listen without keys where other machines connect."""

@@ -39,19 +39,18 @@ class SearchSection(Section):
     """What the searchers serve. Empty: the newest weights of the run. A model directory of the same tokenizer, or a
     kept snapshot (`v40`), makes them explorers (docs/objectives.md), which never reload."""
     gpus: GpuList = "all"
-    """The GPUs, one searcher on each: `0-6`, `0,2,4`, UUIDs, `all` (`tba run`: without the trainer's); or `cpu`."""
+    """One searcher on each: `0-6`, `0,2,4`, UUIDs, `all` (`tba run`: without the trainer's); or `cpu`."""
     tensor_parallel: Positive = 1
-    """vLLM: GPUs per engine. `gpus` is cut into consecutive groups of this size, with one searcher on each."""
+    """vLLM: consecutive GPUs per searcher."""
     cpu_searchers: Positive = 1
-    """Number of searchers if `gpus` is `cpu`."""
+    """Searchers if `gpus` is `cpu`."""
     samples_per_prompt: Positive = 24
-    """S: responses per visit of a prompt: at most 4096, and at most 8,388,608 tokens if all have `max_tokens`."""
+    """S: responses per visit of a prompt, at most 4096, and 8,388,608 tokens if all have `max_tokens`."""
     max_in_flight: Positive | Literal["auto"] = "auto"
     """Maximum responses that one engine generates concurrently. auto: vLLM as many as its KV cache holds with half of
     their `max_tokens`, at most 512 on a GPU and 256 on a CPU; Transformers 256."""
     temperature: Explored = 1.0
-    """Sampling temperature: one value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`).
-    0 is greedy. Each trajectory records its temperature."""
+    """One value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`). 0 is greedy."""
     top_p: Explored = 1.0
     """Nucleus sampling from the smallest set of tokens with this total probability: one value, several or a range. The
     tokens that top_p, top_k and min_p leave are stored, so that ratios to the sampler are exact (docs/objectives.md).
@@ -59,45 +58,44 @@ class SearchSection(Section):
     top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """Sampling from this many most probable tokens; 0 is all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sampling from tokens with at least this fraction of the probability of the most probable one, at the
-    temperature."""
+    """Sampling from tokens with at least this fraction of the probability of the most probable, at the temperature."""
     explore: Literal["sample", "group", "searcher"] = "sample"
-    """Whether temperature and top_p are drawn for each response, for each visit of a prompt, or once per searcher."""
+    """Temperature and top_p are drawn for each response, each visit of a prompt, or once per searcher."""
     guided: Fraction = 0.0
     """Share of the visits whose responses begin with a part of the task's demonstration, which is not trained on and
     shrinks as they pass (docs/tasks.md); 0 is none."""
     max_tokens: Positive = 512
-    """Maximum length of a response, in tokens. Of an episode: of everything after its first context."""
+    """Maximum tokens of a response; of an episode, of everything after its first context."""
     turn_tokens: NonNegative = 0
-    """Episodes: maximum number of tokens that the policy samples in one turn; 0 has only the limit of the episode."""
+    """Episodes: maximum tokens that the policy samples in one turn; 0: no limit."""
     max_turns: Annotated[int, Field(ge=1, le=MAX_TURNS)] = 16
-    """Episodes: maximum number of turns (docs/episodes.md)."""
+    """Episodes: maximum turns (docs/episodes.md)."""
     stop: tuple[int | str, ...] = ()
-    """What ends a response besides the model's end tokens: strings or token ids, such as `["Question:", 13]`."""
+    """What ends a response besides end tokens: strings or token ids, such as `["Question:", 13]`."""
     spool_dir: Path | None = None
-    """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir."""
+    """Directory of unacknowledged trajectories; by default `spool` in run.dir."""
     spool_mib: PositiveFloat = 512.0
-    """Maximum size of one searcher's spool in MiB. When it is full, the searcher pauses until the buffer is back."""
+    """Maximum MiB of one searcher's spool; when it is full, the searcher pauses."""
     canary_tolerance: PositiveFloat | None = None
     """Maximum absolute difference of the canary's log-probabilities from the trainer's after a hot reload; by default
     1e-3 in float32, and 0.5 in bfloat16. The mean may be a quarter of it (docs/vllm.md)."""
     max_model_len: NonNegative = 0
-    """vLLM: maximum length of prompt plus response, in tokens; 0 is the model's own limit."""
+    """vLLM: maximum tokens of prompt plus response; 0 is the model's own limit."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """vLLM on a GPU: the fraction of its memory that must be free when the engine starts, and that it may use."""
+    """vLLM: the fraction of the GPU's memory that must be free when the engine starts, and that it may use."""
     kv_cache_gib: PositiveFloat | Literal["auto"] = "auto"
     """vLLM: GiB of the KV cache per GPU. auto: 1 on a CPU; on a GPU what vLLM measures, which is wrong if another
     process allocates or frees memory meanwhile. With a number it measures nothing."""
     step_seconds: NonNegativeFloat = 300.0
-    """A searcher whose engine takes more than so many seconds for a step or a swap of weights exits, and is restarted.
+    """A searcher whose engine takes more than this many seconds for a step or a swap of weights exits, and is restarted.
     The first response may take four times as long. 0 is no limit."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """vLLM: further engine arguments, such as `{ kv_cache_dtype = "fp8", max_num_batched_tokens = 8192 }`."""
     weights_from: Literal["auto", "path", "trainer"] = "auto"
-    """The source of snapshots. path: the trainer's directory, on a shared file system; trainer: its
-    `train.serve_snapshots`; auto: the path if it exists on this node, else the trainer."""
+    """path: the trainer's directory, on a shared file system; trainer: its `train.serve_snapshots`; auto: the path if
+    it exists on this node, else the trainer."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:\d+)$")] = ""
     """ZeroMQ endpoint (tcp://HOST:PORT) where one searcher of this node serves snapshots to the nodes that set this
     key; HOST `*` is announced as the name of this machine. Empty: nodes ask only the trainer."""

@@ -168,15 +168,15 @@ class RewardModelSection(Section):
     task (docs/rewards.md)."""
 
     path: str = ""
-    """A Hugging Face model directory or hub id of a classifier with one label, which each searcher loads."""
+    """A Hugging Face model directory or hub id, loaded by each searcher."""
     url: str = ""
-    """Instead of `path`: the address of an HTTP server with the model, such as http://node0:8000; empty: none."""
+    """Instead of `path`: an HTTP server with the model, such as http://node0:8000; empty: none."""
     api_key: BearerToken = SecretStr("")
-    """With `url`: a bearer token. It is not stored with the run; TBA_REWARD_MODEL__API_KEY keeps it out of the file."""
+    """With `url`: a bearer token, not stored with the run; TBA_REWARD_MODEL__API_KEY keeps it out of the file."""
     template: Literal["concatenation", "chat"] = "concatenation"
-    """Its input. concatenation: prompt and response as one text; chat: messages by its tokenizer's chat template."""
+    """concatenation: prompt and response as one text; chat: messages by its tokenizer's chat template."""
     api: Literal["classify", "pooling", "score"] = "classify"
-    """With `url`: the route of vLLM; score, for cross-encoders, sends prompt and response as two texts."""
+    """With `url`: the route of vLLM; score, for cross-encoders, sends two texts."""
     served_model: str = ""
     """With `url`: the model's name at the server; empty leaves the choice to it."""
     concurrency: Positive = 64
@@ -188,7 +188,7 @@ class RewardModelSection(Section):
     """Seconds for a forward pass; then the rows of its pairs get an error and the process is replaced. With `url`:
     seconds for a response's score, all retries included."""
     weight: float = 1.0
-    """The reward is the task's reward plus this weight times the logit."""
+    """The reward is the task's plus this weight times the logit."""
 
     @field_validator("url")
     @classmethod

@@ -87,7 +87,7 @@ class SearchSection(Section):
     """vLLM: GiB of the KV cache per GPU. auto: 1 on a CPU; on a GPU what vLLM measures, which is wrong if another
     process allocates or frees memory meanwhile. With a number it measures nothing."""
     step_seconds: NonNegativeFloat = 300.0
-    """A searcher whose engine takes more than this many seconds for a step or a swap of weights exits, and is restarted.
+    """A searcher whose engine takes longer for a step or a swap of weights exits, and is restarted.
     The first response may take four times as long. 0 is no limit."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""

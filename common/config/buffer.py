@@ -12,9 +12,8 @@ class BufferSection(Section):
     """The replay buffer: address, durability, limits, and sampling."""
 
     address: Annotated[str, Field(pattern=r"^(auto|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = "auto"
-    """ZeroMQ endpoint of the buffer: tcp://HOST:PORT, or ipc://PATH for one machine. With the host name of its own
-    machine the buffer listens on all interfaces. auto is a socket file in run.dir that only this user can connect to
-    (in /dev/shm if the path is too long)."""
+    """ZeroMQ endpoint of the buffer: tcp://HOST:PORT, on all interfaces if HOST is its own machine, or ipc://PATH for
+    one machine. auto is a socket file in run.dir for this user alone (in /dev/shm if the path is too long)."""
     database: Path | None = None
     """SQLite file; by default `buffer.sqlite` in run.dir."""
     durability: Literal["power", "process"] = "power"
@@ -41,8 +40,7 @@ class BufferSection(Section):
     """softmax: the probability is proportional to exp(inverse_temperature x reward); 0 is uniform."""
     flat_group_weight: Fraction = 1.0
     """Factor on the probability of a prompt whose sampleable rewards are all equal, or that has only one; 0 draws it
-    only for want of others of the same recency. With `prompt_priority = "rank"` any value below 1 puts such prompts
-    last."""
+    only for want of others. With `prompt_priority = "rank"` any value below 1 puts it last."""
     replacement: Literal["if_needed", "never", "always"] = "if_needed"
     """Whether a group may contain a trajectory twice. if_needed: if there are fewer than train.samples_per_prompt;
     never: such a prompt is not sampled."""

@@ -37,7 +37,7 @@ class EvalSection(Section):
     at_end: bool = False
     """Whether `tba run` evaluates kept snapshots (`train.keep_snapshot_every`) and draws the plot at its end."""
     gpu: GpuList | Literal[""] = ""
-    """The GPU, or `cpu`, of a searcher that evaluates kept snapshots during `tba run`. Empty: none."""
+    """The GPU, or `cpu`, of a searcher that evaluates kept snapshots during `tba run`."""
     samples: NonNegative = 0
     """Sampled answers per held-out prompt, besides the greedy one, for pass@k, diversity and KL."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
@@ -47,8 +47,7 @@ class EvalSection(Section):
     kl: bool = False
     """Measure the KL divergence of sampled responses from a frozen copy of model.path."""
     embedder: str = ""
-    """A sentence encoder (model directory or hub id) for `embedding_distance` (docs/evaluation.md). Empty: not
-    measured."""
+    """A sentence encoder (model directory or hub id) for `embedding_distance` (docs/evaluation.md)."""
 
 
 class LaunchSection(Section):

@@ -36,8 +36,8 @@ class SearchSection(Section):
     engine: Literal["transformers", "vllm"] = "vllm"
     """The generation engine."""
     policy: str = ""
-    """What the searchers serve. Empty: the newest weights of the run. A model directory of the same tokenizer, or a
-    kept snapshot (`v40`), makes them explorers (docs/objectives.md), which never reload."""
+    """What the searchers serve, if not the newest weights of the run: a model directory of the same tokenizer or a kept
+    snapshot (`v40`), as explorers (docs/objectives.md)."""
     gpus: GpuList = "all"
     """One searcher on each: `0-6`, `0,2,4`, UUIDs, `all` (`tba run`: without the trainer's); or `cpu`."""
     tensor_parallel: Positive = 1
@@ -47,8 +47,8 @@ class SearchSection(Section):
     samples_per_prompt: Positive = 24
     """S: responses per visit of a prompt, at most 4096, and 8,388,608 tokens if all have `max_tokens`."""
     max_in_flight: Positive | Literal["auto"] = "auto"
-    """Maximum responses that one engine generates concurrently. auto: vLLM as many as its KV cache holds with half of
-    their `max_tokens`, at most 512 on a GPU and 256 on a CPU; Transformers 256."""
+    """Maximum responses that one engine generates at once. auto: vLLM what its KV cache holds with half of their
+    `max_tokens`, at most 512 on a GPU and 256 on a CPU; Transformers 256."""
     temperature: Explored = 1.0
     """One value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`). 0 is greedy."""
     top_p: Explored = 1.0
@@ -98,10 +98,10 @@ class SearchSection(Section):
     it exists on this node, else the trainer."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:\d+)$")] = ""
     """ZeroMQ endpoint (tcp://HOST:PORT) where one searcher of this node serves snapshots to the nodes that set this
-    key; HOST `*` is announced as the name of this machine. Empty: nodes ask only the trainer."""
+    key; HOST `*` is announced as the name of this machine."""
     serve: Annotated[str, Field(pattern=r"^(|([^\s:]+:|\[[0-9A-Fa-f:]+\]:)?\d{1,5})$")] = ""
     """PORT or HOST:PORT (127.0.0.1 by default) where searchers answer requests of agents (docs/endpoint.md), each at
-    the first free port from there on, with port 0 at any. Empty: none."""
+    the first free port from there on, with port 0 at any."""
     serve_token: BearerToken = SecretStr("")
     """The bearer token, of at least 16 characters, that requests to `serve` need if other machines reach it. It is not
     stored with the run; TBA_SEARCH__SERVE_TOKEN keeps it out of the file."""

@@ -101,7 +101,7 @@ class TaskSection(TaskSource):
     """How prompts are rendered (docs/prompts.md). chat: by the model's chat template, a text as one message of the
     user; raw: as they are; auto: chat for messages if the tokenizer has a chat template, else raw."""
     system: str = ""
-    """A system message for each prompt that has none of its own; needs a chat template. Empty: none."""
+    """A system message for each prompt that has none of its own; needs a chat template."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as `{ enable_thinking = false }` for Qwen 3."""
     truncated: Truncated = "score"
@@ -170,7 +170,7 @@ class RewardModelSection(Section):
     path: str = ""
     """A Hugging Face model directory or hub id, loaded by each searcher."""
     url: str = ""
-    """Instead of `path`: an HTTP server with the model, such as http://node0:8000; empty: none."""
+    """Instead of `path`: an HTTP server with the model, such as http://node0:8000."""
     api_key: BearerToken = SecretStr("")
     """With `url`: a bearer token, not stored with the run; TBA_REWARD_MODEL__API_KEY keeps it out of the file."""
     template: Literal["concatenation", "chat"] = "concatenation"
@@ -178,7 +178,7 @@ class RewardModelSection(Section):
     api: Literal["classify", "pooling", "score"] = "classify"
     """With `url`: the route of vLLM; score, for cross-encoders, sends two texts."""
     served_model: str = ""
-    """With `url`: the model's name at the server; empty leaves the choice to it."""
+    """With `url`: the model's name at the server, if it has several."""
     concurrency: Positive = 64
     """With `url`: maximum requests in flight of each searcher, with one response each."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")] = "auto"

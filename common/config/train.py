@@ -82,7 +82,7 @@ class TrainSection(Section):
     """Free disk space, in MiB, that a snapshot must leave, or it waits; 0 never waits."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = ""
     """ZeroMQ endpoint (tcp://HOST:PORT) where the trainer serves its snapshots to searchers without access to run.dir;
-    HOST `*` is announced as the name of this machine. Empty serves none."""
+    HOST `*` is announced as the name of this machine."""
     checkpoint_every: Positive = 50
     """Steps between checkpoints, after the newest of which a resume repeats the batches."""
     gradient_checkpointing: bool = False
@@ -263,7 +263,7 @@ class ReferenceSection(Section):
     paper's TBA'); ema: a moving average of the policy's weights, refreshed every `every` steps."""
     path: str = ""
     """frozen: another model as the reference, such as a teacher (docs/objectives.md): a Hugging Face model directory or
-    hub id. All tokens of the model must have the same ids in its tokenizer. Empty is model.path."""
+    hub id. All tokens of the model must have the same ids in its tokenizer."""
     every: Positive = 50
     """reset, ema: steps between two references."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
@@ -276,9 +276,9 @@ class MetricsSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events to run.dir/tensorboard."""
     wandb: str = ""
-    """Project on Weights & Biases (extra `wandb`; WANDB_MODE=offline writes only to run.dir); empty: none."""
+    """Project on Weights & Biases (extra `wandb`; WANDB_MODE=offline writes only to run.dir)."""
     trackio: str = ""
-    """Project on Trackio (extra `trackio`; local without TRACKIO_SPACE_ID and TRACKIO_SERVER_URL); empty: none."""
+    """Project on Trackio (extra `trackio`; local without TRACKIO_SPACE_ID and TRACKIO_SERVER_URL)."""
     prometheus: Annotated[str, Field(pattern=r"^(|([^\s:]+:)?[1-9]\d{0,4})$")] = ""
     """PORT or HOST:PORT (127.0.0.1 by default) where the buffer serves all numbers to Prometheus."""
     trace_answers: Annotated[int, Field(ge=0, le=256)] = 0

@@ -272,8 +272,8 @@ def prune(
     """Delete tokens, old trajectories with the batches that used them, or a whole run, and shrink the file.
 
     The server must be stopped. Steps that a checkpoint next to the database may repeat are never deleted. With --tokens
-    rewards, texts and history stay; the settings of the run's last start, or options of this command, say what can be
-    sampled, and ./tba.toml is not read if the database is named.
+    rewards, texts and history stay, and the settings that the run was last served with determine what can be sampled;
+    options of this command take precedence, and ./tba.toml is not read if the database is named.
     """
     options = ConfigOptions.of(file, config, sets)
     not_both(tokens, before_step is not None or archive is not None, "--tokens", "--before-step or --export")

@@ -17,7 +17,7 @@ class BufferSection(Section):
     database: Path | None = None
     """SQLite file; by default `buffer.sqlite` in run.dir."""
     durability: Literal["power", "process"] = "power"
-    """What an acknowledged write survives: a power cut, or a crash of the process."""
+    """What an acknowledged write survives: a power cut, or a crash."""
     queue_mib: Positive = 256
     """Maximum MiB of requests that wait for a transaction. At the limit producers wait."""
     min_free_mib: NonNegative = 128
@@ -27,7 +27,7 @@ class BufferSection(Section):
     recency_fraction: Fraction = 0.95
     """m: the probability that a group is drawn from recent data, not by priority."""
     recency_window: NonNegative | Literal["auto"] = "auto"
-    """Data of at most this staleness, in optimiser steps, is recent; if none is, the newest comes first, in tiers of
+    """Data of at most this staleness, in optimiser steps, is recent; without any, the newest comes first, in tiers of
     age. auto: that of the newest data plus train.publish_every."""
     prompt_priority: Literal["uniform", "recency", "softmax", "rank"] = "uniform"
     """The priority rule across prompts. uniform: all equal; recency: those with recent untrained data, then with recent
@@ -42,18 +42,18 @@ class BufferSection(Section):
     """Factor on the probability of a prompt whose sampleable rewards are all equal, or that has only one; 0 draws it
     only for want of others. With `prompt_priority = "rank"` any value below 1 puts it last."""
     replacement: Literal["if_needed", "never", "always"] = "if_needed"
-    """Whether a group may contain a trajectory twice. if_needed: if there are fewer than train.samples_per_prompt;
-    never: such a prompt is not sampled."""
+    """Whether a group may contain a trajectory twice. if_needed: with fewer than train.samples_per_prompt; never: such
+    a prompt is not sampled."""
     max_staleness: NonNegative | Literal["unbounded"] = "unbounded"
     """Maximum optimiser steps from the policy that sampled to the step that trains; 0 is synchronous."""
     min_fill: NonNegative = 0
-    """Trajectories that must be sampleable before the first step; until then searchers never wait."""
+    """Trajectories that must be sampleable before the first step."""
     samples_per_insert: PositiveFloat | Literal["unbounded"] = "unbounded"
-    """How often a trajectory is trained on, on average: at this the trainer waits, and so do searchers that are ahead
-    by more than `samples_per_insert_slack`."""
+    """How often a trajectory is trained on, on average: at this the trainer waits, and searchers that are ahead by more
+    than `samples_per_insert_slack`."""
     samples_per_insert_slack: Positive | Literal["auto"] = "auto"
-    """Trajectories that searchers may be ahead of `samples_per_insert`; auto is twice the minimum. If few responses are
-    much longer than the others, set four batches (docs/evidence.md)."""
+    """Trajectories that searchers may be ahead; auto is twice the minimum. If few responses are much longer than the
+    others, set four batches (docs/evidence.md)."""
     prompt_cap: Positive = 100
     """Maximum sampleable trajectories per prompt; the others stay in history."""
     prompt_keep: Literal["newest", "best", "reservoir"] = "newest"
@@ -67,7 +67,7 @@ class BufferSection(Section):
     max_payload_bytes: Positive | Literal["unbounded"] = "unbounded"
     """Maximum bytes of tokens (ids, log-probabilities, masks) of sampleable trajectories; the oldest leave."""
     dedup: bool = True
-    """Sample only the newest of identical responses to a prompt; false where answers are short and repeat."""
+    """Sample only the newest of identical responses to a prompt; false where they are short and repeat."""
 
     @model_validator(mode="after")
     def _check_keep(self) -> Self:
@@ -97,7 +97,7 @@ class CurriculumSection(Section):
     unsolved_last: bool = False
     """Whether prompts whose newest answers all failed come at the end of an epoch."""
     answers: Annotated[int, Field(ge=1, le=10_000)] = 32
-    """Newest answers that a pass rate is taken over; a prompt with fewer keeps its place."""
+    """Newest answers of which a pass rate is; a prompt with fewer keeps its place."""
     pass_reward: float = 1.0
     """Reward from which on an answer passes."""
     revisit_every: Annotated[int, Field(ge=2)] = 4

@@ -23,9 +23,9 @@ class ModelSection(Section):
     """The model that training starts from."""
 
     path: str = ""
-    """A Hugging Face model directory, or a hub id."""
+    """A Hugging Face model directory or hub id."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of published weights and engines. The trainer's master weights are float32."""
+    """Dtype of published weights and engines; the trainer's master weights are float32."""
     head_dtype: Literal["model", "float32"] = "model"
     """Dtype of the logits in vLLM and in the trainer: `model` rounds them to model.dtype; with `float32` both sides
     agree better, and a step costs a little more ([measured](benchmarks-models.md#logits-in-float32))."""
@@ -65,7 +65,7 @@ class SecuritySection(Section):
     """Keys that encrypt and authenticate the connections between machines ([security](security.md))."""
 
     keys: Path | None = None
-    """Directory of this node's key pair and of the keys that it admits (`tba keys`): every TCP socket is encrypted, and
-    only authorised keys get in. Without it TCP sockets are open to every program that reaches them."""
+    """Directory of this node's key pair and of the keys that it admits (`tba keys`). Without it TCP sockets are open to
+    every program that reaches them."""
     insecure: bool = False
     """Whether servers may listen without keys where other machines connect."""

@@ -52,9 +52,8 @@ class SearchSection(Section):
     temperature: Explored = 1.0
     """One value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`). 0 is greedy."""
     top_p: Explored = 1.0
-    """Nucleus sampling from the smallest set of tokens with this total probability: one value, several or a range. The
-    tokens that top_p, top_k and min_p leave are stored, so that ratios to the sampler are exact (docs/objectives.md).
-    vLLM needs top_k for that."""
+    """Nucleus sampling: one value, several or a range. The tokens that top_p, top_k and min_p leave are stored, so that
+    ratios to the sampler are exact (docs/objectives.md). vLLM needs top_k for that."""
     top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """Sampling from this many most probable tokens; 0 is all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -62,8 +61,7 @@ class SearchSection(Section):
     explore: Literal["sample", "group", "searcher"] = "sample"
     """Temperature and top_p are drawn for each response, each visit of a prompt, or once per searcher."""
     guided: Fraction = 0.0
-    """Share of the visits whose responses begin with a part of the task's demonstration, which is not trained on and
-    shrinks as they pass (docs/tasks.md); 0 is none."""
+    """Share of the visits whose responses begin with a part of the task's demonstration (docs/tasks.md)."""
     max_tokens: Positive = 512
     """Maximum tokens of a response; of an episode, of everything after its first context."""
     turn_tokens: NonNegative = 0
@@ -77,18 +75,18 @@ class SearchSection(Section):
     spool_mib: PositiveFloat = 512.0
     """Maximum MiB of one searcher's spool; when it is full, the searcher pauses."""
     canary_tolerance: PositiveFloat | None = None
-    """Maximum absolute difference of the canary's log-probabilities from the trainer's after a hot reload; by default
-    1e-3 in float32, and 0.5 in bfloat16. The mean may be a quarter of it (docs/vllm.md)."""
+    """Maximum absolute difference of the canary's log-probabilities from the trainer's; by default 1e-3 in float32, and
+    0.5 in bfloat16. The mean may be a quarter of it (docs/vllm.md)."""
     max_model_len: NonNegative = 0
     """vLLM: maximum tokens of prompt plus response; 0 is the model's own limit."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """vLLM: the fraction of the GPU's memory that must be free when the engine starts, and that it may use."""
+    """vLLM: the fraction of the GPU's memory that must be free at the start, and that it may use."""
     kv_cache_gib: PositiveFloat | Literal["auto"] = "auto"
-    """vLLM: GiB of the KV cache per GPU. auto: 1 on a CPU; on a GPU what vLLM measures, which is wrong if another
-    process allocates or frees memory meanwhile. With a number it measures nothing."""
+    """vLLM: GiB of the KV cache per GPU. auto: 1 on a CPU; on a GPU what vLLM measures, which is wrong if other
+    processes allocate or free memory meanwhile."""
     step_seconds: NonNegativeFloat = 300.0
-    """A searcher whose engine takes longer for a step or a swap of weights exits, and is restarted.
-    The first response may take four times as long. 0 is no limit."""
+    """A searcher whose engine takes longer for a step or a swap of weights exits, and is restarted; four times as long
+    for the first response. 0: no limit."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -103,8 +101,8 @@ class SearchSection(Section):
     """PORT or HOST:PORT (127.0.0.1 by default) where searchers answer requests of agents (docs/endpoint.md), each at
     the first free port from there on, with port 0 at any."""
     serve_token: BearerToken = SecretStr("")
-    """The bearer token, of at least 16 characters, that requests to `serve` need if other machines reach it. It is not
-    stored with the run; TBA_SEARCH__SERVE_TOKEN keeps it out of the file."""
+    """The bearer token, of at least 16 characters, that requests to `serve` need from other machines. It is not stored
+    with the run; TBA_SEARCH__SERVE_TOKEN keeps it out of the file."""
     weights_dir: Path | None = None
     """Directory of the weights of a node's trainer and searchers: a local disk with room for four times the model. By
     default /dev/shm if it has that and 512 MiB more, else run.dir."""

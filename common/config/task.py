@@ -42,13 +42,13 @@ class TaskSource(Section):
     """The data of answers, gsm8k, math, and environments like SkyRL-gym's or TRL's: a jsonl, csv or parquet file, or a
     hub id such as openai/gsm8k."""
     test: str = ""
-    """The held-out file for `train`; empty uses the test split of the hub id."""
+    """The held-out file; empty uses the test split of the hub id."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further settings of the task: keyword arguments of its class (docs/tasks.md)."""
+    """Keyword arguments of the task's class (docs/tasks.md)."""
     limit: NonNegative = 0
-    """Use only this many training prompts, from the first; 0 uses all."""
+    """Use only this many training prompts, from the first; 0: all."""
     held_out_limit: NonNegative = 0
-    """Use only this many held-out prompts, from the first; 0 uses all."""
+    """Use only this many held-out prompts, from the first; 0: all."""
 
     @field_validator("name")
     @classmethod
@@ -105,18 +105,17 @@ class TaskSection(TaskSource):
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as `{ enable_thinking = false }` for Qwen 3."""
     truncated: Truncated = "score"
-    """The reward of a response cut off by search.max_tokens or the context. score: that of the task; mask: it is stored
-    with an error and not trained on; a number: this number."""
+    """The reward of a cut-off response. score: that of the task; mask: it is not trained on; a number: this number."""
     reward_workers: NonNegative = 2
-    """Processes per searcher that score responses; 0: the searcher itself does, without limits."""
+    """Processes per searcher that score responses; 0: the searcher itself, without limits."""
     reward_concurrency: Positive = 32
     """Responses that one worker scores at a time if the task's `score` is a coroutine."""
     reward_seconds: PositiveFloat = 10.0
     """Seconds for the score of a response, or for one call of an environment; then the row gets an error."""
     episode_seconds: PositiveFloat = 600.0
-    """Seconds for an episode, generation included. Checked after each turn."""
+    """Seconds for an episode, checked after each turn."""
     reward_memory_mib: Annotated[int, Field(ge=128)] = 1024
-    """Memory limit of one reward worker, in MiB."""
+    """MiB of memory of one reward worker."""
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
@@ -185,8 +184,8 @@ class RewardModelSection(Section):
     """Its device. auto is the searcher's own, where search.gpu_memory_utilization must leave memory for it; `cuda:1` is
     GPU 1 of nvidia-smi."""
     time_limit_seconds: PositiveFloat = 60.0
-    """Seconds for a forward pass; then the rows of its pairs get an error and the process is replaced. With `url`:
-    seconds for a response's score, all retries included."""
+    """Seconds for a forward pass; then its rows get an error and the process is replaced. With `url`: for a response's
+    score, retries included."""
     weight: float = 1.0
     """The reward is the task's plus this weight times the logit."""
 

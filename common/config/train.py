@@ -29,18 +29,18 @@ class TrainSection(Section):
     processes: Positive = 1
     """Processes that train together with FSDP2 if gpu is `cpu`, to try out what GPUs do."""
     sharding: Literal["auto", "node", "all", "optimizer"] = "auto"
-    """What is sharded over several processes. all: weights, gradients and optimiser states. optimizer: each process
-    holds all weights and gradients during a step. node: each node has a whole model, sharded over its GPUs (HSDP).
-    auto: what communicates least and fits a GPU by the estimate of check_memory."""
+    """What is sharded over processes. all: weights, gradients and optimiser states; optimizer: these states; node: each
+    node has a whole model, sharded over its GPUs (HSDP); auto: what communicates least and fits by the estimate of
+    check_memory."""
     steps: Positive = 1000
     """Optimiser steps of the whole run."""
     prompts_per_step: Positive = 7
     """B: prompt groups in a batch."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 20
-    """K: trajectories per prompt in a batch; at least 2, since log Z is estimated from them."""
+    """K: trajectories per prompt in a batch, at least 2."""
     micro_batch_tokens: Positive = 16384
-    """Maximum tokens per micro-batch, without padding, a prompt for each of its samples. A group with more is split,
-    which costs one more forward pass."""
+    """Maximum tokens per micro-batch, without padding, a prompt for each of its samples. Larger groups are split, for
+    one more forward pass."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """packed: a micro-batch is one row without padding; samples share their prompt. padded: rows of similar length.
     auto packs on a CPU, and on a GPU in bfloat16, if the model supports it."""
@@ -59,7 +59,7 @@ class TrainSection(Section):
     learning_rate_by_ess: bool = False
     """Multiply the learning rate by the square root of effective_sample_ratio (VCPO)."""
     max_grad_norm: PositiveFloat = 1.0
-    """The norm of the gradient is clipped to this value."""
+    """The norm at which the gradient is clipped."""
     beta: PositiveFloat = 0.012
     """KL coefficient at the first step."""
     beta_final: PositiveFloat = 0.004
@@ -124,14 +124,13 @@ class ObjectiveSection(Section):
     ] = "tb"
     """train.beta is its KL coefficient, and the temperature of online_dpo and oapl."""
     imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
-    """lambda, which keeps good responses in stale data: advantages grow by lambda x (the mean reward of the others in
-    the group - reward_floor), if they are centred. auto is 1 for tb_stale and 0 for the others."""
+    """lambda, which keeps good responses in stale data: centred advantages grow by lambda x (the mean reward of the
+    others in the group - reward_floor). auto is 1 for tb_stale and 0 for the others."""
     reward_floor: float | Literal["group"] = "group"
     """imitation: the reward from which it counts, or group: by the other responses (docs/objectives.md)."""
     taper: Literal["off", "response", "mean"] = "off"
     """tb, rloo, reinforce, and tb_stale and tba_prime with truncation = "off": the weight of a response of negative
-    advantage. response: min(1, pi/mu) of the whole response; mean: of its geometric mean over the tokens, for long
-    responses; off: 1."""
+    advantage. response: min(1, pi/mu); mean: its geometric mean over the tokens, for long responses; off: 1."""
     kl: Literal["auto", "none", "reference", "ema"] = "auto"
     """Policy gradients (reinforce to cispo, tb_stale, tba_prime): the anchor of the KL term in the reward. reference:
     the reference policy; ema: a moving average of the weights, without a forward pass; none. auto is reference for

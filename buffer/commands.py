@@ -156,7 +156,7 @@ def tail(
     buffer: Database = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of trajectories to start with.")] = 10,
     following: Annotated[bool, typer.Option("--follow", "-f", help="Print new trajectories until Ctrl-C.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
     as_csv: Csv = False,
 ) -> None:
     """Show the newest trajectories, one per line; with --follow, also new ones as they are committed."""
@@ -273,8 +273,7 @@ def prune(
 
     The server must be stopped. Steps that a checkpoint next to the database may repeat are never deleted. With --tokens
     rewards, texts and history stay, and the settings that the run was last served with determine what can be sampled;
-    options of this command take precedence. If the database is named explicitly, ./tba.toml is not read then, because
-    it may belong to another run.
+    options of this command take precedence, and ./tba.toml is not read if the database is named.
     """
     options = ConfigOptions.of(file, config, sets)
     not_both(tokens, before_step is not None or archive is not None, "--tokens", "--before-step or --export")
@@ -307,9 +306,9 @@ def archive(
 ) -> None:
     """Move tokens of trajectories that can no longer be sampled to Parquet files. Works while the server runs.
 
-    Rewards, texts and history stay in the database, and whatever shows or trains on old trajectories reads the files.
-    Steps that a checkpoint next to the database may repeat keep their tokens. The file shrinks if the server is
-    stopped; else its freed space is used again. Settings count as for `prune --tokens`. May be killed at any moment.
+    Rewards, texts and history stay in the database, and what needs old tokens reads the files. Steps that a checkpoint
+    next to the database may repeat keep their tokens. Settings count as for `prune --tokens`. May be killed at any
+    moment.
     """
     options = ConfigOptions.next_to(destination, config, sets, has_database=True)
     need("fsspec", "archive")

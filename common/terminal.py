@@ -33,12 +33,12 @@ ConfigFile = Annotated[
     typer.Option("--config", "-c", envvar=_CONFIG_VARIABLE, help="TOML file; by default ./tba.toml if it exists."),
 ]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set train.steps=10")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Assume = Annotated[
     str | None,
     typer.Option(metavar="GPUSxGB", help="Check for a node with such GPUs, such as 8x80, instead of this machine."),
 ]
-Csv = Annotated[bool, typer.Option("--csv", help="Print CSV for machines.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 DEFAULT_FILE = Path("tba.toml")
 NO_FILE = f"no ./{DEFAULT_FILE} here: pass the configuration of the run with -c FILE"
 _FILES = (".toml", ".sqlite")

@@ -13,12 +13,12 @@ DOCS = Path(__file__).parent
 
 
 def configuration() -> str:
-    """Return docs/configuration.md: one table per section."""
+    """Return docs/configuration.md: one list per section."""
     lines = [
         "# Configuration",
         "",
         "One TOML file configures all roles. A flag overrides an environment variable, which overrides the file, which",
-        "overrides the default. `TBA_TRAIN__LEARNING_RATE=1e-6` and `--set train.learning_rate=1e-6` set the same key.",
+        "overrides the default (in brackets below): `--set train.learning_rate=1e-6`, `TBA_TRAIN__LEARNING_RATE=1e-6`.",
         "Both are written as in TOML, where a text needs no quotes; a secret is taken as it is. `tba config show`",
         "prints every value with its origin. `docs/generate.py` generates this page.",
     ]
@@ -29,24 +29,28 @@ def configuration() -> str:
         if key.split(".")[0] != section:
             section = key.split(".")[0]
             about = type(getattr(default, section)).__doc__
-            lines += ["", f"## [{section}]", "", str(about), "", "| key | default | meaning |", "|---|---|---|"]
-        name, meaning = key.split(".")[1], _cell(field.description)
+            lines += ["", f"## [{section}]", "", _line(about), ""]
+        name, meaning = key.split(".")[1], _line(field.description)
         first = sections.setdefault((name, meaning), section)
         meaning = meaning if first == section else f"As in [{first}](#{first})."
-        lines.append(f"| `{name}` | `{value_of(default, key)}` | {meaning} |")
+        value = str(value_of(default, key))
+        lines.append(f"- **`{name}`** ({f'`{value}`' if value else 'empty'}): {meaning}")
     return "\n".join(lines) + "\n"
 
 
-def _cell(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split())
 
 
-# Options that most commands have. Typer repeats them, and a list of commands with cut sentences, in every section.
+# Options that most commands have, or all of a group. Typer repeats them, and a list of commands with cut sentences, in
+# every section.
 _FILE = "* `FILE <path>`: The same as --config FILE.\n"
 _HELP = "* `--help`: Show this message and exit.\n"
 _CONFIG = re.compile(r"\* `-c, --config <path>`: .*\n\* `--set <list\[str\]>`: .*\n")
 _LIST_OF_COMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")
-_USAGE = re.compile(r"\*\*Usage\*\*:\n\n```console\n\$ (.*)\n```")
+_BUFFER = re.compile(r"\* `-b, --buffer <path>`: The database file; .*\n")
+# The heading, and the arguments in their order, say it already.
+_USAGE = re.compile(r"\*\*Usage\*\*:\n\n```console\n\$ .*\n```\n\n?")
 _LABELS = re.compile(r"(?:\n*\*\*(?:Arguments|Options)\*\*:\n+)+")
 
 
@@ -61,9 +65,14 @@ def command_line() -> str:
     without = [
         part.partition("\n")[0] for part in sections if not _CONFIG.search(part) and "COMMAND [ARGS]" not in part
     ]
-    text = _USAGE.sub(r"`\1`", _LIST_OF_COMMANDS.sub("", text))
-    text = _CONFIG.sub("", text.replace(_FILE, "").replace(_HELP, ""))
-    head, rest = _LABELS.sub("\n\n", text).split("\n## ", 1)
+    text = _USAGE.sub("", _LIST_OF_COMMANDS.sub("", text))
+    # Typer calls a number with bounds a range.
+    text = _CONFIG.sub("", text.replace(_FILE, "").replace(_HELP, "")).replace(" range>", ">")
+    buffer = _BUFFER.search(text)
+    if buffer is None:
+        raise SystemExit("typer renders --buffer in another form: adapt docs/generate.py")
+    head, rest = _LABELS.sub("\n\n", _BUFFER.sub("", text)).split("\n## ", 1)
+    rest = rest.replace("\n### `tba buffer serve`", f"\nAll take\n\n{buffer[0]}\n### `tba buffer serve`", 1)
     others = ", ".join(without)
     file = _FILE.replace("config FILE.", "config FILE, where the command has no argument of its own.")
     about = f"Every command takes `--help`. All but {others} take a configuration:\n\n{file}{shared[0]}"

@@ -76,8 +76,7 @@ def check(
 ) -> None:
     """Try a task: types, the same prompts and rewards in every process, errors, speed, and a rendered prompt.
 
-    With --response, --prompts, --key or --held-out it shows prompts and the scores of responses to them instead. These
-    are scored in this process, without limits.
+    With --response, --prompts, --key or --held-out it shows prompts and scores instead, without limits.
     """
     settings, loaded, seconds = _load(ConfigOptions.of(None, config, sets), task)
     if responses or prompts or key is not None or held_out:

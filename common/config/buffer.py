@@ -12,65 +12,62 @@ class BufferSection(Section):
     """The replay buffer: address, durability, limits, and sampling."""
 
     address: Annotated[str, Field(pattern=r"^(auto|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = "auto"
-    """ZeroMQ endpoint that the buffer binds and all clients connect to: tcp://HOST:PORT, or ipc://PATH for one machine.
-    At the host name of its own machine the buffer listens on all interfaces. auto is a socket file in run.dir that only
-    this user can connect to (in /dev/shm if the path is too long)."""
+    """ZeroMQ endpoint of the buffer: tcp://HOST:PORT, on all interfaces if HOST is its own machine, or ipc://PATH for
+    one machine. auto is a socket file in run.dir for this user alone (in /dev/shm if the path is too long)."""
     database: Path | None = None
     """SQLite file; by default `buffer.sqlite` in run.dir."""
     durability: Literal["power", "process"] = "power"
-    """What an acknowledged write survives: a power cut (synchronous=FULL) or a crash of the process."""
+    """What an acknowledged write survives: a power cut, or a crash."""
     queue_mib: Positive = 256
-    """Maximum size of the requests that wait for a transaction, in MiB. At the limit producers wait."""
+    """Maximum MiB of requests that wait for a transaction. At the limit producers wait."""
     min_free_mib: NonNegative = 128
-    """Free disk space, in MiB, below which new trajectories are refused; 0 never refuses."""
+    """Free disk space, in MiB, below which trajectories are refused; 0: never."""
     lease_seconds: PositiveFloat = 120.0
-    """A searcher that is silent for this many seconds loses its leases, and its prompts go to other searchers."""
+    """After this many seconds of silence the prompts of a searcher go to others."""
     recency_fraction: Fraction = 0.95
-    """m: the probability that a group is drawn from recent data. Otherwise it is drawn by priority."""
+    """m: the probability that a group is drawn from recent data, not by priority."""
     recency_window: NonNegative | Literal["auto"] = "auto"
-    """Data with at most this staleness, in optimiser steps, is recent; if none is, the newest comes first, in tiers of
-    age. auto: the age of the newest sampleable data plus train.publish_every."""
+    """Data of at most this staleness, in optimiser steps, is recent; without any, the newest comes first, in tiers of
+    age. auto: that of the newest data plus train.publish_every."""
     prompt_priority: Literal["uniform", "recency", "softmax", "rank"] = "uniform"
-    """The priority rule across prompts. uniform: all equal; recency: those with recent data that was never trained on,
-    then with recent data, then older ones in tiers of age; softmax: by inverse_temperature x score, the mean reward of
-    the sampleable trajectories; rank: by 1 / the rank of the score."""
+    """The priority rule across prompts. uniform: all equal; recency: those with recent untrained data, then with recent
+    data, then in tiers of age; softmax: by inverse_temperature x score, the mean reward; rank: by 1 / the rank of the
+    score."""
     trajectory_priority: Literal["uniform", "recency", "softmax", "rank"] = "softmax"
-    """The priority rule within a prompt. uniform: all equal; recency: the recent ones, else those of the newest tier of
-    age; softmax: by inverse_temperature x reward; rank: by 1 / the rank of the reward."""
+    """The priority rule within a prompt. uniform: all equal; recency: the recent, else the newest tier of age; softmax:
+    by inverse_temperature x reward; rank: by 1 / the rank of the reward."""
     inverse_temperature: NonNegativeFloat = 0.0
     """softmax: the probability is proportional to exp(inverse_temperature x reward); 0 is uniform."""
     flat_group_weight: Fraction = 1.0
     """Factor on the probability of a prompt whose sampleable rewards are all equal, or that has only one; 0 draws it
-    only if there is no other of the same recency. `prompt_priority = "rank"` puts such prompts last with any value
-    below 1."""
+    only for want of others. With `prompt_priority = "rank"` any value below 1 puts it last."""
     replacement: Literal["if_needed", "never", "always"] = "if_needed"
-    """Whether a group may contain a trajectory twice. if_needed: if there are fewer than train.samples_per_prompt to
-    draw from; never: such a prompt is not sampled. A batch contains a prompt once, and with `search.guided` or
-    `task.phases` once for each beginning and phase."""
+    """Whether a group may contain a trajectory twice. if_needed: with fewer than train.samples_per_prompt; never: such
+    a prompt is not sampled."""
     max_staleness: NonNegative | Literal["unbounded"] = "unbounded"
-    """Maximum optimiser steps between the policy that generated and the step that trains; 0 is synchronous."""
+    """Maximum optimiser steps from the policy that sampled to the step that trains; 0 is synchronous."""
     min_fill: NonNegative = 0
-    """Number of trajectories that must be sampleable before the first step; until then searchers never wait."""
+    """Trajectories that must be sampleable before the first step."""
     samples_per_insert: PositiveFloat | Literal["unbounded"] = "unbounded"
-    """How often a trajectory is trained on, on average. The trainer waits rather than exceed this, and so do searchers
-    that are ahead by more than `samples_per_insert_slack`."""
+    """How often a trajectory is trained on, on average: at this the trainer waits, and searchers that are ahead by more
+    than `samples_per_insert_slack`."""
     samples_per_insert_slack: Positive | Literal["auto"] = "auto"
-    """How many trajectories searchers may be ahead of `samples_per_insert`; auto is twice the minimum. If few responses
-    are much longer than the others, set four batches (docs/evidence.md)."""
+    """Trajectories that searchers may be ahead; auto is twice the minimum. If few responses are much longer than the
+    others, set four batches (docs/evidence.md)."""
     prompt_cap: Positive = 100
-    """Maximum number of sampleable trajectories per prompt; the others stay in history."""
+    """Maximum sampleable trajectories per prompt; the others stay in history."""
     prompt_keep: Literal["newest", "best", "reservoir"] = "newest"
-    """Which trajectories of a prompt stay sampleable: the newest, those of highest reward, or a uniform sample."""
+    """Which trajectories of a prompt stay sampleable at prompt_cap: the newest, the best, or a uniform sample."""
     max_trajectories: Positive | Literal["unbounded"] = "unbounded"
-    """Maximum number of sampleable trajectories; `keep` says which ones leave. They stay in history."""
+    """Maximum sampleable trajectories; `keep` says which leave, into history."""
     keep: Literal["newest", "reservoir", "both"] = "newest"
     """Which trajectories of the run stay sampleable at max_trajectories. newest; reservoir: a uniform sample of the
-    whole history, in which fresh data becomes rare; both: the newest in one half, a sample of all older ones in the
-    other. A sample keeps the responses of a prompt at one optimiser step together."""
+    whole history, in which fresh data becomes rare; both: half of each. The responses of a prompt at one optimiser step
+    stay together."""
     max_payload_bytes: Positive | Literal["unbounded"] = "unbounded"
-    """Maximum bytes of sampleable token ids, log-probabilities and masks; the oldest trajectories leave."""
+    """Maximum bytes of tokens (ids, log-probabilities, masks) of sampleable trajectories; the oldest leave."""
     dedup: bool = True
-    """Sample only the newest of identical responses to a prompt. Set it to false where answers are short and repeat."""
+    """Sample only the newest of identical responses to a prompt; false where they are short and repeat."""
 
     @model_validator(mode="after")
     def _check_keep(self) -> Self:
@@ -96,15 +93,15 @@ class CurriculumSection(Section):
     """Prompts that an epoch skips or postpones, by the pass rate of their newest answers (docs/tasks.md)."""
 
     solved: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = "off"
-    """Pass rate, such as 0.95, from which on a prompt is solved: epochs skip it. off skips none."""
+    """Pass rate, such as 0.95, from which on epochs skip a prompt. off skips none."""
     unsolved_last: bool = False
-    """Whether prompts of which none of the newest answers passed come at the end of an epoch."""
+    """Whether prompts whose newest answers all failed come at the end of an epoch."""
     answers: Annotated[int, Field(ge=1, le=10_000)] = 32
-    """Number of newest answers that the pass rate of a prompt is taken over; one with fewer keeps its place."""
+    """Newest answers of which a pass rate is; a prompt with fewer keeps its place."""
     pass_reward: float = 1.0
     """Reward from which on an answer passes."""
     revisit_every: Annotated[int, Field(ge=2)] = 4
-    """A solved prompt is still visited in one of this many epochs, so that forgetting is noticed."""
+    """A solved prompt is visited in one of this many epochs, so that forgetting is noticed."""
 
     @property
     def is_on(self) -> bool:

@@ -36,83 +36,76 @@ class SearchSection(Section):
     engine: Literal["transformers", "vllm"] = "vllm"
     """The generation engine."""
     policy: str = ""
-    """What the searchers serve. Empty: the newest weights of the run. A model directory or a kept snapshot of the run
-    (`v40`) makes them explorers (docs/objectives.md): they never reload it. Its tokenizer must be that of `model.path`.
-    """
+    """What the searchers serve, if not the newest weights of the run: a model directory of the same tokenizer or a kept
+    snapshot (`v40`), as explorers (docs/objectives.md)."""
     gpus: GpuList = "all"
-    """The GPUs, one searcher on each: `0-6`, `0,2,4`, UUIDs, `all` (`tba run`: without the trainer's); or `cpu`."""
+    """One searcher on each: `0-6`, `0,2,4`, UUIDs, `all` (`tba run`: without the trainer's); or `cpu`."""
     tensor_parallel: Positive = 1
-    """vLLM: GPUs per engine. `gpus` is cut into consecutive groups of this size, with one searcher on each."""
+    """vLLM: consecutive GPUs per searcher."""
     cpu_searchers: Positive = 1
-    """Number of searchers if `gpus` is `cpu`."""
+    """Searchers if `gpus` is `cpu`."""
     samples_per_prompt: Positive = 24
-    """S: responses per visit of a prompt: at most 4096, and at most 8,388,608 tokens if all have `max_tokens`."""
+    """S: responses per visit of a prompt, at most 4096, and 8,388,608 tokens if all have `max_tokens`."""
     max_in_flight: Positive | Literal["auto"] = "auto"
-    """Maximum number of responses that one engine generates concurrently. auto: vLLM as many as its KV cache holds with
-    half of their `max_tokens`, at most 512 on a GPU and 256 on a CPU; Transformers 256."""
+    """Maximum responses that one engine generates at once. auto: vLLM what its KV cache holds with half of their
+    `max_tokens`, at most 512 on a GPU and 256 on a CPU; Transformers 256."""
     temperature: Explored = 1.0
-    """Sampling temperature: one value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`).
-    0 is greedy. Each trajectory records its temperature."""
+    """One value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`). 0 is greedy."""
     top_p: Explored = 1.0
-    """Nucleus sampling from the smallest set of tokens with this total probability: one value, several or a range.
-    Below 1, and with top_k or min_p, the tokens that were left are stored with the response, so that ratios to the
-    sampler are exact (docs/objectives.md). vLLM needs top_k for that."""
+    """Nucleus sampling: one value, several or a range. The tokens that top_p, top_k and min_p leave are stored, so that
+    ratios to the sampler are exact (docs/objectives.md). vLLM needs top_k for that."""
     top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """Sampling from this many most probable tokens; 0 is all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sampling from tokens with at least this fraction of the probability of the most probable one, at the
-    temperature."""
+    """Sampling from tokens with at least this fraction of the probability of the most probable, at the temperature."""
     explore: Literal["sample", "group", "searcher"] = "sample"
-    """Whether temperature and top_p are drawn for each response, for each visit of a prompt, or once per searcher."""
+    """Temperature and top_p are drawn for each response, each visit of a prompt, or once per searcher."""
     guided: Fraction = 0.0
-    """Share of the visits whose responses begin with a part of the task's demonstration, which is not trained on. The
-    part shrinks from all of it to nothing as the guided responses to the prompt pass (docs/tasks.md); 0 is none."""
+    """Share of the visits whose responses begin with a part of the task's demonstration (docs/tasks.md)."""
     max_tokens: Positive = 512
-    """Maximum length of a response, in tokens. Of an episode: of everything after its first context."""
+    """Maximum tokens of a response; of an episode, of everything after its first context."""
     turn_tokens: NonNegative = 0
-    """Episodes: maximum number of tokens that the policy samples in one turn; 0 has only the limit of the episode."""
+    """Episodes: maximum tokens that the policy samples in one turn; 0: no limit."""
     max_turns: Annotated[int, Field(ge=1, le=MAX_TURNS)] = 16
-    """Episodes: maximum number of turns (docs/episodes.md)."""
+    """Episodes: maximum turns (docs/episodes.md)."""
     stop: tuple[int | str, ...] = ()
-    """What ends a response besides the model's end tokens: strings or token ids, such as `["Question:", 13]`."""
+    """What ends a response besides end tokens: strings or token ids, such as `["Question:", 13]`."""
     spool_dir: Path | None = None
-    """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir."""
+    """Directory of unacknowledged trajectories; by default `spool` in run.dir."""
     spool_mib: PositiveFloat = 512.0
-    """Maximum size of one searcher's spool in MiB. When it is full, the searcher pauses until the buffer is back."""
+    """Maximum MiB of one searcher's spool; when it is full, the searcher pauses."""
     canary_tolerance: PositiveFloat | None = None
-    """Maximum absolute difference of the canary's log-probabilities from the trainer's after a hot reload: by default
-    1e-3 in float32, and 0.5 in bfloat16. The mean may be a quarter of it (docs/vllm.md)."""
+    """Maximum absolute difference of the canary's log-probabilities from the trainer's; by default 1e-3 in float32, and
+    0.5 in bfloat16. The mean may be a quarter of it (docs/vllm.md)."""
     max_model_len: NonNegative = 0
-    """vLLM: maximum length of prompt plus response, in tokens; 0 is the model's own limit."""
+    """vLLM: maximum tokens of prompt plus response; 0 is the model's own limit."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """vLLM on a GPU: the fraction of its memory that must be free when the engine starts, and that it may use."""
+    """vLLM: the fraction of the GPU's memory that must be free at the start, and that it may use."""
     kv_cache_gib: PositiveFloat | Literal["auto"] = "auto"
-    """vLLM: size of the KV cache per GPU in GiB. auto: 1 on a CPU; on a GPU what vLLM measures to be left of
-    gpu_memory_utilization, which is wrong if another process allocates or frees memory there meanwhile. With a number
-    vLLM measures nothing."""
+    """vLLM: GiB of the KV cache per GPU. auto: 1 on a CPU; on a GPU what vLLM measures, which is wrong if other
+    processes allocate or free memory meanwhile."""
     step_seconds: NonNegativeFloat = 300.0
-    """A searcher whose engine has not finished a step, or a swap of weights, for this many seconds exits, so that it is
-    restarted. The first response may take four times as long, for compilation. 0 is no limit."""
+    """A searcher whose engine takes longer for a step or a swap of weights exits, and is restarted; four times as long
+    for the first response. 0: no limit."""
     enforce_eager: bool = False
     """vLLM: run without compilation and CUDA graphs."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """vLLM: further engine arguments, such as `{ kv_cache_dtype = "fp8", max_num_batched_tokens = 8192 }`. Arguments
-    that other keys or tba itself set are refused."""
+    """vLLM: further engine arguments, such as `{ kv_cache_dtype = "fp8", max_num_batched_tokens = 8192 }`."""
     weights_from: Literal["auto", "path", "trainer"] = "auto"
-    """The source of snapshots. path: the trainer's directory, on a shared file system; trainer: its
-    `train.serve_snapshots`; auto: the path if it exists on this node, else the trainer."""
+    """path: the trainer's directory, on a shared file system; trainer: its `train.serve_snapshots`; auto: the path if
+    it exists on this node, else the trainer."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:\d+)$")] = ""
-    """ZeroMQ endpoint (tcp://HOST:PORT) where one searcher of this node serves its snapshots to other nodes that set
-    this key; with HOST `*` they use the name of this machine. Empty: nodes ask only the trainer."""
+    """ZeroMQ endpoint (tcp://HOST:PORT) where one searcher of this node serves snapshots to the nodes that set this
+    key; HOST `*` is announced as the name of this machine."""
     serve: Annotated[str, Field(pattern=r"^(|([^\s:]+:|\[[0-9A-Fa-f:]+\]:)?\d{1,5})$")] = ""
-    """PORT or HOST:PORT (127.0.0.1 by default) where the searcher answers requests of agents (docs/endpoint.md). Each
-    searcher takes the first free port from there on, with port 0 any free one. Empty opens no port."""
+    """PORT or HOST:PORT (127.0.0.1 by default) where searchers answer requests of agents (docs/endpoint.md), each at
+    the first free port from there on, with port 0 at any."""
     serve_token: BearerToken = SecretStr("")
-    """The bearer token that requests to `serve` need, of at least 16 characters. An address that other machines reach
-    needs one. It is not stored with the run; TBA_SEARCH__SERVE_TOKEN keeps it out of the file."""
+    """The bearer token, of at least 16 characters, that requests to `serve` need from other machines. It is not stored
+    with the run; TBA_SEARCH__SERVE_TOKEN keeps it out of the file."""
     weights_dir: Path | None = None
-    """Directory of the weights of a node's trainer and searchers: /dev/shm or a local disk, with room for four times
-    the model. By default /dev/shm if it has that and 512 MiB more, else run.dir."""
+    """Directory of the weights of a node's trainer and searchers: a local disk with room for four times the model. By
+    default /dev/shm if it has that and 512 MiB more, else run.dir."""
 
     @field_validator("vllm")
     @classmethod

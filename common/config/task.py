@@ -36,19 +36,19 @@ class TaskSource(Section):
     """One task: where its prompts and its scorer come from."""
 
     name: str = "arithmetic"
-    """The task: answers, arithmetic, calculator, gsm8k, guess, gymnasium, math, mixture, reasoning_gym, or your own as
-    `path/to/file.py`, `path/to/file.py:Class` or `package.module:Class` on PYTHONPATH: docs/tasks.md."""
+    """answers, arithmetic, calculator, gsm8k, guess, gymnasium, math, mixture, reasoning_gym, or your own:
+    `path/to/file.py`, `path/to/file.py:Class`, or `package.module:Class` on PYTHONPATH (docs/tasks.md)."""
     train: str = ""
-    """answers, gsm8k, math, an environment of SkyRL-gym's or TRL's shape: a local jsonl, csv or parquet file with
-    questions and answers, or a hub id such as openai/gsm8k."""
+    """The data of answers, gsm8k, math, and environments like SkyRL-gym's or TRL's: a jsonl, csv or parquet file, or a
+    hub id such as openai/gsm8k."""
     test: str = ""
-    """The held-out file for `train`; empty uses the test split of the hub id."""
+    """The held-out file; empty uses the test split of the hub id."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further settings of the task: keyword arguments of its class, listed in docs/tasks.md for the built-in ones."""
+    """Keyword arguments of the task's class (docs/tasks.md)."""
     limit: NonNegative = 0
-    """Use only this many training prompts, from the first; 0 uses all."""
+    """Use only this many training prompts, from the first; 0: all."""
     held_out_limit: NonNegative = 0
-    """Use only this many held-out prompts, from the first; 0 uses all."""
+    """Use only this many held-out prompts, from the first; 0: all."""
 
     @field_validator("name")
     @classmethod
@@ -91,32 +91,31 @@ class TaskSection(TaskSource):
     """The prompts, and how responses are scored."""
 
     mixture: tuple[MixturePart, ...] = ()
-    """name = "mixture": its tasks, as tables `[[task.mixture]]` with the keys name, train, test, options, limit,
-    held_out_limit, label (its name in prompt keys and reward parts) and weight (its share of an epoch)."""
+    """name = "mixture": its tasks, as tables `[[task.mixture]]` with name, train, test, options, limit, held_out_limit,
+    label (its name in prompt keys and reward parts) and weight (its share of an epoch)."""
     phases: tuple[Phase, ...] = ()
-    """Other rewards at first, as tables `[[task.phases]]`: of responses that were begun with a policy version below
-    `until`, the reward is the sum of `weights`, such as `{ reward_model = 0.5 }`, times the parts of the reward, of
-    which `reward` is the whole (docs/rewards.md)."""
+    """Other rewards at first, as tables `[[task.phases]]`: until policy version `until`, the reward is the sum of
+    `weights`, such as `{ reward_model = 0.5 }`, times the parts of the reward, of which `reward` is the whole
+    (docs/rewards.md)."""
     template: Literal["auto", "chat", "raw"] = "auto"
-    """How prompts are rendered. chat: by the model's chat template, a text as one message of the user; raw: as they
-    are; auto: chat for a prompt with messages if the tokenizer has a chat template, raw otherwise (docs/prompts.md)."""
+    """How prompts are rendered (docs/prompts.md). chat: by the model's chat template, a text as one message of the
+    user; raw: as they are; auto: chat for messages if the tokenizer has a chat template, else raw."""
     system: str = ""
-    """A system message that begins each prompt that has none of its own; needs a chat template. Empty: none."""
+    """A system message for each prompt that has none of its own; needs a chat template."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as `{ enable_thinking = false }` for Qwen 3."""
     truncated: Truncated = "score"
-    """The reward of a response that was cut off by search.max_tokens or the context. score: the task scores it; mask:
-    it is stored with an error and not trained on; a number: the task scores it, and the reward is this number."""
+    """The reward of a cut-off response. score: that of the task; mask: it is not trained on; a number: this number."""
     reward_workers: NonNegative = 2
-    """Processes per searcher that score responses; 0 scores in the searcher itself, without time or memory limits."""
+    """Processes per searcher that score responses; 0: the searcher itself, without limits."""
     reward_concurrency: Positive = 32
-    """Responses that one worker scores at a time if the task's `score` is a coroutine; others are scored one by one."""
+    """Responses that one worker scores at a time if the task's `score` is a coroutine."""
     reward_seconds: PositiveFloat = 10.0
-    """Time limit of scoring a response, or of one call of an environment, in seconds; then the row gets an error."""
+    """Seconds for the score of a response, or for one call of an environment; then the row gets an error."""
     episode_seconds: PositiveFloat = 600.0
-    """Time limit of an episode in seconds, generation included. Checked after each turn."""
+    """Seconds for an episode, checked after each turn."""
     reward_memory_mib: Annotated[int, Field(ge=128)] = 1024
-    """Memory limit of one reward worker, in MiB."""
+    """MiB of memory of one reward worker."""
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
@@ -168,27 +167,27 @@ class RewardModelSection(Section):
     task (docs/rewards.md)."""
 
     path: str = ""
-    """A Hugging Face model directory or hub id of a classifier with one label, which each searcher loads."""
+    """A Hugging Face model directory or hub id, loaded by each searcher."""
     url: str = ""
-    """Instead of `path`: the address of an HTTP server with the model, such as http://node0:8000; empty: none."""
+    """Instead of `path`: an HTTP server with the model, such as http://node0:8000."""
     api_key: BearerToken = SecretStr("")
-    """With `url`: a bearer token. It is not stored with the run; TBA_REWARD_MODEL__API_KEY keeps it out of the file."""
+    """With `url`: a bearer token, not stored with the run; TBA_REWARD_MODEL__API_KEY keeps it out of the file."""
     template: Literal["concatenation", "chat"] = "concatenation"
-    """Its input. concatenation: prompt and response as one text; chat: messages by its tokenizer's chat template."""
+    """concatenation: prompt and response as one text; chat: messages by its tokenizer's chat template."""
     api: Literal["classify", "pooling", "score"] = "classify"
-    """With `url`: the route of vLLM; score, for cross-encoders, sends prompt and response as two texts."""
+    """With `url`: the route of vLLM; score, for cross-encoders, sends two texts."""
     served_model: str = ""
-    """With `url`: the name of the model at the server; empty leaves the choice to the server."""
+    """With `url`: the model's name at the server, if it has several."""
     concurrency: Positive = 64
-    """With `url`: maximum requests in flight, of each searcher. A request has one response."""
+    """With `url`: maximum requests in flight of each searcher, with one response each."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")] = "auto"
-    """Its device. Each searcher runs it in a separate process. auto is the searcher's device, where
-    search.gpu_memory_utilization must leave memory for it; `cuda:1` is GPU 1 of nvidia-smi."""
+    """Its device. auto is the searcher's own, where search.gpu_memory_utilization must leave memory for it; `cuda:1` is
+    GPU 1 of nvidia-smi."""
     time_limit_seconds: PositiveFloat = 60.0
-    """Time limit of a forward pass, in seconds. After it the rows of its pairs get an error and the process is
-    replaced. With `url`: time limit of a response's score, all retries included."""
+    """Seconds for a forward pass; then its rows get an error and the process is replaced. With `url`: for a response's
+    score, retries included."""
     weight: float = 1.0
-    """The reward is the task's reward plus this weight times the logit."""
+    """The reward is the task's plus this weight times the logit."""
 
     @field_validator("url")
     @classmethod

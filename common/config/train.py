@@ -25,74 +25,74 @@ class TrainSection(Section):
     """The trainer: devices, batches, the optimiser, snapshots and checkpoints."""
 
     gpu: GpuList = "0"
-    """The trainer's GPU, or several (`6,7`, `4-7`, UUIDs, `all`) that train together with FSDP2, or `cpu`."""
+    """The trainer's GPU, several (`6,7`, `4-7`, UUIDs, `all`) that train together with FSDP2, or `cpu`."""
     processes: Positive = 1
-    """Number of processes that train together with FSDP2 if gpu is `cpu`: to try out what GPUs do."""
+    """Processes that train together with FSDP2 if gpu is `cpu`, to try out what GPUs do."""
     sharding: Literal["auto", "node", "all", "optimizer"] = "auto"
-    """What is sharded over several processes. all: weights, gradients and optimiser states. optimizer: each process
-    holds all weights and gradients during a step. node: each node has a whole model, sharded over its own GPUs (HSDP).
-    auto is what communicates least and fits a GPU by the estimate of check_memory."""
+    """What is sharded over processes. all: weights, gradients and optimiser states; optimizer: these states; node: each
+    node has a whole model, sharded over its GPUs (HSDP); auto: what communicates least and fits by the estimate of
+    check_memory."""
     steps: Positive = 1000
     """Optimiser steps of the whole run."""
     prompts_per_step: Positive = 7
     """B: prompt groups in a batch."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 20
-    """K: trajectories per prompt in a batch; at least 2, since log Z is estimated from them."""
+    """K: trajectories per prompt in a batch, at least 2."""
     micro_batch_tokens: Positive = 16384
-    """Maximum tokens (without padding, a prompt for each of its samples) per micro-batch, whose activations are in
-    memory together. A group with more tokens is split, which costs one more forward pass."""
+    """Maximum tokens per micro-batch, without padding, a prompt for each of its samples. Larger groups are split, for
+    one more forward pass."""
     packing: Literal["auto", "packed", "padded"] = "auto"
-    """packed: a micro-batch is one row without padding; the samples of a prompt share its tokens. padded: rows of
-    similar length. auto packs on a CPU, and on a GPU in bfloat16, if the model supports it."""
+    """packed: a micro-batch is one row without padding; samples share their prompt. padded: rows of similar length.
+    auto packs on a CPU, and on a GPU in bfloat16, if the model supports it."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
-    """Learning-rate schedule after the warm-up; wsd is warm-up, stable, decay."""
+    """Schedule after the warm-up; wsd is warm-up, stable, decay."""
     warmup_steps: NonNegative | Literal["auto"] = "auto"
     """Steps of linear warm-up; the first has rate 0. auto is 50, but at most a tenth of the run."""
     decay_steps: NonNegative | Literal["auto"] = "auto"
     """wsd: steps of decay at the end; auto is 500, but at most half of the run."""
     weight_decay: NonNegativeFloat = 0.01
-    """AdamW weight decay, of all trained matrices: not of norms, biases and a learned log Z."""
+    """AdamW weight decay of matrices, not of norms, biases and a learned log Z."""
     adam_betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay rates of AdamW's two moments."""
     learning_rate_by_ess: bool = False
-    """Multiply the learning rate of each step by the square root of the metric effective_sample_ratio (VCPO)."""
+    """Multiply the learning rate by the square root of effective_sample_ratio (VCPO)."""
     max_grad_norm: PositiveFloat = 1.0
-    """The norm of the gradient is clipped to this value."""
+    """The norm at which the gradient is clipped."""
     beta: PositiveFloat = 0.012
     """KL coefficient at the first step."""
     beta_final: PositiveFloat = 0.004
-    """KL coefficient from step `beta_anneal_steps` on; linear in between."""
+    """KL coefficient from step `beta_anneal_steps` on."""
     beta_anneal_steps: NonNegative = 500
-    """Steps over which beta is annealed from `beta` to `beta_final`; 0 uses `beta_final` from the start."""
+    """Steps over which beta is annealed linearly; 0 uses `beta_final` from the start."""
     beta_anneal_stop: NonNegative | Literal["off"] = "off"
-    """Step from which beta is `beta_final`, even if annealing has not reached it; off anneals to the end."""
+    """Step from which beta is `beta_final` in any case."""
     publish_every: Positive = 2
-    """k: steps between two snapshots for the searchers."""
+    """k: steps between two snapshots."""
     snapshots_in: Literal["auto", "memory", "disk"] = "auto"
-    """memory: only the first snapshot, the last and those of `keep_snapshot_every` go to run.dir; the others are in
-    `search.weights_dir` alone. disk: all go to run.dir, which other machines may mount. auto: memory if
-    `buffer.address` is on this machine or `serve_snapshots` is set, else disk."""
+    """memory: only the first snapshot, the last and those of `keep_snapshot_every` go to run.dir; the others stay in
+    `search.weights_dir`. disk: all go to run.dir, which other machines may mount. auto: memory if `buffer.address` is
+    on this machine or `serve_snapshots` is set, else disk."""
     keep_snapshots: Positive = 4
-    """Number of newest snapshots to keep on disk, of those that are written there (`snapshots_in`)."""
+    """Newest snapshots to keep on disk (`snapshots_in`)."""
     keep_snapshot_every: NonNegative = 0
-    """Also keep a snapshot every this many steps, for evaluation; 0 keeps none."""
+    """Also keep a snapshot every this many steps, for evaluation; 0: none."""
     min_free_mib: NonNegative = 512
-    """Free disk space, in MiB, that a snapshot must leave: with less the newest snapshot waits; 0 never waits."""
+    """Free disk space, in MiB, that a snapshot must leave, or it waits; 0 never waits."""
     serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = ""
     """ZeroMQ endpoint (tcp://HOST:PORT) where the trainer serves its snapshots to searchers without access to run.dir;
-    with HOST `*` they use the name of this machine. Empty serves none."""
+    HOST `*` is announced as the name of this machine."""
     checkpoint_every: Positive = 50
-    """Steps between checkpoints. Resume repeats the steps after the newest one, with the same batches."""
+    """Steps between checkpoints, after the newest of which a resume repeats the batches."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time. Not for models random in training."""
     offload: Literal["none", "optimizer"] = "none"
-    """optimizer: float32 weights, gradients and optimiser states are in the memory of the host. Not with adapters."""
+    """optimizer: float32 weights, gradients and optimiser states are in host memory. Not with adapters."""
     check_memory: bool = True
     """Refuse to start if the estimated memory (docs/scaling.md) exceeds that of the GPU or of the host."""
     threads: NonNegative = 0
-    """CPU threads of torch; 0 uses the default of torch."""
+    """CPU threads of torch; 0: its default."""
 
     def keeps_snapshot(self, step: int) -> bool:
         """Whether the snapshot of a step stays on disk: the last one, and each of `keep_snapshot_every`."""
@@ -122,33 +122,31 @@ class ObjectiveSection(Section):
         "oapl",
         "distill",
     ] = "tb"
-    """The objective. train.beta is its KL coefficient, and the temperature of online_dpo and oapl. distill uses neither
-    beta nor rewards."""
+    """train.beta is its KL coefficient, and the temperature of online_dpo and oapl."""
     imitation: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
-    """lambda, which keeps good responses in stale data: advantages grow by lambda x (the mean reward of the others in
-    the group - reward_floor), if the objective's advantage is centred. auto is 1 for tb_stale and 0 for the others."""
+    """lambda, which keeps good responses in stale data: centred advantages grow by lambda x (the mean reward of the
+    others in the group - reward_floor). auto is 1 for tb_stale and 0 for the others."""
     reward_floor: float | Literal["group"] = "group"
-    """imitation: the reward from which it counts: a number, or group: by the other responses (docs/objectives.md)."""
+    """imitation: the reward from which it counts, or group: by the other responses (docs/objectives.md)."""
     taper: Literal["off", "response", "mean"] = "off"
     """tb, rloo, reinforce, and tb_stale and tba_prime with truncation = "off": the weight of a response of negative
-    advantage. response: min(1, pi/mu) of the whole response; mean: min(1, its geometric mean over the tokens), for
-    responses so long that the former is always 0; off: 1."""
+    advantage. response: min(1, pi/mu); mean: its geometric mean over the tokens, for long responses; off: 1."""
     kl: Literal["auto", "none", "reference", "ema"] = "auto"
     """Policy gradients (reinforce to cispo, tb_stale, tba_prime): the anchor of the KL term in the reward. reference:
-    the reference policy; ema: a moving average of the weights, without a forward pass; none: no KL term. auto is
-    reference for tb_stale and tba_prime, and none for the others."""
+    the reference policy; ema: a moving average of the weights, without a forward pass; none. auto is reference for
+    tb_stale and tba_prime, none for the others."""
     clip_high: PositiveFloat = 0.2
     """grpo, dr_grpo, ppo_clip, ppo, proximal_rloo, flowrl: a ratio above 1 + this is clipped, and one below 0.8."""
     truncation: PositiveFloat | Literal["off"] = 8.0
     """tb_stale, tba_prime, distill: the maximum importance weight of a token; off gives every token weight 1."""
     mean_kl: Literal["sampler", "policy"] = "sampler"
-    """tb_stale, tba_prime: the policy whose mean KL over the group is subtracted from the KL of each response. sampler
-    holds the level of the log-probabilities on stale data; policy is the paper's Eq. 7."""
+    """tb_stale, tba_prime: whose mean KL over the group is subtracted from the KL of each response. sampler holds the
+    level of the log-probabilities on stale data; policy is the paper's Eq. 7."""
     log_z: Literal["prompt", "turn"] = "prompt"
     """tb: what has a log Z. prompt: each prompt. turn: each turn's history, which keeps the optimum on stale data of a
-    random environment; it is estimated from the samples that share the history, else learned."""
+    random environment (docs/objectives.md)."""
     value_beta: PositiveFloat | Literal["beta"] = 1.0
-    """oapl: the temperature of the value estimate; beta uses train.beta, which was worse on stale data."""
+    """oapl: the temperature of the value; beta uses train.beta, which was worse on stale data."""
 
     @property
     def anchor(self) -> str:
@@ -233,7 +231,7 @@ class SftSection(Section):
     """Supervised fine-tuning by `tba sft`, which takes everything else from the other sections (docs/sft.md)."""
 
     learning_rate: PositiveFloat = 1e-4
-    """Peak learning rate of AdamW. That of reinforcement learning, train.learning_rate, would be far too small."""
+    """Peak learning rate of AdamW; train.learning_rate would be far too small."""
 
 
 class LoraSection(Section):
@@ -244,10 +242,10 @@ class LoraSection(Section):
     alpha: PositiveFloat = 32.0
     """Scale: an adapter adds alpha / rank x B A to its weight."""
     targets: tuple[Annotated[str, Field(min_length=1)], ...] | Literal["all"] = "all"
-    """Names of the linear layers with an adapter, such as `["q_proj", "v_proj"]`; all means all but the output head."""
+    """Linear layers with an adapter, such as `["q_proj", "v_proj"]`; all: but the output head."""
     publish: Literal["merged", "adapter"] = "merged"
     """merged: weights with the adapters merged in. adapter: the base once, then only the adapters, which vLLM applies
-    (docs/scaling.md). The last and kept snapshots are still full."""
+    (docs/scaling.md); the last and kept snapshots are full."""
 
     @model_validator(mode="after")
     def _check_rank(self) -> Self:
@@ -260,14 +258,13 @@ class ReferenceSection(Section):
     """The reference policy of the objective's KL term."""
 
     kind: Literal["frozen", "reset", "ema"] = "frozen"
-    """frozen: the model that training starts from, or that of `path`; reset: the policy itself, copied every `every`
-    steps (the paper's TBA'); ema: a moving average of the policy's weights, refreshed every `every` steps."""
+    """frozen: the model that training starts from, or `path`; reset: the policy itself, copied every `every` steps (the
+    paper's TBA'); ema: a moving average of the policy's weights, refreshed every `every` steps."""
     path: str = ""
     """frozen: another model as the reference, such as a teacher (docs/objectives.md): a Hugging Face model directory or
-    a hub id. In its tokenizer all tokens of the model must have the same ids, and it must have as many
-    token ids or more. Empty is model.path."""
+    hub id. All tokens of the model must have the same ids in its tokenizer."""
     every: Positive = 50
-    """reset, ema: steps between two references. Log-probabilities under each are computed once per trajectory."""
+    """reset, ema: steps between two references."""
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """ema: the fraction of the old reference in the new one."""
 
@@ -278,12 +275,12 @@ class MetricsSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events to run.dir/tensorboard."""
     wandb: str = ""
-    """Project on Weights & Biases (extra `wandb`; WANDB_MODE=offline writes only to run.dir); empty sends nothing."""
+    """Project on Weights & Biases (extra `wandb`; WANDB_MODE=offline writes only to run.dir)."""
     trackio: str = ""
-    """Project on Trackio (extra `trackio`; local without TRACKIO_SPACE_ID and TRACKIO_SERVER_URL); empty: none."""
+    """Project on Trackio (extra `trackio`; local without TRACKIO_SPACE_ID and TRACKIO_SERVER_URL)."""
     prometheus: Annotated[str, Field(pattern=r"^(|([^\s:]+:)?[1-9]\d{0,4})$")] = ""
-    """PORT or HOST:PORT (127.0.0.1 by default) where the buffer serves the numbers of all roles to Prometheus."""
+    """PORT or HOST:PORT (127.0.0.1 by default) where the buffer serves all numbers to Prometheus."""
     trace_answers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Answers of each step that Weights & Biases and Trackio get as a table; 0 sends none."""
+    """Answers of each step that Weights & Biases and Trackio get as a table."""
     entropy: bool = True
-    """Measure the entropy of the policy, in the same pass as the log-probabilities."""
+    """Measure the entropy of the policy."""

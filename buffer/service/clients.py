@@ -13,7 +13,7 @@ _REPLACED_SECONDS = 3.0
 # The longest time, after a start of the server, that a trainer needs to reconnect and be seen.
 _RETURN_SECONDS = 5.0
 # How long a count of the living clients is used.
-_CENSUS_SECONDS = 0.1
+_CENSUS_SECONDS = 1.0
 # Heartbeats of all searchers, unless each of them would send less often than this.
 _HEARTBEATS_PER_SECOND = 300
 _HEARTBEAT_SECONDS = 3.0
@@ -206,7 +206,7 @@ class Clients:
         return sources
 
     def living(self, role: fields.Role) -> int:
-        """Return how many clients of a role are neither gone nor silent, as of the last tenth of a second."""
+        """Return how many clients of a role are neither gone nor silent, as of the last second."""
         return self._count_living().living[role]
 
     @property

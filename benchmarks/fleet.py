@@ -40,7 +40,7 @@ from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.messages import GetStatus, Status
 from tba.common.wire.trajectory import Trajectory
 from tba.searcher.delivery.delivery import Delivery
-from tba.searcher.loop import _HEARTBEAT_SECONDS, _LEASE_WAIT_SECONDS
+from tba.searcher.loop import _LEASE_WAIT_SECONDS
 
 ROW_BYTES = 4096
 # Two loads of an engine with 256 responses in flight, in groups; one is all that a waiting searcher may lease.
@@ -249,7 +249,7 @@ class Searcher:
         self._random = random.Random(number)
         self._responses, self._interval = responses, work.interval
         now = time.monotonic()
-        self._beat_at = now + _HEARTBEAT_SECONDS * self._random.random()
+        self._beat_at = now + self._random.random()
         self._finish_at = now + work.interval * self._random.random() if work.interval else float("inf")
         self._visits: deque[messages.Visit] = deque()
         self._asked: tuple[int, float] | None = None
@@ -280,7 +280,8 @@ class Searcher:
         self._delivery.step()
         self._ask(now)
         if now >= self._beat_at:
-            self._beat_at = now + _HEARTBEAT_SECONDS
+            assert self._client.state is not None
+            self._beat_at = now + self._client.state.heartbeat_seconds
             activity = "generating" if self._interval else "waiting"
             self._client.post(
                 messages.Heartbeat(activity=activity, reason="prompts", weights_version=0, metrics=METRICS)

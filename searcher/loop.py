@@ -54,7 +54,6 @@ from tba.searcher.weights.follower import FixedWeights, Preparation, WeightsFoll
 
 log = get_logger(__name__)
 
-_HEARTBEAT_SECONDS = 1.0
 # The buffer answers as soon as there is room or newer weights.
 _LEASE_WAIT_SECONDS = 5.0
 _IDLE_SECONDS = 0.05
@@ -336,7 +335,8 @@ class Searcher:
 
     def _heartbeat(self) -> None:
         now = self._clock.monotonic()
-        if now - self._last[0] < _HEARTBEAT_SECONDS:
+        state = self._client.state
+        if now - self._last[0] < (state.heartbeat_seconds if state else 1.0):
             return
         self._serving.update()
         activity, reason = self._activity()

@@ -13,7 +13,10 @@ _REPLACED_SECONDS = 3.0
 # The longest time, after a start of the server, that a trainer needs to reconnect and be seen.
 _RETURN_SECONDS = 5.0
 # How long a count of the living clients is used.
-_CENSUS_SECONDS = 0.1
+_CENSUS_SECONDS = 1.0
+# Heartbeats of all searchers, unless each of them would send less often than this.
+_HEARTBEATS_PER_SECOND = 300
+_HEARTBEAT_SECONDS = 3.0
 # With keys the processes of a node have one owner, otherwise each has its own: more names than that are an attack.
 _NAMES_PER_OWNER = 128
 GONE = "gone"
@@ -203,8 +206,14 @@ class Clients:
         return sources
 
     def living(self, role: fields.Role) -> int:
-        """Return how many clients of a role are neither gone nor silent, as of the last tenth of a second."""
+        """Return how many clients of a role are neither gone nor silent, as of the last second."""
         return self._count_living().living[role]
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """The time between two heartbeats of a searcher: one second, and in a large fleet up to three."""
+        longest = min(_HEARTBEAT_SECONDS, self._patience_seconds / 4)
+        return max(1.0, min(self.living("searcher") / _HEARTBEATS_PER_SECOND, longest))
 
     def recount(self) -> None:
         """Count the living clients again at the next question: one has come or gone."""

@@ -177,7 +177,7 @@ class RunState:
 
     def for_replies(self) -> messages.RunState:
         """Return the part of the state that every reply carries."""
-        return messages.RunState(weights=self.newest, step=self.steps_done, finished=self.finished)
+        return messages.RunState(self.newest, self.steps_done, self.finished, self.clients.heartbeat_seconds)
 
 
 def refuse_beyond(what: str, *numbers: int) -> None:

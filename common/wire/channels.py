@@ -43,6 +43,8 @@ _UNFINISHED_BYTES = 192 << 20
 # below that, none would ever arrive whole.
 _ALL_UNFINISHED_BYTES = 1 << 30
 _CHECK_SECONDS = 0.2
+# The least time between checks, as a multiple of what one takes: with many connections.
+_CHECK_REST = 40
 # tcpi_bytes_received of struct tcp_info (linux/tcp.h).
 _BYTES_RECEIVED = slice(128, 136)
 # struct linger: on, for 0 seconds.
@@ -104,13 +106,13 @@ class Connections:
         now = time.monotonic()
         if now < self._next_check_at:
             return
-        self._next_check_at = now + _CHECK_SECONDS
         unfinished: list[tuple[int, int]] = []
         for descriptor, connection in self._open.items():
             received = _bytes_received(descriptor)
             if descriptor in self.active or received < connection.counted_from:
                 connection.counted_from = received
             unfinished.append((received - connection.counted_from, descriptor))
+        self._next_check_at = now + max(_CHECK_SECONDS, _CHECK_REST * (time.monotonic() - now))
         self.active.clear()
         total = sum(size for size, _ in unfinished)
         for size, descriptor in sorted(unfinished, reverse=True):

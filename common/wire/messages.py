@@ -86,12 +86,16 @@ class WeightsRef(Message, frozen=True):
     address: Sentence = ""
 
 
-class RunState(Message, frozen=True):
-    """The state of the run that every reply carries: newest snapshot, reported steps, whether all are done."""
+class RunState(Message, frozen=True, omit_defaults=True):
+    """The state of the run that every reply carries: newest snapshot, reported steps, whether all are done.
+
+    `heartbeat_seconds` is the time between two heartbeats of a searcher, longer in a large fleet.
+    """
 
     weights: WeightsRef | None
     step: Id
     finished: bool
+    heartbeat_seconds: Annotated[float, Meta(ge=1, le=3)] = 1.0
 
 
 class Visit(Message, frozen=True, omit_defaults=True):
@@ -280,7 +284,7 @@ class FinishRun(Request, frozen=True):
 
 
 class Heartbeat(Request, frozen=True):
-    """Any role -> buffer, every second or two. Reply: Done or Sources. Keeps the sender's leases alive.
+    """Any role -> buffer, every second to every third. Reply: Done or Sources. Keeps the sender's leases alive.
 
     `activity` is one word; `reason` is what the sender waits for, or what is in its way. A supervisor is a monitor, and
     says "failing" while a child of it does not work: `reason` quotes that child's error, and its `metrics` name the

@@ -225,6 +225,17 @@ def test_a_crowd_of_names_that_do_no_work_keeps_no_searcher_out(harness, monkeyp
     buffer.ask(messages.Heartbeat(activity="x", reason="", weights_version=None, metrics={}), sender="idle0.1")
 
 
+@pytest.mark.parametrize(("searchers", "patience", "seconds"), [(8, 60, 1), (600, 60, 2), (2000, 60, 3), (2000, 4, 1)])
+def test_a_large_fleet_sends_heartbeats_less_often_but_never_as_late_as_its_leases_expire(searchers, patience, seconds):
+    clock = ManualClock()
+    clients = Clients(clock, patience)
+    for n in range(searchers):
+        clients.mark_seen(f"search{n}.1", "searcher")
+    assert clients.heartbeat_seconds == seconds
+    clock.advance(patience + 1)
+    assert clients.heartbeat_seconds == 1
+
+
 def test_a_crowd_of_working_names_of_one_owner_keeps_no_searcher_out(monkeypatch):
     monkeypatch.setattr(fields, "MAX_CLIENTS", 200)
     clients = Clients(ManualClock(), 60.0)

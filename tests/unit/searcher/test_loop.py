@@ -21,6 +21,7 @@ import pytest
 from msgspec.structs import asdict
 
 from tba.buffer.server.prometheus import SEARCHER_NAMES
+from tba.buffer.service.clients import Clients
 from tba.common.system.durable import temporary_directory
 from tba.common.weights.snapshot import Canary, Manifest, describe_files, directory_name, seal
 from tba.common.wire import messages
@@ -51,6 +52,7 @@ class SlowClient:
         self.secret, self.keys = b"", None
         self.puts: list[tuple[messages.PutTrajectories, Sequence[bytes]]] = []
         self.reasons: set[str] = set()
+        self.heartbeats_at: list[float] = []
 
     @property
     def state(self) -> messages.RunState:
@@ -60,6 +62,7 @@ class SlowClient:
         self._last_id += 1
         if isinstance(message, messages.Heartbeat):
             self.reasons.add(message.reason)
+            self.heartbeats_at.append(self._clock.monotonic())
         self._posted[self._last_id] = self._polls + self._delay, message, frames
         return self._last_id
 
@@ -351,8 +354,16 @@ def test_a_chat_prompt_with_stop_strings_is_trained_on_with_what_ended_it_and_sc
     assert text == f"+{key}=-"
 
 
-def test_every_metric_of_a_heartbeat_has_a_name_at_prometheus_or_is_a_rate(search, monkeypatch):
-    monkeypatch.setattr("tba.searcher.loop._HEARTBEAT_SECONDS", 0.0)
+@pytest.mark.parametrize("seconds", [1.0, 3.0])
+def test_a_searcher_sends_heartbeats_as_often_as_the_buffer_asks(search, monkeypatch, seconds):
+    monkeypatch.setattr(Clients, "heartbeat_seconds", seconds)
+    _, client = search(steps=400)
+    gaps = np.diff(client.heartbeats_at)
+    assert len(gaps) >= 2
+    assert gaps == pytest.approx(np.full(len(gaps), seconds), abs=0.2)
+
+
+def test_every_metric_of_a_heartbeat_has_a_name_at_prometheus_or_is_a_rate(search):
     _, client = search(steps=100)
     shown = {name for one in client._buffer.service.status().clients for name in one.metrics}
     swap = LoadReport(Mismatch(0.0, 0.0, 0.0), "", 0.0, 0.0, 0.0, 0.0)

@@ -17,6 +17,7 @@ from tba.common.weights.model_files import need_tokenizer, read_json
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 # Of any model. Transformers builds them all, for minutes or hours, before it looks at the first weight.
 _MOST_LAYERS = 2_000
+_REFERENCE = ("the model", "reference.path", "a reference")
 
 
 def from_directory(kind: Any, directory: Path, **options: Any) -> Any:
@@ -117,9 +118,7 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def check_same_tokens(
-    sampler: Path, scorer: Path, *, names: tuple[str, str, str] = ("the model", "reference.path", "a reference")
-) -> None:
+def check_same_tokens(sampler: Path, scorer: Path, *, names: tuple[str, str, str] = _REFERENCE) -> None:
     """Raise ConfigError unless the model of `scorer` can score every token that the one of `sampler` may sample.
 
     Both are model directories. Each token of the sampler's tokenizer must have the same id in the scorer's, which may

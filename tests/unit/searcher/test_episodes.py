@@ -2,7 +2,9 @@
 
 import runpy
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -77,29 +79,17 @@ def play(tokenizer, replies, task, limits=LIMITS, paused=0.0):
 
 
 class Answers(GuessTask):
-    """A game that answers each reply with the same turn."""
+    """A game that answers its n-th reply with a function of n."""
 
     def __init__(self, turn):
         super().__init__()
-        self.turns = turn
+        self.turn = turn
 
     def environment(self, prompt):
-        task = self
-
-        class Game:
-            steps = 0
-
-            def reset(self, prompt):
-                return ()
-
-            def step(self, reply, finished):
-                self.steps += 1
-                return task.turns(self.steps)
-
-            def close(self):
-                pass
-
-        return Game()
+        steps = count(1)
+        return SimpleNamespace(
+            reset=lambda prompt: (), step=lambda reply, finished: self.turn(next(steps)), close=lambda: None
+        )
 
 
 @pytest.mark.parametrize(

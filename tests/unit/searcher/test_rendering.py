@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -187,7 +188,7 @@ def test_the_fingerprint_covers_a_prompt_and_the_settings_that_render_chats_only
     told_apart = [
         name(chat), name(other), name(chat, system="s"), name(chat, template_kwargs={"enable_thinking": False}),
         name(Prompt("p", "2")), name(Prompt("p", ids=[2])), name(Prompt("p", "2"), template="chat"),
-        name(Prompt("p", "2", template_kwargs={"tools": []})), name(Prompt("p", "2", accepted=["b"])),
+        name(replace(chat, template_kwargs={"tools": []})), name(Prompt("p", "2", accepted=["b"])),
     ]  # fmt: skip
     assert len(set(told_apart)) == len(told_apart)
     assert name(Prompt("p", "2")) == name(Prompt("p", "2"), template="raw") == fingerprint([Prompt("p", "2")])

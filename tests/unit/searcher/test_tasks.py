@@ -255,18 +255,14 @@ def test_a_file_with_two_tasks_needs_a_name(file):
         ("    def score", "{}", r"Spell, which has no score; Other, which has no prompts, held_out, score: `tba task "),
         ('    name = "spell"', "{}", r"spell.py has no name: a task has name, prompts, held_out, score, as the file "),
         ("nothing", "{}:Spel", r"spell.py has no Spel; it defines Spell; Other, which has no prompts"),
+        ("neighbour", "{}", r"cannot be loaded: ModuleNotFoundError: No module named 'neighbours'"),
     ],
 )
-def test_the_error_names_what_a_class_lacks_to_be_a_task(file, removed, name, sentence):
-    file.write_text(FILE.replace(removed, removed.replace("score", "other").replace("name", "title")))
+def test_the_error_names_what_a_class_lacks_to_be_a_task_or_what_its_file_imports(file, removed, name, sentence):
+    changed = {"    def score": "    def other", '    name = "spell"': "", "neighbour": "neighbours"}
+    file.write_text(FILE.replace(removed, changed.get(removed, removed)))
     with pytest.raises(TaskError, match=sentence):
         load_task(TaskSection(name=name.format(file)))
-
-
-def test_the_error_names_a_module_that_the_file_imports_and_that_does_not_exist(file):
-    file.write_text(FILE.replace("neighbour", "neighbours"))
-    with pytest.raises(TaskError, match=r"cannot be loaded: ModuleNotFoundError: No module named 'neighbours'"):
-        load_task(TaskSection(name=str(file)))
 
 
 @pytest.mark.parametrize(
@@ -378,19 +374,12 @@ def test_the_error_names_the_field_of_a_task_of_a_mixture():
 def test_the_prompt_of_a_mixture_keeps_its_messages(file):
     from tba.searcher.tasks.mixture import MixtureTask
 
-    class Chat:
-        name = "chat"
+    def score(prompt: Prompt, *_: Any) -> Reward:
+        return Reward(float(prompt.key == "a" and prompt.messages[0][1] == "hello"), {})
 
-        def prompts(self):
-            return [Prompt("a", messages=(("user", "hello"),))]
-
-        def held_out(self):
-            return []
-
-        def score(self, prompt, response, finished):
-            return Reward(float(prompt.key == "a" and prompt.messages[0][1] == "hello"), {})
-
-    task = MixtureTask([(None, Chat(), None)])
+    prompts = [Prompt("a", messages=(("user", "hello"),))]
+    chat: Any = SimpleNamespace(name="chat", prompts=lambda: prompts, score=score)
+    task = MixtureTask([(None, chat, None)])
     (prompt,) = task.prompts()
     assert prompt.messages == (("user", "hello"),)
     assert task.score(prompt, "", True) == Reward(1.0, {"chat.reward": 1.0})

@@ -1,6 +1,7 @@
 """Environments of other libraries as tasks, and episodes in mixtures: played here, without workers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,9 @@ def test_an_episode_task_needs_no_score_and_a_task_needs_one_of_both(load):
 def test_the_speed_of_a_check_is_shown_unless_a_response_did_not_return(load):
     task = load(OWN)
     scripts = [(task.prompts()[0], ["a", "stop"])]
-    for kind, shown in ((None, True), ("turn_timeout", False)):
-        results = [[Scored(0, None, Reward(1.0, {}), None, kind)] * 3]
+    returned = Scored(0, None, Reward(1.0, {}), None)
+    for last, shown in ((returned, True), (replace(returned, error_kind="turn_timeout"), False)):
+        results = [[returned, returned, last]]
         findings = {one["check"]: one["detail"] for one in _results(TaskSection(), task, scripts, results, plays=True)}
         assert findings.get("speed", "").endswith("turns per second, resets included") is shown
 

@@ -337,7 +337,7 @@ class ScoringStage:
         self, group: Group, sampling: SamplingSettings, scored: Scored, tokens: EpisodeTokens, stop: str,
         seconds: float, cut_after: int,
     ) -> None:  # fmt: skip
-        """Add a row to a group, which may be complete then. It was cut off after so many tokens, if it was."""
+        """Add a row to a group, which may be complete then. `cut_after` is its tokens if it was cut off, else 0."""
         # All rewards of a group are of the phase in which its visit began.
         phase = next((n for n, one in enumerate(self._phases) if group.version < one.until), None)
         if phase is not None:

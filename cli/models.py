@@ -226,7 +226,8 @@ def generate(
         # A wrong name is found before torch is loaded, which takes many seconds.
         source = held.enter_context(held_source(settings, model, version))
         from tba.searcher.engines.engine import SamplingSettings
-        from tba.searcher.generate import Generator, answer_one, converse, play_one
+        from tba.searcher.generate import Generator, converse, play_one
+        from tba.searcher.tasks.task import Prompt
         from tba.trainer.export import complete_directory
 
         directory = held.enter_context(complete_directory(source, settings))
@@ -235,12 +236,11 @@ def generate(
             for who, said in play_one(settings, directory, text, sampling, device=device):
                 typer.echo(printable(f"{who}: {said.strip()}", keep="\n\t"))
             return
-        if not chat:
-            found = answer_one(settings, directory, text, sampling, device=device, samples=samples)
-            _print_responses(found, as_json=as_json)
-            return
         # On the CPU the weights are those of the file, which is mapped: it is held to the end.
-        generator = held.enter_context(closing(Generator(settings, directory, device=device, chat=True)))
+        generator = held.enter_context(closing(Generator(settings, directory, device=device, chat=chat)))
+        if not chat:
+            _print_responses(generator.generate(Prompt("prompt", text), sampling, samples), as_json=as_json)
+            return
         for reply in converse(generator, iter(sys.stdin.readline, ""), sampling):
             _print_responses([reply], as_json=as_json)
 

@@ -1,6 +1,7 @@
 """Build the parts of a searcher, an evaluation or `tba generate` from the configuration, and check what they load."""
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,12 +12,12 @@ import numpy as np
 from tba.common.config import Config, LoraSection, RewardModelSection
 from tba.common.config.root import check_batches
 from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
-from tba.common.errors import ConfigError, MissingExtra, TaskError, quantity
+from tba.common.errors import ConfigError, MissingExtra, TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.run_snapshots import find_source
 from tba.common.terminal import need
-from tba.common.weights.model_files import local_model, model_directory, model_here, read_json, vocabulary_size
-from tba.common.weights.pretrained import load_tokenizer
+from tba.common.weights.model_files import local_model, model_directory, model_here, read_json
+from tba.common.weights.pretrained import check_same_tokens, load_tokenizer
 from tba.searcher.engines.engine import Engine
 from tba.searcher.engines.stopping import Stopping, read_stopping, unstopped_turn
 from tba.searcher.scoring.rewards import ModelScorer, Rewards
@@ -53,9 +54,9 @@ class LoadedTask(NamedTuple):
     stopping: Stopping
 
 
-def load(config: Config) -> LoadedTask:
-    """Load the task and the tokenizer of the model."""
-    task = load_task(config.task)
+def load(config: Config, task: Task | None = None) -> LoadedTask:
+    """Load the task, unless it is given, and the tokenizer of the model."""
+    task = task or load_task(config.task)
     renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
     return LoadedTask(task, renderer, read_stopping(config, renderer.tokenizer))
 
@@ -125,7 +126,7 @@ def make_engine(
 def find_policy(config: Config) -> Path | None:
     """Return the model directory of `search.policy`, None if it is empty.
 
-    Raises ConfigError if its token ids are not those of `model.path`, UsageError for a version that is not kept.
+    Raises ConfigError if it could sample what `model.path` does not know, UsageError for a version that is not kept.
     """
     named = config.search.policy
     if not named:
@@ -136,21 +137,8 @@ def find_policy(config: Config) -> Path | None:
         raise ConfigError(
             f"{_POLICY} {named} is not a directory here: `hf download {named}` makes one of the hub's model"
         )
-    own = model_directory(config.model.path)
-    ids, own_ids = (load_tokenizer(one).get_vocab() for one in (directory, own))
-    if differing := sorted(ids.items() ^ own_ids.items()):
-        token, _ = differing[0]
-        raise ConfigError(
-            f"search.policy = {named}: its tokenizer is not that of model.path {config.model.path}: {token!r} has id "
-            f"{ids.get(token, 'none')} instead of {own_ids.get(token, 'none')}, and so for "
-            f"{quantity(len({name for name, _ in differing}), 'token')}: name a model of the same tokenizer"
-        )
-    size, own_size = vocabulary_size(directory), vocabulary_size(own)
-    if size is not None and own_size is not None and size > own_size:
-        raise ConfigError(
-            f"search.policy = {named} has {size} token ids, and model.path {config.model.path} has {own_size}: it "
-            "could sample what the trainer has no embedding of"
-        )
+    names = (f"{_POLICY} {named}", "model.path", "an explorer")
+    check_same_tokens(directory, model_directory(config.model.path), names=names)
     return directory
 
 
@@ -171,15 +159,10 @@ def check_task_and_prompts(config: Config) -> str:
     check_scored(config, task)
     check_prompts(task)
     check_number_of_prompts(config, task)
-    directory = model_here(config.model.path)
-    if directory is None:
-        return _explained_luck(config, task)
-    try:
-        renderer = PromptRenderer(load_tokenizer(directory), config.task)
-    except MissingExtra:
-        return _explained_luck(config, task)
-    loaded = LoadedTask(task, renderer, read_stopping(config, renderer.tokenizer))
-    return check_loaded(config, loaded, [*task.prompts(), *task.held_out()])
+    with contextlib.suppress(MissingExtra):
+        if model_here(config.model.path) is not None:
+            return check_loaded(config, load(config, task), [*task.prompts(), *task.held_out()])
+    return _explained_luck(config, task)
 
 
 def check_loaded(config: Config, loaded: LoadedTask, prompts: Sequence[Prompt]) -> str:

@@ -1,6 +1,6 @@
 """`tba generate`: answer a prompt, or hold a conversation, with any model directory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,11 +127,3 @@ def play_one(
     ):
         limits = replace(Limits.of(config), tokens=sampling.max_tokens)
         yield from generator.play(rewards, prompt, sampling, limits)
-
-
-def answer_one(
-    config: Config, directory: Path, text: str, sampling: SamplingSettings, *, device: str, samples: int
-) -> Sequence[Generated]:
-    """Load a model, and return its responses to one text."""
-    with closing(Generator(config, directory, device=device, chat=False)) as generator:
-        return generator.generate(Prompt("prompt", text), sampling, samples)

@@ -306,53 +306,50 @@ class ScoringStage:
     def _finish(self, response: Response, scored: Scored) -> None:
         """Add the row of a response to its group."""
         group, generation = response.group, response.generation
-        scored = self._phased(group, scored)
-        if generation.stop_reason == STOP_LENGTH and scored.error is None:
-            scored = self._cut(scored, len(generation.response_ids))
-        self._count_cut_off(generation.stop_reason == STOP_LENGTH, response.error)
-        self.tokens += len(generation.response_ids)
+        count, is_cut = len(generation.response_ids), generation.stop_reason == STOP_LENGTH
+        self._count_cut_off(is_cut, response.error)
+        self.tokens += count
         tokens = one_turn(
             group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs, generation.kept,
             response.prefix,
         )  # fmt: skip
-        self._add(group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds)
+        self._add(
+            group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds, count if is_cut else 0
+        )
 
     def _finish_episode(self, episode: Episode) -> None:
         """Add the row of an episode to its group."""
         group, sampling = self._played.pop(episode.ticket)
         reward = Reward(episode.reward, {} if episode.error else episode.parts)
         scored = Scored(episode.ticket, None, reward, episode.error, error_kind=episode.error_kind)
-        scored = self._phased(group, scored)
         if episode.error is not None:
             log.warning("episode failed", prompt=group.prompt.key, reason=episode.error, turns=len(episode.turns))
-        elif episode.stop_reason in CUT_OFF:
-            scored = self._cut(scored, episode.length)
         self._count_failure(episode.error or "" if episode.error_kind == "generation" else "")
         tokens = episode.tokens()
         self.trajectories += 1
         self.tokens += int(tokens.loss_mask.sum())
         if episode.error_kind != "decoding":
             scored = replace(scored, text=self._stopping.whole_text(tokens.response_ids.tolist()))
-        self._add(group, sampling, scored, tokens, episode.stop_reason, episode.generation_seconds)
-
-    def _phase(self, group: Group) -> int | None:
-        """Return which phase the rewards of a group are of: all of the one in which its visit began."""
-        return next((n for n, phase in enumerate(self._phases) if group.version < phase.until), None)
-
-    def _phased(self, group: Group, scored: Scored) -> Scored:
-        phase = self._phase(group)
-        return scored if phase is None else phased(scored, self._phases[phase].weights)
+        cut_after = episode.length if episode.stop_reason in CUT_OFF else 0
+        self._add(group, sampling, scored, tokens, episode.stop_reason, episode.generation_seconds, cut_after)
 
     def _add(
-        self, group: Group, sampling: SamplingSettings, scored: Scored, tokens: EpisodeTokens, stop: str, seconds: float
-    ) -> None:
-        """Add a row to a group, which may be complete then."""
+        self, group: Group, sampling: SamplingSettings, scored: Scored, tokens: EpisodeTokens, stop: str,
+        seconds: float, cut_after: int,
+    ) -> None:  # fmt: skip
+        """Add a row to a group, which may be complete then. `cut_after` is its tokens if it was cut off, else 0."""
+        # All rewards of a group are of the phase in which its visit began.
+        phase = next((n for n, one in enumerate(self._phases) if group.version < one.until), None)
+        if phase is not None:
+            scored = phased(scored, self._phases[phase].weights)
+        if cut_after and scored.error is None:
+            scored = self._cut(scored, cut_after)
         self.errors += scored.error is not None and scored.error_kind != "masked"
         if tokens.kept.nbytes > MAX_REQUEST_FRAME_BYTES // group.size:
             self._warn_of_kept(tokens.kept.nbytes)
             tokens = tokens._replace(kept=_NO_TOKENS)
         given = None if group.prefix is None else len(group.prefix)
-        more = {"guided": given, "phase": self._phase(group)}
+        more = {"guided": given, "phase": phase}
         row = Trajectory(
             prompt_key=group.prompt.key,
             lease=group.visit.lease,

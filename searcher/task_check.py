@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,6 @@ _CHILD_SECONDS = 900
 _WAIT_SECONDS = 1.0
 # The hash seed of the process that plays episodes one by one.
 _ALONE = "2"
-# Responses that took longer together are not scored a second time.
-_AGAIN_SECONDS = 10.0
 # What is compared between processes: of responses, and of episodes.
 _REWARDS, _OBSERVATIONS = "rewards", "observations"
 
@@ -75,13 +73,14 @@ def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
     # What is not a prompt can neither be scored nor rendered.
     if prompts["result"] == "fail":
         return
-    trials = {kind: _in_workers(config.task, task, scripts) for kind, scripts in _scripts(task).items()}
-    all_returned = not any(trial.interrupted for trial in trials.values())
+    scripts = _scripts(task)
+    results = {kind: _in_workers(config.task, task, some) for kind, some in scripts.items()}
+    all_returned = not any(map(_interrupted, results.values()))
     yield _same_everywhere(
-        config.task, [*trials], all_returned=all_returned, is_random=has_environment(task) and is_random(task)
+        config.task, [*scripts], all_returned=all_returned, is_random=has_environment(task) and is_random(task)
     )
-    for kind, trial in trials.items():
-        yield from _results(config.task, task, trial, plays=kind == _OBSERVATIONS)
+    for kind, some in scripts.items():
+        yield from _results(config.task, task, some, results[kind], plays=kind == _OBSERVATIONS)
     yield _rendering(config, task, [*training[:_SAMPLED], *held_out[:_SAMPLED]])
 
 
@@ -172,33 +171,18 @@ def _scripts(task: Task) -> dict[str, list[_Script]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """What was scored or played, the results of each, and the seconds that all took, 0 if the first was interrupted."""
-
-    scripts: Sequence[_Script]
-    results: Sequence[Sequence[Scored]]
-    seconds: float
-
-    @property
-    def interrupted(self) -> bool:
-        return any(results[-1].interrupted for results in self.results)
-
-
-def _in_workers(section: TaskSection, task: Task, scripts: Sequence[_Script]) -> _Trial:
-    """Score or play in workers, with their limits; only once if that ends its worker."""
+def _in_workers(section: TaskSection, task: Task, scripts: Sequence[_Script]) -> Sequence[Sequence[Scored]]:
+    """Score or play in workers, with their limits: the first one alone, and all unless that ends its worker."""
     rewards = Rewards(task, section)
     try:
-        # The time that a worker needs to load is not that of a score.
-        trial = _Trial(scripts[:1], _run(rewards, task, scripts[:1]), 0.0)
-        # Twice, since the first score in each worker may import and compile.
-        for _ in range(2):
-            if not trial.interrupted and trial.seconds < _AGAIN_SECONDS:
-                begin = time.monotonic()
-                trial = _Trial(scripts, _run(rewards, task, scripts), time.monotonic() - begin)
-        return trial
+        first = _run(rewards, task, scripts[:1])
+        return first if _interrupted(first) else _run(rewards, task, scripts)
     finally:
         rewards.close()
+
+
+def _interrupted(results: Sequence[Sequence[Scored]]) -> bool:
+    return any(one[-1].interrupted for one in results)
 
 
 def _run(rewards: Rewards, task: Task, scripts: Sequence[_Script]) -> list[list[Scored]]:
@@ -219,39 +203,44 @@ def _run(rewards: Rewards, task: Task, scripts: Sequence[_Script]) -> list[list[
     return found
 
 
-def _results(section: TaskSection, task: Task, trial: _Trial, *, plays: bool) -> Iterator[Finding]:
-    """Yield what responses or episodes show: errors, the range of the rewards, and their speed."""
+def _results(
+    section: TaskSection, task: Task, scripts: Sequence[_Script], results: Sequence[Sequence[Scored]], *, plays: bool
+) -> Iterator[Finding]:
+    """Yield what responses or episodes show: errors, the range of the rewards, and their speed if all returned."""
     errors = [
-        f"prompt {prompt.key!r} after {len(results) - 1} answers: {results[-1].error}"
+        f"prompt {prompt.key!r} after {len(some) - 1} answers: {some[-1].error}"
         if plays
-        else f"to prompt {prompt.key!r} the response {replies[0]!r:.60}: {results[-1].error}"
-        for (prompt, replies), results in zip(trial.scripts, trial.results, strict=True)
-        if results[-1].error
+        else f"to prompt {prompt.key!r} the response {replies[0]!r:.60}: {some[-1].error}"
+        for (prompt, replies), some in zip(scripts, results, strict=False)
+        if some[-1].error
     ]
-    detail = f"{len(errors)} of {len(trial.results)} {'episodes' if plays else 'responses'}"
+    detail = f"{len(errors)} of {len(results)} {'episodes' if plays else 'responses'}"
     yield _found("errors", "fail" if errors else "ok", ": ".join([detail, *filter(None, ["; ".join(errors[:3])])]))
-    if len(errors) < len(trial.results):
-        yield _rewards(task, trial, plays=plays)
-    if trial.seconds:
-        count, seconds = _own_speed(section, task, trial)
+    if len(errors) < len(results):
+        yield _rewards(task, results, plays=plays)
+    # Here nothing would end what its worker was ended for.
+    if not _interrupted(results):
+        count, seconds = _own_speed(section, task, scripts)
         speed = f"{count / seconds:.0f} turns per second, resets included"
         yield _found("speed", "ok", speed if plays else f"{seconds / count * 1000:.3g} ms per response")
 
 
-def _own_speed(section: TaskSection, task: Task, trial: _Trial) -> tuple[int, float]:
+def _own_speed(section: TaskSection, task: Task, scripts: Sequence[_Script]) -> tuple[int, float]:
     """Score or play in this process: the time of a worker includes how often it is asked.
 
     Returns the number of scores or turns, and the seconds that they took.
     """
     rewards = Rewards(task, section.model_copy(update={"reward_workers": 0}))
+    # The first score may import and compile.
+    _run(rewards, task, scripts[:1])
     begin = time.monotonic()
-    results = _run(rewards, task, trial.scripts)
+    results = _run(rewards, task, scripts)
     return sum(map(len, results)), time.monotonic() - begin
 
 
-def _rewards(task: Task, trial: _Trial, *, plays: bool) -> Finding:
+def _rewards(task: Task, found: Sequence[Sequence[Scored]], *, plays: bool) -> Finding:
     """Return what the rewards without error show: of an episode their sum, and the last value of `correct`."""
-    good = [results for results in trial.results if not results[-1].error]
+    good = [results for results in found if not results[-1].error]
     totals = [sum(one.reward.total for one in results) for results in good]
     if not plays and min(totals) < least_reward(task):
         return _found("rewards", "fail", f"{min(totals):g} is below least_reward = {least_reward(task):g}: correct it")
@@ -261,7 +250,7 @@ def _rewards(task: Task, trial: _Trial, *, plays: bool) -> Finding:
         done = sum(results[-1].turn is not None and results[-1].turn.done for results in good)
         more = f"the environment ended {done} of {len(good)} episodes"
     else:
-        own = trial.results[:: len(_ODD) + 1]
+        own = found[:: len(_ODD) + 1]
         right = sum(one.reward.parts.get(CORRECT) == 1 for (one,) in own)
         more = f"{right} of {len(own)} answers are correct"
     place = getattr(task, "place_of_parts", "the parts of its rewards")

@@ -17,6 +17,7 @@ from tba.common.weights.model_files import need_tokenizer, read_json
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 # Of any model. Transformers builds them all, for minutes or hours, before it looks at the first weight.
 _MOST_LAYERS = 2_000
+_REFERENCE = ("the model", "reference.path", "a reference")
 
 
 def from_directory(kind: Any, directory: Path, **options: Any) -> Any:
@@ -117,26 +118,28 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def check_same_tokens(policy: Path, teacher: Path, *, setting: str = "reference.path") -> None:
-    """Raise ConfigError unless each token of a policy's tokenizer has the same id in that of `setting`.
+def check_same_tokens(sampler: Path, scorer: Path, *, names: tuple[str, str, str] = _REFERENCE) -> None:
+    """Raise ConfigError unless the model of `scorer` can score every token that the one of `sampler` may sample.
 
-    Both are model directories. The teacher may have further tokens, such as those of a newer chat template. Raises
-    ConfigError also if it has embeddings of fewer token ids than the policy, which may sample any of its own.
+    Both are model directories. Each token of the sampler's tokenizer must have the same id in the scorer's, which may
+    have further ones, such as those of a newer chat template, and embeddings of at least as many ids. `names` are those
+    of both, and what the user is told to replace.
     """
-    own, other = (load_tokenizer(directory).get_vocab() for directory in (policy, teacher))
+    sampling, scoring, replaced = names
+    own, other = (load_tokenizer(directory).get_vocab() for directory in (sampler, scorer))
     differing = sorted((id_, token) for token, id_ in own.items() if other.get(token) != id_)
     if differing:
         id_, token = differing[0]
         raise ConfigError(
-            f"{setting} {teacher} has another tokenizer than the model: {len(differing)} of {len(own)} tokens "
-            f"have another id or none, such as {token!r}, which is {id_} in the model and {other.get(token)} there: "
-            "use a reference with the model's tokenizer"
+            f"{scoring} {scorer} has another tokenizer than {sampling}: {len(differing)} of {len(own)} tokens have "
+            f"another id or none, such as {token!r}, which is {id_} in {sampling} and {other.get(token)} there: use "
+            f"{replaced} with the same tokenizer"
         )
-    own_size, size = _embedded(policy), _embedded(teacher)
+    own_size, size = _embedded(sampler), _embedded(scorer)
     if size < own_size:
         raise ConfigError(
-            f"{setting} {teacher} has {size} token ids, and the model {own_size}: the model could sample what the "
-            "reference has no embedding of: use a reference with at least as many"
+            f"{scoring} {scorer} has {size} token ids, and {sampling} {own_size}: {sampling} could sample what "
+            f"{scoring} has no embedding of: use {replaced} with as many"
         )
 
 

@@ -367,7 +367,8 @@ def evaluate_snapshots(
     """
     if named is not None and is_model_directory(named):
         if config.eval.kl and config.eval.samples:
-            check_same_tokens(named, model_directory(config.model.path), setting=f"eval.kl of {named}: model.path")
+            names = ("the model", f"eval.kl of {named}: model.path", "a model")
+            check_same_tokens(named, model_directory(config.model.path), names=names)
         model = served(config, named)
         with open_evaluator(config, read_subject(model), device=device, name="eval", served=model) as (evaluator, _):
             own = Snapshot(named, Manifest(str(named), 0, 0, 0.0, {}, Canary([], [])), [])

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from tba.common.errors import MissingExtra, TaskError
@@ -203,8 +204,8 @@ def make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         _, settings = items.generators[name]
         seen: set[str] = set()
         # Held-out ones first: a generator with few different questions then has fewer training problems.
-        held_out += _different(name, held_out_size, items.seed + _SEED_DISTANCE, settings, seen)
-        training += _different(name, size, items.seed, settings, seen)
+        held_out += islice(_different(name, held_out_size, items.seed + _SEED_DISTANCE, settings, seen), held_out_size)
+        training += islice(_different(name, size, items.seed, settings, seen), size)
     # The first N, of `task.limit`, then have the proportions of all.
     return sorted(training, key=_order), sorted(held_out, key=_order)
 
@@ -216,19 +217,15 @@ def _order(problem: dict[str, Any]) -> str:
 def _different(
     name: str, size: int, seed: int, settings: Mapping[str, Any], seen: set[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield up to `size` problems whose questions are not in `seen`, and add them."""
+    """Yield problems whose questions are not in `seen`, and add them, from a data set in which `size` should be."""
     import reasoning_gym
 
-    dataset = reasoning_gym.create_dataset(name, size=size * _ATTEMPTS, seed=seed, **settings) if size else []
-    made = 0
+    dataset = reasoning_gym.create_dataset(name, size=size * _ATTEMPTS, seed=seed, **settings)
     for index in range(size * _ATTEMPTS):
-        if made == size:
-            return
         entry = dataset[index]
         if entry["question"] in seen:
             continue
         seen.add(entry["question"])
-        made += 1
         yield {
             "key": f"{name}-{seed}-{index}",
             "generator": name,

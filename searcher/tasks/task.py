@@ -207,8 +207,7 @@ def least_reward(task: Task) -> float:
 
 def least_reward_for(task: Task, prompt: Prompt) -> float:
     """Return the lowest reward of a response to a prompt: in a mixture, that of the prompt's task."""
-    mixture: Any = task
-    return least_reward(mixture.tasks[name_of(task, prompt)] if hasattr(task, "label_of") else task)
+    return least_reward(_tasks_of(task, prompt)[0])
 
 
 def name_of(task: Task, prompt: Prompt) -> str:

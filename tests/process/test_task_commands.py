@@ -138,13 +138,14 @@ def test_a_check_finds_episodes_that_share_state_and_the_call_that_fails(checked
     assert findings["rewards"]["detail"].startswith("1 to 3, parts correct; the environment ended 0 of 4 episodes")
 
 
-def test_a_scorer_that_never_ends_is_found_within_its_time_limit(checked, tmp_path):
-    """The two processes that compare rewards have no limit, so they score nothing then."""
+@pytest.mark.parametrize(("when", "failed"), [("True", "1 of 1"), ("response == 'nan'", "8 of 40")])
+def test_a_scorer_that_never_ends_is_found_within_its_time_limit(checked, tmp_path, when, failed):
+    """The processes that compare rewards and measure the speed have no limit, so they score nothing then."""
     file = tmp_path / "endless.py"
-    file.write_text(UNSTEADY.replace("return Reward", "while True: pass\n        return Reward"))
+    file.write_text(UNSTEADY.replace("return Reward", f"while {when}: pass\n        return Reward"))
     code, findings, _ = checked(file, "--set", "task.reward_seconds=1")
     assert code == 1
-    assert findings["errors"]["detail"].startswith("1 of 1 responses: ")
+    assert findings["errors"]["detail"].startswith(f"{failed} responses: ")
     assert "timed out after 1 s" in findings["errors"]["detail"]
     assert "training prompts" in findings["same in every process"]["detail"]
     assert "speed" not in findings

@@ -175,8 +175,6 @@ def test_tools_and_variables_of_a_row_are_those_of_its_prompt(make):
     [
         ({"question": "q", "answer": "x"}, {"grade": "fuzzy"}, "grade = 'fuzzy': use one of exact, number, choice, re"),
         ({"question": "q", "answer": "x"}, {"format": "Q"}, "the text of prompts 'Q' has no {prompt}"),
-        ({"question": "q", "answer": "x"}, {"prompt": "text"}, "rows.jsonl:1: it has no text, only question, answer"),
-        ({"question": "q", "label": "x"}, {}, "it has no answer or answers or reward_model.ground_truth, only"),
         ({"question": "q", "answer": []}, {}, "the column answer is an empty list"),
         ({"question": "q", "answer": [None]}, {}, "the column answer has None"),
         ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "x"}, {}, "ends with the assistant's: re"),
@@ -186,6 +184,16 @@ def test_tools_and_variables_of_a_row_are_those_of_its_prompt(make):
 def test_what_cannot_be_read_is_refused(make, row, options, words):
     with pytest.raises(TaskError, match=f"task answers: .*{words}"):
         make(row, **options)
+
+
+@pytest.mark.parametrize(("options", "lacking"), [({}, "prompt or question"), ({"prompt": "frge"}, "frge")])
+def test_a_column_of_another_name_is_refused_with_the_option_that_names_it(make, options, lacking):
+    row = {"frage": "1+1", "loesung": "2"}
+    with pytest.raises(TaskError, match=f"it has no {lacking}.*, only frage, loesung: .* task.options.prompt = "):
+        make(row, **options)
+    with pytest.raises(TaskError, match=r"task\.options\.answer = "):
+        make(row, prompt="frage")
+    assert make(row, prompt="frage", answer="loesung").prompts()[0].answer == "2"
 
 
 def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
@@ -272,14 +280,3 @@ def test_a_response_is_not_scored_if_its_scorer_fails_for_the_right_answer_too(m
 def test_settings_that_a_generator_refuses_are_named(make_task):
     with pytest.raises(TaskError, match="cannot be made: .*min_terms"):
         make_task({"chain_sum": {"min_terms": 0}}, size=2).prompts()
-
-
-@pytest.mark.parametrize(("options", "lacking"), [({}, "prompt or question"), ({"prompt": "frge"}, "frge")])
-def test_a_column_of_another_name_is_refused_with_the_option_that_names_it(tmp_path, options, lacking):
-    rows = str(tmp_path / "rows.jsonl")
-    Path(rows).write_text(json.dumps({"frage": "1+1", "loesung": "2"}))
-    with pytest.raises(TaskError, match=f"it has no {lacking}.*, only frage, loesung: .* task.options.prompt = "):
-        AnswersTask(rows, **options)
-    with pytest.raises(TaskError, match=r"task\.options\.answer = "):
-        AnswersTask(rows, prompt="frage")
-    assert AnswersTask(rows, prompt="frage", answer="loesung").prompts()[0].answer == "2"

@@ -1,6 +1,5 @@
 """What tasks read from data: answers that are numbers, columns that are empty in some rows, half characters."""
 
-import hashlib
 import json
 import re
 
@@ -15,7 +14,7 @@ from tba.searcher.tasks import load_task
 from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.gsm8k import Gsm8kTask
 from tba.searcher.tasks.mathematics import MathTask
-from tba.searcher.tasks.task import Prompt, fingerprint
+from tba.searcher.tasks.task import Prompt
 
 pytest.importorskip("math_verify", reason="the extra math is not installed")
 
@@ -109,14 +108,6 @@ def test_the_notes_of_a_mixture_are_those_of_its_tasks(write):
 def test_a_prompt_of_a_task_of_ones_own_has_no_half_characters(fields):
     with pytest.raises(ValueError, match="half of a character"):
         Prompt(**{"key": "k", **fields})
-
-
-def test_the_fingerprint_covers_variables_and_further_answers():
-    plain = Prompt("k", "t", "a")
-    others = [Prompt("k", "t", "a", template_kwargs={"tools": []}), Prompt("k", "t", "a", accepted=["b"])]
-    assert len({fingerprint([prompt]) for prompt in (plain, *others)}) == 3
-    # That of runs which were started before prompts had these fields.
-    assert fingerprint([plain]) == hashlib.sha256(b"k\0t\0a\0").hexdigest()
 
 
 def test_an_import_refuses_an_end_token_in_a_response_and_half_a_character_with_the_line(example_model):

@@ -17,7 +17,7 @@ from tba.common.errors import EngineError
 from tba.searcher import endpoint as module
 from tba.searcher.build import LoadedTask
 from tba.searcher.endpoint import Completions, Endpoint
-from tba.searcher.engines.engine import Generation, GenerationRequest
+from tba.searcher.engines.engine import Requests
 from tba.searcher.loop import open_endpoint
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
@@ -77,38 +77,19 @@ def listen(parts) -> Iterator[Callable[..., Endpoint]]:
         one.close()
 
 
-class Loop:
-    """Steps an engine and an endpoint, as the searcher's loop does."""
-
-    def __init__(self, engine: Any, rows: int = 4) -> None:
-        self.engine, self.rows = engine, rows
-        self._on_done: dict[int, Callable[[Generation], None]] = {}
-        self._next = 0
-
-    def ask(self, ids: Any, sampling: Any, on_done: Callable[[Generation], None]) -> None:
-        self.engine.submit(GenerationRequest(self._next, ids, sampling, first=True))
-        self._on_done[self._next] = on_done
-        self._next += 1
-
-    def step(self, endpoint: Endpoint) -> int:
-        generating = endpoint.step(self.ask, 7, self.rows)
-        for generation in self.engine.step():
-            self._on_done.pop(generation.id)(generation)
-        return generating
-
-
 @pytest.fixture(scope="module")
 def served(parts) -> Iterator[Endpoint]:
     """An endpoint whose requests are answered."""
     endpoint = Endpoint("127.0.0.1", 0, token="", completions=parts[1])
-    loop, stop = Loop(parts[0]), threading.Event()
+    requests, stop = Requests(parts[0]), threading.Event()
     # One step before any request: the version is known.
-    loop.step(endpoint)
+    endpoint.step(requests.ask, 7, 4)
 
     def run() -> None:
         while not stop.is_set():
-            if not loop.step(endpoint):
+            if not endpoint.step(requests.ask, 7, 4):
                 stop.wait(0.002)
+            requests.step()
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -12,7 +12,7 @@ from tba.common.errors import ConfigError, TaskError
 from tba.searcher.build import check_scored, check_task_and_prompts
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored
-from tba.searcher.task_check import _results, _run, _Trial
+from tba.searcher.task_check import _results, _run
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.environments import action_in
 from tba.searcher.tasks.task import Reward, has_environment, is_random
@@ -128,17 +128,14 @@ def test_an_episode_task_needs_no_score_and_a_task_needs_one_of_both(load):
         load(OWN.replace("def environment", "def other"))
 
 
-def test_the_speed_of_a_check_is_that_of_the_scorer_or_the_environment_alone(load):
+def test_the_speed_of_a_check_is_shown_unless_a_response_did_not_return(load):
     task = load(OWN)
     scripts = [(task.prompts()[0], ["a", "stop"])]
-    # What the workers took, with the time in which they waited for the next question.
-    trial = _Trial(scripts, [[Scored(0, None, Reward(1.0, {}), None)] * 3], seconds=1e9)
-    findings = {one["check"]: one["detail"] for one in _results(TaskSection(), task, trial, plays=True)}
-    assert int(findings["speed"].removesuffix(" turns per second, resets included")) > 0
-    sums = load_task(TaskSection())
-    scored = replace(trial, scripts=[(sums.prompts()[0], ["1"])], results=[trial.results[0][:1]])
-    findings = {one["check"]: one["detail"] for one in _results(TaskSection(), sums, scored, plays=False)}
-    assert float(findings["speed"].removesuffix(" ms per response")) < 1e9
+    returned = Scored(0, None, Reward(1.0, {}), None)
+    for last, shown in ((returned, True), (replace(returned, error_kind="turn_timeout"), False)):
+        results = [[returned, returned, last]]
+        findings = {one["check"]: one["detail"] for one in _results(TaskSection(), task, scripts, results, plays=True)}
+        assert findings.get("speed", "").endswith("turns per second, resets included") is shown
 
 
 def test_the_environment_of_the_docs_is_complete_and_runs(load):
@@ -191,8 +188,8 @@ def test_a_class_of_trls_shape_plays_by_its_step_and_its_rewards_add_up(load):
     assert [turn.done for turn in turns] == [False, False, True]
     assert sum(turn.reward for turn in turns) == 0.5
     scripts = [(task.prompts()[0], ["7"])]
-    trial = _Trial(scripts, _run(Rewards(task, TaskSection(reward_workers=0)), task, scripts), 0.0)
-    checked = {one["check"]: one["detail"] for one in _results(TaskSection(), task, trial, plays=True)}
+    results = _run(Rewards(task, TaskSection(reward_workers=0)), task, scripts)
+    checked = {one["check"]: one["detail"] for one in _results(TaskSection(), task, scripts, results, plays=True)}
     assert checked["rewards"].endswith("; without 'correct' in the metadata that step() returns there is no accuracy")
 
 

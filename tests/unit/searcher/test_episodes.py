@@ -2,7 +2,9 @@
 
 import runpy
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -39,28 +41,6 @@ def game(tmp_path_factory):
     return tokenizer, directory
 
 
-class Failing(GuessTask):
-    """A game whose second answer is no answer."""
-
-    def environment(self, prompt):
-        class Game:
-            steps = 0
-
-            def reset(self, prompt):
-                return ()
-
-            def step(self, reply, finished):
-                self.steps += 1
-                if self.steps == 2:
-                    raise KeyError("board")
-                return Turn((("user", " wrong :"),))
-
-            def close(self):
-                pass
-
-        return Game()
-
-
 class Script:
     """Replies with given texts, one per turn; an EngineError among them is raised instead."""
 
@@ -79,14 +59,18 @@ class Script:
         )
 
 
-def play(tokenizer, replies, task, limits=LIMITS):
-    """Return the episode of the first prompt, played with these replies, and the contexts of its turns."""
+def play(tokenizer, replies, task, limits=LIMITS, paused=0.0):
+    """Return the episode of the first prompt, played with these replies, and the contexts of its turns.
+
+    For `paused` seconds of it nothing can be generated.
+    """
     config = Config.model_validate({"task": {"reward_workers": 0}})
     rewards, script = Rewards(task, config.task), Script(tokenizer, replies)
     episodes = Episodes(
         script, rewards, PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ()), limits, lambda: 7
     )
     episodes.begin(0, task.prompts()[0], SAMPLING)
+    episodes.paused_seconds = paused
     while not (ended := episodes.ended()):
         for scored in rewards.wait(1.0):
             episodes.told(scored)
@@ -95,29 +79,17 @@ def play(tokenizer, replies, task, limits=LIMITS):
 
 
 class Answers(GuessTask):
-    """A game that answers each reply with the same turn."""
+    """A game that answers its n-th reply with a function of n."""
 
     def __init__(self, turn):
         super().__init__()
-        self.turns = turn
+        self.turn = turn
 
     def environment(self, prompt):
-        task = self
-
-        class Game:
-            steps = 0
-
-            def reset(self, prompt):
-                return ()
-
-            def step(self, reply, finished):
-                self.steps += 1
-                return task.turns(self.steps)
-
-            def close(self):
-                pass
-
-        return Game()
+        steps = count(1)
+        return SimpleNamespace(
+            reset=lambda prompt: (), step=lambda reply, finished: self.turn(next(steps)), close=lambda: None
+        )
 
 
 @pytest.mark.parametrize(
@@ -172,22 +144,24 @@ def test_an_episode_ends_for_one_of_the_documented_reasons(game, replies, change
     tokenizer, _ = game
     task = GuessTask()
     texts = {"r": right(task), "w": wrong(task), "x": " lower", "c": ContextOverflow("full")}
-    limits = Limits(**{name: changes.get(name, getattr(LIMITS, name)) for name in LIMITS.__slots__})
-    episode, _ = play(tokenizer, [texts[reply] for reply in replies], task, limits)
+    episode, _ = play(tokenizer, [texts[reply] for reply in replies], task, replace(LIMITS, **changes))
     assert (episode.stop_reason, episode.reward, episode.error, episode.error_kind) == (stop_reason, reward, None, None)
+
+
+def fail(step: int) -> Turn:
+    """Answer the first reply."""
+    return {1: Turn((("user", " wrong :"),))}[step]
 
 
 @pytest.mark.parametrize(
     ("task", "seconds", "stop_reason", "kind", "turns"),
     [
-        (Failing(), 60.0, "environment_error", "environment", 2),
+        (Answers(fail), 60.0, "environment_error", "environment", 2),
         (GuessTask(), 0.0, "episode_timeout", "episode_timeout", 1),
     ],
 )
 def test_a_failed_episode_is_an_error_and_never_a_reward(game, task, seconds, stop_reason, kind, turns):
-    tokenizer, _ = game
-    limits = Limits(tokens=40, turn_tokens=40, turns=4, seconds=seconds)
-    episode, _ = play(tokenizer, [wrong(task)] * 4, task, limits)
+    episode, _ = play(game[0], [wrong(task)] * 4, task, replace(LIMITS, seconds=seconds))
     assert (episode.stop_reason, episode.error_kind, episode.reward) == (stop_reason, kind, 0.0)
     assert len(episode.turns) == turns
     assert episode.error
@@ -280,19 +254,9 @@ def test_episodes_that_never_begin_end_the_searcher(game, monkeypatch):
 
 
 def test_time_in_which_nothing_can_be_generated_is_not_that_of_an_episode(game):
-    tokenizer, _ = game
-    task, config = limited(GuessTask()), Config.model_validate({"task": {"reward_workers": 0}})
-    rewards, script = Rewards(task, config.task), Script(tokenizer, [right(task)])
-    limits = Limits(tokens=40, turn_tokens=40, turns=4, seconds=0.0)
-    episodes = Episodes(
-        script, rewards, PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ()), limits, lambda: 7
-    )
-    episodes.begin(0, task.prompts()[0], SAMPLING)
-    episodes.paused_seconds = 60.0
-    while not (ended := episodes.ended()):
-        for scored in rewards.wait(1.0):
-            episodes.told(scored)
-    assert ended[0].stop_reason == "completed"
+    task = GuessTask()
+    limits = replace(LIMITS, seconds=0.0)
+    assert play(game[0], [right(task)], task, limits, paused=60.0)[0].stop_reason == "completed"
 
 
 def test_the_text_of_a_prompt_with_an_environment_is_a_message_and_token_ids_are_refused():

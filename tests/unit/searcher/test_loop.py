@@ -22,12 +22,11 @@ from msgspec.structs import asdict
 
 from tba.buffer.server.prometheus import SEARCHER_NAMES
 from tba.buffer.service.clients import Clients
-from tba.common.system.durable import temporary_directory
-from tba.common.weights.snapshot import Canary, Manifest, describe_files, directory_name, seal
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import unpack_arrays
 from tba.searcher.engines.engine import Generation, LoadReport, Mismatch, SamplingSettings
+from tba.tests.helpers.announcer import write_snapshot
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.engines import cpu_engine
 
@@ -196,7 +195,7 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         renderer.tokenizer.chat_template = template
         stopping = Stopping(renderer.tokenizer, config.search.stop, eos_ids(model))
         engine = cpu_engine(model, max_in_flight=rows, seed=steps, stopping=stopping)
-        announce(buffer, engine, model, tmp_path)
+        announce(buffer, model, tmp_path)
         if finished:
             buffer.ask(messages.FinishRun(step=0), role="trainer", sender="t.1")
         watched = Watched(engine)
@@ -216,14 +215,9 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
     return run
 
 
-def announce(buffer: Any, engine: Any, model: Path, root: Path) -> None:
+def announce(buffer: Any, model: Path, root: Path) -> None:
     """Publish the weights of the model as version 0."""
-    final = Path(tempfile.mkdtemp(dir=root)) / directory_name(0)
-    temporary = temporary_directory(final)
-    shutil.copytree(model, temporary, dirs_exist_ok=True)
-    sequence = [5, 6, 7, 8]
-    canary = Canary([sequence], [engine.score([sequence])[0].tolist()])
-    digest = seal(temporary, final, Manifest("test", 0, 0, 0.0, describe_files(temporary), canary))
+    final, digest = write_snapshot(model, Path(tempfile.mkdtemp(dir=root)), 0)
     ref = messages.WeightsRef(version=0, step=0, path=str(final), manifest_sha256=digest)
     buffer.ask(messages.AnnounceSnapshot(weights=ref, bytes=1), role="publisher", sender="pub.1")
 

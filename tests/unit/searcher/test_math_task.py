@@ -21,28 +21,6 @@ from tba.searcher.tasks.answers import why_no_gold
 from tba.searcher.tasks.mathematics import MathTask
 from tba.searcher.tasks.verdict import is_readable
 
-# (gold answer, response, whether it is right): more are in the tables below.
-ODD = [
-    ("8", r"\boxed{7}, no: \boxed{8}", True),
-    ("5", r"\boxed{x = \boxed{5}}", True),
-    ("5", r"\boxed{}", False),
-    ("42", r"\boxed{42 \text{ or } 43}", False),
-    (r"10\%", r"\boxed{0.1}", True),
-    (r"\frac{1}{2}", r"\boxed{\dfrac{2}{4}}", True),
-    ("[1,2]", r"\boxed{(1,2)}", False),
-    (r"\{1,2\}", r"\boxed{\{2,1\}}", True),
-    ("1000", r"\boxed{1e3}", True),
-    ("9" * 50, rf"\boxed{{{'9' * 50}}}", True),
-    ("42", rf"\boxed{{{'9' * 10_000}}}", False),
-    ("42", "9" * 10_000, False),
-    (r"\text{Evelyn}", r"\boxed{Evenly}", False),
-    ("x^2-1", r"\boxed{(x-1)(x+1)}", True),
-    ("p-q", r"\boxed{q-p}", False),
-    ("42", "The answer is 42.", True),
-    ("42", "I cannot help with that.", False),
-    ("42", "", False),
-]
-
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
@@ -65,16 +43,6 @@ def make_task(tmp_path):
 @pytest.fixture
 def task(make_task):
     return make_task({"problem": "1 + 1?", "answer": "2"})
-
-
-@pytest.mark.slow
-def test_odd_answers_have_the_documented_verdict(task):
-    wrong = [
-        (gold, response[:60])
-        for gold, response, right in ODD
-        if task.score(Prompt("p", "", gold), response, True).total != right
-    ]
-    assert not wrong
 
 
 def test_an_answer_that_was_cut_off_is_wrong(task):
@@ -118,14 +86,6 @@ def test_columns_are_found_or_named(make_task, row, options, gold):
     (prompt,) = make_task(row, **options).prompts()
     assert prompt.answer == gold
     assert prompt.text.startswith("q ") or prompt.text.startswith("q\n")
-
-
-def test_a_row_without_the_columns_names_them(make_task):
-    with pytest.raises(
-        TaskError,
-        match=r"rows.jsonl:1: it has no problem or question or prompt, only text: .* task.options.problem = ",
-    ):
-        make_task({"text": "q"})
 
 
 def test_a_gold_answer_that_cannot_be_read_is_refused_with_its_key(make_task):
@@ -194,16 +154,18 @@ TABLES = KINDS | read_verdicts("math_answers.txt")
 
 
 @pytest.fixture
-def graded(tmp_path):
+def graded(task):
     """Scores a response by a gold answer. It raises for a verdict that is unknown."""
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"problem": "1 + 1?", "answer": "2"}')
-    task = MathTask(str(file))
 
     def score_response(gold: str, response: str) -> bool:
         return task.score(Prompt("p", "", gold), response, True).total == 1
 
     return score_response
+
+
+@pytest.mark.slow
+def test_a_number_of_any_length_has_a_verdict(graded):
+    assert [graded("42", one) for one in ("9" * 10_000, rf"\boxed{{{'9' * 10_000}}}")] == [False, False]
 
 
 @pytest.mark.slow

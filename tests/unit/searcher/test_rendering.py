@@ -1,8 +1,10 @@
 """Prompts have the same token ids in search, eval, import and `tba sft`: those of `apply_chat_template`."""
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ from tba.common.wire.messages import Visit
 from tba.searcher.build import check_task_and_prompts
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.pipeline import Exploration, GenerationStage
-from tba.searcher.tasks.task import Prompt, Reward, check_rendering, fingerprint
+from tba.searcher.tasks.task import Prompt, check_rendering, fingerprint
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.chat_tokenizers import KINDS, chat_tokenizer
 from tba.trainer.batch.batch import Row
@@ -44,28 +46,14 @@ class RecordingEngine:
         self.prompts.append(request.prompt_ids.tolist())
 
 
-class OneTask:
-    """A task of the given prompts."""
-
-    name = "one"
-
-    def __init__(self, *prompts: Prompt) -> None:
-        self._prompts = prompts
-
-    def prompts(self):
-        return self._prompts
-
-    def held_out(self):
-        return self._prompts
-
-    def score(self, prompt, response, finished):
-        return Reward(0.0, {"correct": 0.0})
+def task_of(*prompts: Prompt) -> Any:
+    return SimpleNamespace(name="one", prompts=lambda: prompts)
 
 
 def ids_of_search(prompt: Prompt, renderer: PromptRenderer) -> list[int]:
     engine: Any = RecordingEngine()
     exploration = Exploration(Config().search, run_seed=0, searcher="s")
-    stage = GenerationStage(engine, OneTask(prompt), [prompt], renderer, exploration.settings, 1)
+    stage = GenerationStage(engine, task_of(prompt), [prompt], renderer, exploration.settings, 1)
     stage.submit(Visit(lease=1, epoch=0, prompt_key="p"))
     return engine.prompts[0]
 
@@ -159,14 +147,14 @@ def test_a_prompt_with_text_and_messages_or_with_ids_is_rendered_by_the_mode():
 def test_a_prompt_that_cannot_be_rendered_or_is_too_long_is_refused_with_its_key(prompt, settings, template, words):
     tokenizer = chat_tokenizer("qwen 3")
     tokenizer.chat_template = template
-    task, renderer = OneTask(Prompt("fine", "2", messages=()) if not settings else prompt, prompt), None
+    task, renderer = task_of(Prompt("fine", "2", messages=()) if not settings else prompt, prompt), None
     renderer = PromptRenderer(tokenizer, TaskSection(**settings))
     with pytest.raises(TaskError, match=f"task one: the prompt 'p' .*{words}"):
         check_rendering(task, task.prompts(), renderer, 32)
 
 
 def test_the_longest_prompt_that_leaves_room_for_a_token_is_accepted():
-    check_rendering(OneTask(), [Prompt("p", ids=[1] * 31)], PromptRenderer(chat_tokenizer("phi 3"), TaskSection()), 32)
+    check_rendering(task_of(), [Prompt("p", ids=[1] * 31)], PromptRenderer(chat_tokenizer("phi 3"), TaskSection()), 32)
 
 
 @pytest.mark.parametrize(("search", "words"), [({}, None), ({"max_model_len": 6}, "has 6 tokens, and the context")])
@@ -190,7 +178,7 @@ def test_messages_may_be_maps_as_in_data_sets_and_another_form_is_refused_with_t
             Prompt("p", messages=[message])  # type: ignore[list-item]
 
 
-def test_the_fingerprint_covers_messages_ids_and_the_settings_that_render_chats_only():
+def test_the_fingerprint_covers_a_prompt_and_the_settings_that_render_chats_only():
     tokenizer = chat_tokenizer("qwen 3")
     chat, other = Prompt("p", messages=[("user", "2")]), Prompt("p", messages=[("user", "3")])
 
@@ -200,9 +188,12 @@ def test_the_fingerprint_covers_messages_ids_and_the_settings_that_render_chats_
     told_apart = [
         name(chat), name(other), name(chat, system="s"), name(chat, template_kwargs={"enable_thinking": False}),
         name(Prompt("p", "2")), name(Prompt("p", ids=[2])), name(Prompt("p", "2"), template="chat"),
+        name(replace(chat, template_kwargs={"tools": []})), name(Prompt("p", "2", accepted=["b"])),
     ]  # fmt: skip
     assert len(set(told_apart)) == len(told_apart)
     assert name(Prompt("p", "2")) == name(Prompt("p", "2"), template="raw") == fingerprint([Prompt("p", "2")])
+    # That of runs which were started before prompts had more fields.
+    assert fingerprint([Prompt("k", "t", "a")]) == hashlib.sha256(b"k\0t\0a\0").hexdigest()
     tokenizer.chat_template += " "
     assert name(chat) != told_apart[0]
 

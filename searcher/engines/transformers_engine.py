@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 from transformers.core_model_loading import revert_weight_conversion
@@ -234,14 +235,11 @@ class TransformersEngine:
 
     def _read_prompts(self, prompts: Sequence[Int32]) -> tuple[DynamicCache, torch.Tensor]:
         """Return keys and values of left-padded prompts, and the logits [P, V] after them."""
-        ids_PT = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
-        mask_PT = np.zeros_like(ids_PT)
-        for number, prompt in enumerate(prompts):
-            ids_PT[number, -len(prompt) :] = prompt
-            mask_PT[number, -len(prompt) :] = 1
-        positions_PT = torch.from_numpy((mask_PT.cumsum(-1) - 1).clip(min=0))
+        ids = [torch.from_numpy(prompt.astype(np.int64)) for prompt in prompts]
+        ids_PT = pad_sequence(ids, batch_first=True, padding_side="left")
+        mask_PT = pad_sequence([*map(torch.ones_like, ids)], batch_first=True, padding_side="left")
         cache = DynamicCache()
-        return cache, self._forward(torch.from_numpy(ids_PT), torch.from_numpy(mask_PT), positions_PT, cache)
+        return cache, self._forward(ids_PT, mask_PT, (mask_PT.cumsum(-1) - 1).clamp(min=0), cache)
 
     def _advance(self) -> list[Generation]:
         """Generate one more token for every row."""

@@ -3,18 +3,16 @@
 The check before reads headers and the manifest; no tensor is loaded here.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.common.errors import CanaryMismatch, EngineError, SnapshotError, SnapshotRefused, first_line, quantity
+from tba.common.errors import CanaryMismatch, SnapshotError, SnapshotRefused, quantity
 from tba.common.log import get_logger
-from tba.common.system.load_errors import out_of_memory
 from tba.common.weights import adapter
 from tba.common.weights.snapshot import Canary, Snapshot
 from tba.common.weights.tensor_file import read_layout
@@ -136,25 +134,6 @@ class Acceptance:
             bounds = zip(self._limits, found, _MARGINS, widest, strict=True)
             self._limits = Mismatch(*(min(max(limit, margin * one), most) for limit, one, margin, most in bounds))
             log.info("canary calibrated", version=version, **found._asdict(), limits=self._limits._asdict())
-
-
-@contextlib.contextmanager
-def refused_without_memory(version: int) -> Iterator[None]:
-    """Raise SnapshotError for a lack of memory while a version is loaded: it is tried again, and may find memory then.
-
-    The old weights must serve again by then. An EngineError, of an engine that could not restore them, stays one.
-    """
-    try:
-        yield
-    except EngineError:
-        raise
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        raise SnapshotError(
-            f"out of memory while v{version} was loaded ({first_line(error)}): end other processes that use its "
-            "memory, or lower search.max_in_flight"
-        ) from error
 
 
 def routes_or_quantizes(config: dict[str, Any]) -> bool:

@@ -152,11 +152,6 @@ def map_files(paths: Iterable[str]) -> Tensors:
     return MappedFiles(pin=False).open([*paths])
 
 
-def touch(tensor: Tensor) -> None:
-    """Read each page of a contiguous tensor, or page faults would interrupt the copy in the pause."""
-    tensor.view(-1).view(torch.uint8)[::_PAGE].max()
-
-
 def _open(path: str, flags: int, protection: int) -> _File:
     descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
@@ -344,8 +339,9 @@ class WeightSwap:
         written = {(one.parameter, one.offset) for one, _ in copies}
         if stale := [one for one in self._slices if (one.parameter, one.offset) not in written]:
             raise EngineError(f"the files lack {stale[0].name} and would leave a part of {stale[0].parameter} as it is")
+        # Each page is read once, or page faults would interrupt the copy in the pause.
         for _, source in copies:
-            touch(source)
+            source.view(-1).view(torch.uint8)[::_PAGE].max()
         self._prepared = copies, self._samples(tensors, seed)
 
     def exchange(self) -> None:

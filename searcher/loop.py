@@ -50,7 +50,7 @@ from tba.searcher.pipeline import Exploration, GenerationStage, Guide, Pipeline,
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Task, check_prompts, fingerprint
 from tba.searcher.weights.fetch import Serving
-from tba.searcher.weights.follower import FixedWeights, Preparation, WeightsFollower
+from tba.searcher.weights.follower import FixedWeights, WeightsFollower
 
 log = get_logger(__name__)
 
@@ -189,9 +189,7 @@ class Searcher:
         # Responses to requests of the endpoint that the engine generates.
         self._asked = 0
         self._serving = Serving(config, clock)
-        parts = engine, clock, Preparation(config, clock, engine.prepare)
-        policy = config.search.policy
-        self._weights = FixedWeights(*parts, policy) if policy else WeightsFollower(*parts)
+        self._weights = (FixedWeights if config.search.policy else WeightsFollower)(config, engine, clock)
         self._delivery = Delivery(
             client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
         )

@@ -3,18 +3,16 @@
 The check before reads headers and the manifest; no tensor is loaded here.
 """
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.common.errors import CanaryMismatch, EngineError, SnapshotError, SnapshotRefused, first_line, quantity
+from tba.common.errors import CanaryMismatch, SnapshotError, SnapshotRefused, quantity
 from tba.common.log import get_logger
-from tba.common.system.load_errors import out_of_memory
 from tba.common.weights import adapter
 from tba.common.weights.snapshot import Canary, Snapshot
 from tba.common.weights.tensor_file import read_layout
@@ -28,8 +26,9 @@ FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 # As a fraction of the tolerance: rounding makes single tokens differ far more than their mean, and wrong weights make
 # all of them differ.
 _MEAN_FRACTION = 0.25
-# Later snapshots may deviate by this multiple of the calibrated deviation.
-_MARGIN = 3.0
+# Later snapshots may deviate by these multiples of the calibrated deviation. The KL divergence grows with the square of
+# the differences.
+_MARGINS = Mismatch(3.0, 3.0, 9.0)
 # The calibration may reach this multiple of the limits without it. Wrong weights differ by more.
 _WIDEST = 8.0
 # In config.json, for models with routed experts.
@@ -39,42 +38,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 TensorShapes = dict[str, tuple[str, tuple[int, ...]]]
 # `Engine.score`.
 Score = Callable[[Sequence[Sequence[int]]], list[Float32]]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The largest `Mismatch` that is accepted. The maximum is infinite for models with routed experts."""
-
-    maximum: float
-    mean: float
-    kl: float
-
-    @classmethod
-    def of(cls, tolerance: float, *, routed: bool) -> "Limits":
-        """The limits without calibration, for a largest difference of `tolerance`.
-
-        The estimate of the KL divergence is about d * d / 2 for a difference d.
-        """
-        return cls(float("inf") if routed else tolerance, tolerance * _MEAN_FRACTION, tolerance**2 / 2)
-
-    def allow(self, found: Mismatch) -> bool:
-        """Whether a mismatch is accepted. One with NaN is not."""
-        pairs = zip((found.maximum, found.mean, found.kl), (self.maximum, self.mean, self.kl), strict=True)
-        return all(value <= limit and value < float("inf") for value, limit in pairs)
-
-    def times(self, factor: float) -> "Limits":
-        """All limits, scaled."""
-        return Limits(self.maximum * factor, self.mean * factor, self.kl * factor)
-
-    def calibrated(self, found: Mismatch) -> "Limits":
-        """Limits for later snapshots, when the same weights already differ by `found`: these are the least."""
-        widest = self.times(_WIDEST)
-        # The KL divergence grows with the square of the differences.
-        return Limits(
-            min(max(self.maximum, _MARGIN * found.maximum), widest.maximum),
-            min(max(self.mean, _MARGIN * found.mean), widest.mean),
-            min(max(self.kl, _MARGIN**2 * found.kl), widest.kl),
-        )
 
 
 class Acceptance:
@@ -102,7 +65,9 @@ class Acceptance:
         self._copies = copies
         self.vocabulary = vocabulary
         self.routed = routed
-        self._limits = Limits.of(tolerance, routed=routed)
+        # The estimate of the KL divergence is about d * d / 2 for a difference d.
+        largest = math.inf if routed else tolerance
+        self._limits = Mismatch(largest, tolerance * _MEAN_FRACTION, tolerance**2 / 2)
         # Until the first snapshot is accepted, which may calibrate.
         self.uncalibrated = True
 
@@ -155,35 +120,20 @@ class Acceptance:
 
     def accept(self, found: Mismatch, version: int, *, calibrate: bool = False) -> None:
         """Raise CanaryMismatch if the mismatch of a version exceeds the limits. See `check_canary`."""
-        limits = self._limits.times(_WIDEST) if calibrate else self._limits
-        if not limits.allow(found):
+        widest = Mismatch(*(_WIDEST * limit for limit in self._limits))
+        limits = widest if calibrate else self._limits
+        # One with NaN is not accepted.
+        if not all(value <= limit and value < math.inf for value, limit in zip(found, limits, strict=True)):
             raise CanaryMismatch(
                 f"v{version} does not match the trainer: its log-probabilities differ by {found.maximum:.3g} on the "
                 f"canary and by {found.mean:.3g} in the mean, with a KL divergence of {found.kl:.3g}; "
                 f"{limits.maximum:.3g}, {limits.mean:.3g} and {limits.kl:.3g} are allowed"
             )
         if calibrate:
-            self._limits = self._limits.calibrated(found)
-            log.info("canary calibrated", version=version, **asdict(found), limits=asdict(self._limits))
-
-
-@contextlib.contextmanager
-def refused_without_memory(version: int) -> Iterator[None]:
-    """Raise SnapshotError for a lack of memory while a version is loaded: it is tried again, and may find memory then.
-
-    The old weights must serve again by then. An EngineError, of an engine that could not restore them, stays one.
-    """
-    try:
-        yield
-    except EngineError:
-        raise
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        raise SnapshotError(
-            f"out of memory while v{version} was loaded ({first_line(error)}): end other processes that use its "
-            "memory, or lower search.max_in_flight"
-        ) from error
+            # Of later snapshots, when the same weights already differ by `found`.
+            bounds = zip(self._limits, found, _MARGINS, widest, strict=True)
+            self._limits = Mismatch(*(min(max(limit, margin * one), most) for limit, one, margin, most in bounds))
+            log.info("canary calibrated", version=version, **found._asdict(), limits=self._limits._asdict())
 
 
 def routes_or_quantizes(config: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ load new weights. Requests in flight survive that, and each token keeps the vers
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -76,8 +76,7 @@ class Generation:
     kept: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(NamedTuple):
     """The difference between engine and trainer on the same tokens.
 
     The largest and the mean |log-probability difference| d, and the mean of exp(d) - 1 - d, an estimate of the KL

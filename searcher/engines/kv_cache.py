@@ -64,7 +64,7 @@ class BatchKVCache(Cache):  # type: ignore[misc]
                 layer.lazy_initialization(prompt.keys, prompt.values)
         longest = max(lengths)
         rows = self.rows
-        self._reserve(rows + len(lengths), before=longest)
+        self.reserve(rows + len(lengths), before=longest)
         for layer, prompt in zip(self.layers, prompts.layers, strict=True):
             layer.write(slice(rows, rows + len(lengths)), self.end - longest, prompt.keys, prompt.values)
         self._starts += [self.end - length for length in lengths]
@@ -84,12 +84,11 @@ class BatchKVCache(Cache):  # type: ignore[misc]
                 layer.move(last, holes, begin, self.end)
         return kept
 
-    def reserve_column(self) -> None:
-        """Ensure that the column at `end` exists. Call it before each step."""
-        self._reserve(self.rows, before=0)
+    def reserve(self, rows: int, *, before: int = 0) -> None:
+        """Ensure space for this number of rows, the column at `end`, and `before` columns to its left.
 
-    def _reserve(self, rows: int, *, before: int) -> None:
-        """Ensure space for this number of rows, the column at `end`, and `before` columns to its left."""
+        Call it before each step.
+        """
         layer = self.layers[0]
         if rows <= layer.rows and before <= self.end < layer.columns:
             return

@@ -18,20 +18,21 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from tba.common.errors import ConfigError, EngineFaulty, SnapshotError, SnapshotRefused
+from tba.common.errors import ConfigError, EngineFaulty, SnapshotError, SnapshotRefused, first_line
 from tba.common.rotation import Rotation
-from tba.common.system.load_errors import loading
+from tba.common.system.load_errors import loading, out_of_memory
 from tba.common.weights import adapter
 from tba.common.weights.model_files import model_directory, weight_files
 from tba.common.weights.pretrained import from_directory, tied_names
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32, encode_kept
-from tba.searcher.engines.acceptance import Acceptance, refused_without_memory, routes_or_quantizes, tensor_shapes
+from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
 from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, SamplingSettings, fit_request
 from tba.searcher.engines.kv_cache import GROUPED, BatchKVCache, cache_argument
 from tba.searcher.engines.stopping import Stopping
@@ -156,22 +157,29 @@ class TransformersEngine:
         self._acceptance.check(snapshot)
         if stale := self._unaccounted():
             raise SnapshotRefused(f"v{snapshot.manifest.version} would leave {stale[0]!r} of the model as it is")
-        with refused_without_memory(snapshot.manifest.version):
+        try:
             report = self._exchange(snapshot)
+        except EngineFaulty:
+            raise
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            # It is tried again, and may find memory then.
+            raise SnapshotError(
+                f"out of memory while v{snapshot.manifest.version} was loaded ({first_line(error)}): end other "
+                "processes that use its memory, or lower search.max_in_flight"
+            ) from error
         self._version = snapshot.manifest.version
         self._served = snapshot
         self._acceptance.uncalibrated = False
         return report
 
-    def _targets(self) -> dict[str, torch.Tensor]:
-        """The tensors that a snapshot overwrites, by name in its files. A tied head is not one: it is the embedding."""
-        state: dict[str, torch.Tensor] = self._model.state_dict()
-        return {name: state[self._names[name]] for name in self._shapes}
-
     def _exchange(self, snapshot: Snapshot) -> LoadReport:
         """Copy a snapshot's weights and check them. Restores those that serve after any error."""
         times = [time.perf_counter()]
-        targets = self._targets()
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        # By name in the files. A tied head is not one of them: it is the embedding.
+        targets = {name: state[self._names[name]] for name in self._shapes}
         values = _read(snapshot)
         calibrate = self._acceptance.uncalibrated and (
             self._acceptance.routed
@@ -234,19 +242,16 @@ class TransformersEngine:
 
     def _read_prompts(self, prompts: Sequence[Int32]) -> tuple[DynamicCache, torch.Tensor]:
         """Return keys and values of left-padded prompts, and the logits [P, V] after them."""
-        ids_PT = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
-        mask_PT = np.zeros_like(ids_PT)
-        for number, prompt in enumerate(prompts):
-            ids_PT[number, -len(prompt) :] = prompt
-            mask_PT[number, -len(prompt) :] = 1
-        positions_PT = torch.from_numpy((mask_PT.cumsum(-1) - 1).clip(min=0))
+        ids = [torch.from_numpy(prompt.astype(np.int64)) for prompt in prompts]
+        ids_PT = pad_sequence(ids, batch_first=True, padding_side="left")
+        mask_PT = pad_sequence([*map(torch.ones_like, ids)], batch_first=True, padding_side="left")
         cache = DynamicCache()
-        return cache, self._forward(torch.from_numpy(ids_PT), torch.from_numpy(mask_PT), positions_PT, cache)
+        return cache, self._forward(ids_PT, mask_PT, (mask_PT.cumsum(-1) - 1).clamp(min=0), cache)
 
     def _advance(self) -> list[Generation]:
         """Generate one more token for every row."""
         last_B1 = torch.tensor([row.tokens[-1:] for row in self._rows])
-        self._cache.reserve_column()
+        self._cache.reserve(len(self._rows))
         mask_BT, positions_B1 = self._cache.mask_and_positions(self._device)
         logits_BV = self._forward(last_B1, mask_BT, positions_B1, self._cache)
         self._cache.end += 1

@@ -137,7 +137,7 @@ class Answering:
         questions: Sequence[Question],
     ) -> None:
         task, renderer, stopping = loaded
-        self._task, self._engine, self.questions = task, engine, questions
+        self._task, self.engine, self.questions = task, engine, questions
         # The lease of a visit is the number of its question, from 1 on.
         self._visits = [Visit(lease=n, epoch=0, prompt_key=one.key) for n, one in enumerate(questions, 1)]
         self._generation = GenerationStage(
@@ -173,8 +173,8 @@ class Answering:
 
     @property
     def _has_room(self) -> bool:
-        load = max(self._engine.in_flight, len(self._scoring.episodes))
-        return load < 2 * self._engine.max_in_flight
+        load = max(self.engine.in_flight, len(self._scoring.episodes))
+        return load < 2 * self.engine.max_in_flight
 
 
 def for_storage(texts: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Trajectory]) -> list[dict[str, Any]]:
@@ -192,18 +192,15 @@ def for_storage(texts: Sequence[str], prompts: Sequence[Prompt], answers: Sequen
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Evaluator:
     """Evaluates one snapshot after the other. `open_evaluator` makes it and frees what it holds.
 
-    `answering` asks the questions of every evaluation, `texts` are the rendered prompts whose responses are stored.
-    `serving` releases the snapshot that the engine serves.
+    `answering` asks the questions of every evaluation. `serving` releases the snapshot that the engine serves.
     """
 
     config: Config
     subject: Subject
-    texts: Sequence[str]
-    engine: Engine
     answering: Answering
     references: LogprobsOf | None
     embed: measure.Embed | None
@@ -233,7 +230,7 @@ class Evaluator:
             if pinned is not None:
                 with contextlib.ExitStack() as refused:
                     refused.callback(pinned.release)
-                    self.engine.load_weights(snapshot)
+                    self.answering.engine.load_weights(snapshot)
                     refused.pop_all()
                 # Until then the one before stays pinned: the engine reads it again after an error.
                 self.serving.pop_all().close()
@@ -245,7 +242,9 @@ class Evaluator:
         if answers is None or measured is None:
             return None
         row = self._row(manifest, measured, time.monotonic() - started)
-        return row | {"responses": for_storage(self.texts, self.subject.prompts, answers)}
+        prompts = self.subject.prompts
+        texts = [self.subject.renderer.text(prompt) for prompt in prompts[: self.config.eval.stored_responses]]
+        return row | {"responses": for_storage(texts, prompts, answers)}
 
     def _measure(self, answers: Sequence[Trajectory], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples
@@ -335,17 +334,8 @@ def open_evaluator(
 
             embed = SentenceEncoder(config.eval.embedder, device=device).embed
         loaded = LoadedTask(subject.task, subject.renderer, subject.stopping)
-        evaluator = Evaluator(
-            config=config,
-            subject=subject,
-            texts=[subject.renderer.text(prompt) for prompt in subject.prompts[: config.eval.stored_responses]],
-            engine=engine,
-            answering=Answering(config, loaded, subject.prompts, engine, rewards, questions(config, subject)),
-            references=references,
-            embed=embed,
-            serving=serving,
-        )
-        yield evaluator, assembler
+        answering = Answering(config, loaded, subject.prompts, engine, rewards, questions(config, subject))
+        yield Evaluator(config, subject, answering, references, embed, serving), assembler
 
 
 def evaluate_snapshots(

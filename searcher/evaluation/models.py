@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tba.common.rotation import Rotation
@@ -69,14 +70,11 @@ class ReferenceModel:
         return len(ids) > 0 and bool(0 <= ids.min() <= ids.max() < self._vocabulary)
 
     def _batch(self, rows: Sequence[TokenSequence]) -> list[float]:
-        width = max(map(_tokens, rows))
+        ids = [np.concatenate([row.context_ids, row.response_ids]).astype(np.int64) for row in rows]
         # Padded on the right, where attention is causal and does not reach it.
-        tokens = np.zeros((len(rows), width), np.int64)
-        attention = np.zeros_like(tokens)
-        for n, row in enumerate(rows):
-            tokens[n, : _tokens(row)] = np.concatenate([row.context_ids, row.response_ids])
-            attention[n, : _tokens(row)] = 1
-        tokens_NT, attention_NT = (torch.from_numpy(array).to(self._device) for array in (tokens, attention))
+        tokens_NT = pad_sequence([*map(torch.from_numpy, ids)], batch_first=True).to(self._device)
+        lengths_N1 = torch.tensor([*map(_tokens, rows)], device=self._device)[:, None]
+        attention_NT = (torch.arange(tokens_NT.shape[1], device=self._device) < lengths_N1).long()
         self._rotation.forget(self._model)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
             hidden_NTH = self._model.base_model(

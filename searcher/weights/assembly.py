@@ -251,7 +251,7 @@ class SnapshotAssembler:
         then is kept for the next attempt.
         """
         nodes = () if refresh else nodes
-        with _open_source(ref, self._weights_from, nodes, self._clock, self._progress, self._own) as source:
+        with self._open_source(ref, nodes) as source:
             try:
                 pinned = self._complete(source, SnapshotKey(ref.version, ref.manifest_sha256), refresh=refresh)
             except OSError as error:
@@ -278,6 +278,26 @@ class SnapshotAssembler:
             self._base.release()
             self._base = None
 
+    @contextlib.contextmanager
+    def _open_source(self, ref: WeightsRef, nodes: Sequence[str]) -> Iterator[Source]:
+        """The source of an announced snapshot and of its ancestors. Raises SnapshotError if there is none."""
+        path, way = Path(ref.path), self._weights_from
+        if way == "path" or (way == "auto" and ((path / MANIFEST).is_file() or not ref.address)):
+            with contextlib.ExitStack() as held:
+                # A trainer on this machine writes to the files of old snapshots again, unless they are held.
+                own = path.name == SnapshotKey(ref.version, ref.manifest_sha256).name
+                if own and (pinned := pin_path(path)) is not None:
+                    held.callback(pinned.release)
+                yield _Trainer(path)
+        elif ref.address:
+            with contextlib.closing(Nodes([*nodes], ref.address, self._clock, self._progress, self._own)) as fetched:
+                yield fetched
+        else:
+            raise SnapshotError(
+                f'v{ref.version} cannot be fetched: search.weights_from = "trainer", and the trainer serves no '
+                "snapshots; set train.serve_snapshots"
+            )
+
     def _complete(self, source: Source, key: SnapshotKey, *, refresh: bool) -> PinnedSnapshot:
         trust = not refresh
         while (pinned := self._cache.find(key, trust=trust)) is None:
@@ -289,15 +309,12 @@ class SnapshotAssembler:
 
     def _assemble(self, source: Source, key: SnapshotKey, part: Path, *, refresh: bool) -> None:
         published = _fetch_manifest(source, key, part)
-        changed = source.remote and not refresh and self._apply_deltas(source, published)
+        if refresh or not source.remote or not self._apply_deltas(source, published):
+            for name, entry in published.manifest.files.items():
+                _fetch_verified(source, key.version, name, part / name, entry)
+            if published.manifest.base is not None:
+                self._link_base(source, published, refresh=refresh)
         shutil.rmtree(part / _CHAIN, ignore_errors=True)
-        if changed:
-            return
-        for name, entry in published.manifest.files.items():
-            _fetch_verified(source, key.version, name, part / name, entry)
-        if published.manifest.base is None:
-            return
-        self._link_base(source, published, refresh=refresh)
 
     def _apply_deltas(self, source: Source, published: Snapshot) -> bool:
         """Assemble a full snapshot from one that is complete here. False without deltas that are fewer bytes."""
@@ -351,7 +368,6 @@ class SnapshotAssembler:
             raise SnapshotCorrupt(f"v{manifest.version} needs a file that its base lacks: {error}") from error
         finally:
             base.release()
-        shutil.rmtree(part / _CHAIN, ignore_errors=True)
 
     def _base_of(self, source: Source, key: SnapshotKey, part: Path, *, refresh: bool) -> PinnedSnapshot:
         """The base in the cache; if that one is damaged and in use, a private copy."""
@@ -404,36 +420,6 @@ def _patch(base: Path, published: Snapshot, changes: list[Snapshot]) -> None:
 def _unpacked(part: Path, change: Snapshot) -> Path:
     """Where the delta of a snapshot lies while `part` is assembled."""
     return part / _CHAIN / f"{directory_name(change.manifest.version)}.safetensors"
-
-
-@contextlib.contextmanager
-def _open_source(
-    ref: WeightsRef,
-    weights_from: Literal["auto", "path", "trainer"],
-    nodes: Sequence[str],
-    clock: Clock,
-    progress: Progress,
-    own: KeyPair | None,
-) -> Iterator[Source]:
-    """The source of an announced snapshot and of its ancestors. Raises SnapshotError if there is none."""
-    path = Path(ref.path)
-    if weights_from == "path" or (weights_from == "auto" and ((path / MANIFEST).is_file() or not ref.address)):
-        key = SnapshotKey(ref.version, ref.manifest_sha256)
-        # A trainer on this machine writes to the files of old snapshots again, unless they are held.
-        pinned = pin_path(path) if path.name == key.name else None
-        try:
-            yield _Trainer(path)
-        finally:
-            if pinned is not None:
-                pinned.release()
-        return
-    if not ref.address:
-        raise SnapshotError(
-            f'v{ref.version} cannot be fetched: search.weights_from = "trainer", and the trainer serves no snapshots; '
-            "set train.serve_snapshots"
-        )
-    with contextlib.closing(Nodes([*nodes], ref.address, clock, progress, own)) as fetched:
-        yield fetched
 
 
 @functools.cache

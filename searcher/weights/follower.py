@@ -2,15 +2,16 @@
 
 The next snapshot is prepared in the background, while the engine generates:
 
-    searcher's thread   want ──┐                                ┌──► take ──► swap ──► swapped
-    preparation thread         └──► assemble ──► engine.prepare ┘
+    searcher's thread   update ──┐                                ┌──► update: swap
+    preparation thread           └──► assemble ──► engine.prepare ┘
 
 Only the newest snapshot counts. One that was begun is finished, or a searcher would never catch up with a trainer that
 publishes faster than a node can prepare.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,12 +20,12 @@ from tba.common.clock import Clock
 from tba.common.config import Config
 from tba.common.errors import (
     CanaryMismatch,
-    ConfigError,
     EngineError,
     SnapshotError,
     SnapshotMissing,
     SnapshotOutdated,
     SnapshotRefused,
+    TbaError,
 )
 from tba.common.log import get_logger
 from tba.common.run_snapshots import weights_directory
@@ -60,102 +61,6 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """A snapshot that could not be prepared, and why."""
-
-    ref: WeightsRef
-    error: SnapshotError
-
-
-class Preparation:
-    """Prepares snapshots for an engine, each in a thread. Its methods are for one other thread.
-
-    `make_ready` is called in the preparation thread with a complete snapshot.
-
-    Invariant: nothing is prepared between the end of a preparation and `swapped`. The engine holds what was made ready
-    for one snapshot only: preparing another one would overwrite it.
-    """
-
-    def __init__(self, config: Config, clock: Clock, make_ready: Callable[[Snapshot], None]) -> None:
-        self.progress = Progress()
-        # Addresses of the nodes to ask for files before the trainer.
-        self.nodes: Sequence[str] = ()
-        self._assembler = SnapshotAssembler(
-            weights_directory(config), config.search.weights_from, clock, self.progress, node_pair(config.security.keys)
-        )
-        self._make_ready = make_ready
-        # What is being prepared, or has been and is not swapped in yet.
-        self._ref: WeightsRef | None = None
-        self._thread: Background | None = None
-        self._result: Prepared | Failed | None = None
-
-    def want(self, ref: WeightsRef, *, refresh: bool) -> None:
-        """Prepare a snapshot; if another one is being prepared, or waits for `swapped`, it has to be wanted again.
-
-        `refresh` trusts nothing that is in the cache.
-        """
-        if self._thread is None:
-            self.progress.outdated, self._ref = False, ref
-            self._thread = Background("preparation", partial(self._run, ref, refresh))
-            self._thread.start()
-        # A preparation that only waits ends then.
-        self.progress.outdated = ref != self._ref
-
-    def take(self) -> Prepared | Failed | None:
-        """The result; None if there is none. Call `swapped` afterwards. Raises SnapshotError if the thread failed."""
-        if self._thread is None or self._thread.running:
-            return None
-        if (failure := self._thread.failure) is not None:
-            raise SnapshotError(f"the thread that prepares weights has failed: {failure}") from failure
-        if self._result is None:
-            self.swapped()
-        return self._result
-
-    def swapped(self) -> None:
-        """The engine has loaded or refused what was taken: the next snapshot may be prepared."""
-        self._thread = self._result = None
-
-    def close(self) -> None:
-        """End the thread, after the work in progress unless that only waits. Releases results not taken."""
-        self.progress.outdated = True
-        ended = self._thread is None or self._thread.stop(_CLOSE_SECONDS)
-        if isinstance(self._result, Prepared):
-            self._result.pinned.release()
-        if ended:
-            self._assembler.close()
-
-    def _run(self, ref: WeightsRef, refresh: bool) -> None:
-        """Prepare a snapshot, in the preparation thread: its result is what is ready for the engine, or why not."""
-        started = time.perf_counter()
-        try:
-            snapshot, pinned = self._assembler.assemble(ref, refresh=refresh, nodes=self.nodes)
-            try:
-                if self._thread is None or self._thread.stopping.is_set():
-                    pinned.release()
-                    return
-                self._make_ready(snapshot)
-            except BaseException:
-                pinned.release()
-                raise
-            self._result = Prepared(ref, snapshot, pinned, time.perf_counter() - started)
-        # It is not wanted any more.
-        except SnapshotOutdated:
-            pass
-        except EngineError:
-            # Another snapshot would not help: it ends the searcher.
-            raise
-        # A ConfigError is of a weights directory that cannot be used now.
-        except (SnapshotError, ConfigError) as error:
-            self._result = Failed(ref, error if isinstance(error, SnapshotError) else SnapshotError(str(error)))
-        except Exception as error:
-            # For example, a manifest with invalid values. It is reported and tried again.
-            log.exception("weights not prepared", version=ref.version)
-            self._result = Failed(ref, SnapshotError(f"v{ref.version}: {type(error).__name__}: {error}"))
-        finally:
-            self.progress.report("")
-
-
-@dataclass(frozen=True, slots=True)
 class _Refused:
     ref: WeightsRef
     attempts: int
@@ -175,10 +80,24 @@ class WeightsFollower:
     they are another model's or fail the canary, gives up: it would serve old weights, or nothing, without an error.
     """
 
-    def __init__(self, engine: Engine, clock: Clock, preparation: Preparation) -> None:
+    def __init__(self, config: Config, engine: Engine, clock: Clock) -> None:
         self._engine = engine
         self._clock = clock
-        self._preparation = preparation
+        self._progress = Progress()
+        # Addresses of the nodes to ask for files before the trainer.
+        self._nodes: Sequence[str] = ()
+        self._assembler = SnapshotAssembler(
+            weights_directory(config),
+            config.search.weights_from,
+            clock,
+            self._progress,
+            node_pair(config.security.keys),
+        )
+        # What is being prepared, or has been and is not swapped in yet. Nothing else is prepared meanwhile: the engine
+        # holds what is ready for one snapshot only.
+        self._preparing: WeightsRef | None = None
+        self._thread: Background | None = None
+        self._prepared: Prepared | None = None
         self._refused: _Refused | None = None
         # Its files stay pinned: an engine may read them again.
         self._served: Prepared | None = None
@@ -208,7 +127,7 @@ class WeightsFollower:
         """
         if self._refused and not (self._refused.missed and self.current):
             return self._refused.reason
-        return self._preparation.progress.waits_for
+        return self._progress.waits_for
 
     @property
     def refused_version(self) -> int | None:
@@ -222,29 +141,62 @@ class WeightsFollower:
 
     def ask(self, nodes: Sequence[str]) -> None:
         """Have the next snapshot fetched from these addresses, in order, before the trainer is asked."""
-        self._preparation.nodes = nodes
+        self._nodes = nodes
 
     def update(self, newest: WeightsRef | None) -> None:
         """Swap to the snapshot that is ready, if one is, and have the newest one prepared.
 
-        Raises EngineError when the engine has refused several in a row.
+        Raises EngineError when the engine has refused several in a row, or cannot prepare any.
         """
-        if (result := self._preparation.take()) is not None:
-            if isinstance(result, Prepared):
-                self._swap(result)
-            else:
-                self._refuse(result.ref, result.error)
-            self._preparation.swapped()
-        if newest is not None and newest != self.current:
-            refused = self._refused if self._refused is not None and self._refused.ref == newest else None
-            if refused is None or self._clock.monotonic() >= refused.retry_at:
-                self._preparation.want(newest, refresh=refused is not None)
+        if self._thread is not None and not self._thread.running:
+            self._finish(self._preparing, self._thread.failure)
+            self._thread = self._prepared = None
+        if newest is None or newest == self.current:
+            return
+        refused = self._refused if self._refused is not None and self._refused.ref == newest else None
+        if refused is not None and self._clock.monotonic() < refused.retry_at:
+            return
+        if self._thread is None:
+            self._preparing, self._progress.outdated = newest, False
+            # After a refusal nothing is trusted that is in the cache.
+            self._thread = Background("preparation", partial(self._prepare, newest, refresh=refused is not None))
+            self._thread.start()
+        # A preparation of another one that only waits ends then.
+        self._progress.outdated = newest != self._preparing
 
     def close(self) -> None:
-        """End the preparation and release the files."""
-        self._preparation.close()
-        if self._served is not None:
-            self._served.pinned.release()
+        """End the preparation, after the work in progress unless that only waits, and release the files."""
+        self._progress.outdated = True
+        ended = self._thread is None or self._thread.stop(_CLOSE_SECONDS)
+        for one in (self._prepared, self._served):
+            if one is not None:
+                one.pinned.release()
+        if ended:
+            self._assembler.close()
+
+    def _finish(self, ref: WeightsRef | None, failure: BaseException | None) -> None:
+        """Load what is ready, or note why the preparation of a snapshot failed."""
+        if self._prepared is not None:
+            self._swap(self._prepared)
+        # Another snapshot would not help.
+        elif isinstance(failure, EngineError):
+            raise failure
+        elif ref is not None and failure is not None and not isinstance(failure, SnapshotOutdated):
+            self._refuse(ref, failure)
+
+    def _prepare(self, ref: WeightsRef, *, refresh: bool) -> None:
+        """Have the engine prepare a snapshot, in the preparation thread."""
+        started = time.perf_counter()
+        try:
+            snapshot, pinned = self._assembler.assemble(ref, refresh=refresh, nodes=self._nodes)
+        finally:
+            self._progress.report("")
+        with contextlib.ExitStack() as unused:
+            unused.callback(pinned.release)
+            if self._thread is not None and not self._thread.stopping.is_set():
+                self._engine.prepare(snapshot)
+                self._prepared = Prepared(ref, snapshot, pinned, time.perf_counter() - started)
+                unused.pop_all()
 
     def _swap(self, prepared: Prepared) -> None:
         started = time.perf_counter()
@@ -269,11 +221,13 @@ class WeightsFollower:
             **self.report.metrics(),
         )
 
-    def _refuse(self, ref: WeightsRef, error: SnapshotError) -> None:
+    def _refuse(self, ref: WeightsRef, error: BaseException) -> None:
+        # Other errors are of a manifest with invalid values, for example.
+        why = str(error) if isinstance(error, TbaError) else f"v{ref.version}: {type(error).__name__}: {error}"
         attempts = self._refused.attempts + 1 if self._refused and self._refused.ref == ref else 1
         delay = backoff(attempts, _RETRY_SECONDS, _MAX_RETRY_SECONDS)
         missed = isinstance(error, SnapshotMissing) and attempts == 1 and self._missed < _MOST_MISSED
-        self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay, str(error), missed)
+        self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay, why, missed)
         serving = f"v{self.current.version}" if self.current else "nothing"
         about = {"version": ref.version, "attempt": attempts, "serving": serving}
         if missed:
@@ -281,7 +235,7 @@ class WeightsFollower:
             log.info("weights missed", **about, reason="it is deleted already: the next version is newer")
             return
         self.refusals += 1
-        log.warning("weights refused", **about, reason=str(error))
+        log.warning("weights refused", **about, reason=why)
         self._refused_by_engine = self._refused_by_engine + 1 if isinstance(error, SnapshotRefused) else 0
         if self._refused_by_engine == _MOST_REFUSED:
             advice = (
@@ -294,15 +248,15 @@ class WeightsFollower:
 
 
 class FixedWeights(WeightsFollower):
-    """Keeps an engine on the weights that it has: those of an explorer, `policy`.
+    """Keeps an engine on the weights that it has: those of an explorer, `search.policy`.
 
     `current` is the newest snapshot of the run all the same, which the staleness of the responses counts from: it says
     how much the policy has learned since they were begun.
     """
 
-    def __init__(self, engine: Engine, clock: Clock, preparation: Preparation, policy: str) -> None:
-        super().__init__(engine, clock, preparation)
-        self._policy = policy
+    def __init__(self, config: Config, engine: Engine, clock: Clock) -> None:
+        super().__init__(config, engine, clock)
+        self._policy = config.search.policy
         self._newest: WeightsRef | None = None
 
     @property

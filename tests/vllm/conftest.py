@@ -81,7 +81,20 @@ class Lab:
         model.save_pretrained(directory)
         return cpu_engine(directory, max_in_flight=32, stopping=stopping or end_tokens(directory))
 
-    def engine(self, model: Any, *, lora_rank: int = 0, tokenizer: Any = None, **changes: Any) -> Any:
+    def engine(
+        self,
+        model: Any,
+        *,
+        dtype: Any = "float32",
+        head_dtype: Any = "model",
+        tokenizer: Any = None,
+        stopping: Any = None,
+        canary_tolerance: float = 1e-3,
+        lora_rank: int = 0,
+        pack_weights: bool = False,
+        prompt_tokens: int = 0,
+        **search: Any,
+    ) -> Any:
         """Start a vLLM engine that serves a model as version 0. `close` closes it.
 
         It computes with its parameters, as on a GPU, unless `pack_weights` is True. Skips the test where vLLM cannot
@@ -97,33 +110,34 @@ class Lab:
         model.save_pretrained(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
-        own: dict[str, Any] = {
-            "seed": 0,
-            "canary_tolerance": 1e-3,
-            "pack_weights": False,
-            "dtype": "float32",
-            "head_dtype": "model",
-            "prompt_tokens": 0,
-            "stopping": end_tokens(directory),
-        }
-        own = {name: changes.pop(name, value) for name, value in own.items()}
-        search: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "max_model_len": 256,
             "max_in_flight": 32,
             "kv_cache_gib": 0.1,
             "enforce_eager": True,
-        } | changes
-        model_section = ModelSection(path=str(directory), dtype=own.pop("dtype"), head_dtype=own.pop("head_dtype"))
-        engine = VllmEngine(model_section, SearchSection(**search), lora_rank=lora_rank, **own)
+        }
+        engine = VllmEngine(
+            ModelSection(path=str(directory), dtype=dtype, head_dtype=head_dtype),
+            SearchSection(**settings | search),
+            seed=0,
+            canary_tolerance=canary_tolerance,
+            stopping=stopping or end_tokens(directory),
+            lora_rank=lora_rank,
+            pack_weights=pack_weights,
+            prompt_tokens=prompt_tokens,
+        )
         self._engines.append(engine)
         return engine
 
-    def publish(self, model: Any, *, saved: Any = None, canary_error: float = 0.0) -> WeightsRef:
+    def publish(
+        self, model: Any, *, saved: Any = None, dtype: str = "float32", canary_error: float = 0.0
+    ) -> WeightsRef:
         """Seal a snapshot under the next version, with the canary of `model` and the files of `saved` or `model`."""
+        saved = saved or (self.as_bfloat16(model) if dtype == "bfloat16" else model)
         version = next(self._versions)
         final = self.root / directory_name(version)
         temporary = temporary_directory(final)
-        (saved or model).save_pretrained(temporary)
+        saved.save_pretrained(temporary)
         sequences = [self.tokens(version, length) for length in (8, 40)]
         expected = [(self.logprobs(model, ids) + canary_error).tolist() for ids in sequences]
         canary = Canary(sequences, expected)

@@ -17,7 +17,6 @@ from tba.tests.helpers.trainer import random_batch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 LORA = {"rank": 4, "publish": "adapter", "targets": ["q_proj", "down_proj"]}
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +24,11 @@ def base(lab):
     return lab.model(seed=1, tied=True)
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
-def dtype(request):
-    return request.param
-
-
 @pytest.fixture
-def trainer(base, tmp_path, dtype):
+def trainer(base, tmp_path):
     base.save_pretrained(tmp_path / "model")
     train: dict[str, Any] = {"learning_rate": 0.02, "warmup_steps": 0, "steps": 99, "keep_snapshot_every": 4}
-    publisher_harness = PublisherHarness(tmp_path, files=tmp_path / "model", dtype=dtype, lora=LORA, **train)
+    publisher_harness = PublisherHarness(tmp_path, files=tmp_path / "model", dtype="float32", lora=LORA, **train)
     yield publisher_harness
     publisher_harness.close()
 
@@ -61,63 +55,47 @@ def policy(base, trainer):
     return model
 
 
-@pytest.mark.parametrize(
-    ("dtype", "packed"), [("float32", False), ("float32", True), ("bfloat16", False)], indirect=["dtype"]
-)
-def test_adapters_of_a_trainer_are_swapped_in_flight(lab, base, trainer, tmp_path, dtype, packed):
-    engine = lab.engine(base, dtype=dtype, pack_weights=packed, canary_tolerance=TOLERANCE[dtype], lora_rank=4)
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_of_a_trainer_are_swapped_in_flight_and_a_wrong_one_is_refused(lab, base, trainer, tmp_path, packed):
+    engine = lab.engine(base, pack_weights=packed, lora_rank=4)
     node, ids, full = Node(trainer, tmp_path / "node"), lab.tokens(2, 40), "reload" if packed else "in place"
     request = lab.submit(engine, lab.tokens(1, 12), SamplingSettings(1.0, 1.0, 40))
-    expected = {0: full, 4: full, 5: full, 8: full, 9: full}
-    for step in range(10):
+    # Of step 4 a full snapshot is kept, on which the adapters after it are based.
+    expected = {0: full, 4: full, 5: full}
+    for step in range(7):
         found = node.step(step)
         assert (found.adapter is None) is (step % 4 == 0)
         engine.prepare(found)
         engine.step()
         assert engine.load_weights(found).way == expected.get(step, "adapter")
         reference = lab.logprobs(policy(base, trainer), ids)
-        np.testing.assert_allclose(engine.score([ids])[0], reference, atol=TOLERANCE[dtype])
+        np.testing.assert_allclose(engine.score([ids])[0], reference, atol=1e-3)
     generation = lab.finish(engine)[request]
     # Scoring a canary steps the engine as well: one or two tokens of each version.
-    assert generation.version_runs[:, 0].tolist() == list(range(10))
+    assert generation.version_runs[:, 0].tolist() == list(range(7))
     assert generation.version_runs[:, 1].sum() == 40
-    engine.close()
-
-
-@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
-def test_a_wrong_adapter_is_refused_and_the_adapter_before_it_serves_again(lab, base, trainer, tmp_path):
-    engine = lab.engine(base, lora_rank=4)
-    node, ids = Node(trainer, tmp_path / "node"), lab.tokens(2, 40)
-    for step in range(3):
-        engine.load_weights(node.step(step))
     before, request = engine.score([ids])[0], lab.submit(engine, lab.tokens(1, 12))
-    wrong = node.step(3)
+    wrong = node.step(7)
     good = adapter.load(wrong.adapter)
     adapter.save(wrong.adapter, adapter.Adapter(good.factors, 10 * good.scaling), rank=4, base=wrong.path)
     with pytest.raises(CanaryMismatch):
         engine.load_weights(wrong)
     np.testing.assert_allclose(engine.score([ids])[0], before, atol=1e-5)
-    assert lab.finish(engine)[request].version_runs.tolist() == [[2, 20]]
+    assert lab.finish(engine)[request].version_runs.tolist() == [[6, 20]]
     (wrong.adapter / adapter.FILE).write_bytes(b"")
     with pytest.raises(SnapshotError):
         engine.load_weights(wrong)
-    assert engine.load_weights(node.step(5)).way == "adapter"
+    assert engine.load_weights(node.step(9)).way == "adapter"
     engine.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
-def test_an_engine_without_adapters_refuses_one_and_names_the_setting(lab, base, trainer, tmp_path):
-    engine, node = lab.engine(base), Node(trainer, tmp_path / "node")
-    engine.load_weights(node.step(0))
-    with pytest.raises(SnapshotError, match=r"started without adapters: set lora\.rank"):
-        engine.prepare(node.step(1))
-    engine.close()
-
-
-@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
-def test_the_transformers_engine_merges_an_adapter(lab, base, trainer, tmp_path):
+def test_the_transformers_engine_merges_an_adapter_and_vllm_without_adapters_names_the_setting(
+    lab, base, trainer, tmp_path
+):
     engine, node, ids = lab.transformers_engine(base), Node(trainer, tmp_path / "node"), lab.tokens(2, 40)
     for step in range(3):
-        engine.load_weights(node.step(step))
+        engine.load_weights(found := node.step(step))
         reference = lab.logprobs(policy(base, trainer), ids)
         np.testing.assert_allclose(engine.score([ids])[0], reference, atol=1e-4)
+    with pytest.raises(SnapshotError, match=r"started without adapters: set lora\.rank"):
+        lab.engine(base).prepare(found)

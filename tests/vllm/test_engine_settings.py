@@ -20,17 +20,12 @@ def config_of(engine):
     return engine._llm.vllm_config
 
 
-def test_engine_arguments_reach_vllm_and_its_defaults_are_those_of_offline_use(lab, old):
-    from vllm import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
+def test_engine_arguments_reach_vllm(lab, old):
     asked = {"max_num_batched_tokens": 512, "enable_prefix_caching": False, "hf_overrides": {"rope_theta": 5_000.0}}
     config = config_of(lab.engine(old, vllm=asked))
     assert config.scheduler_config.max_num_batched_tokens == 512
     assert not config.cache_config.enable_prefix_caching
     assert config.model_config.hf_config.rope_parameters["rope_theta"] or config.model_config.hf_config.rope_theta
-    offline = EngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS]
-    assert config_of(lab.engine(old)).scheduler_config.max_num_batched_tokens == offline
 
 
 def test_an_unknown_engine_argument_is_refused_with_a_similar_one(lab, old):
@@ -71,6 +66,9 @@ def test_auto_puts_as_many_responses_in_flight_as_the_kv_cache_holds(lab, old):
 
 
 def test_an_engine_reports_the_size_of_its_kv_cache_with_which_another_start_has_the_same(lab, old, monkeypatch):
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
     supervisor = NotifySocket()
     monkeypatch.setenv("NOTIFY_SOCKET", supervisor.address)
     first = lab.engine(old, kv_cache_gib=0.01)
@@ -81,8 +79,11 @@ def test_an_engine_reports_the_size_of_its_kv_cache_with_which_another_start_has
     blocks = config_of(first).cache_config.num_gpu_blocks
     # Keys and values of two layers, one head of 32 numbers, in float32.
     assert float(size) * 2**30 == blocks * config_of(first).cache_config.block_size * 2 * 2 * 32 * 4
-    again = lab.engine(old, kv_cache_gib=float(size))
-    assert config_of(again).cache_config.num_gpu_blocks == blocks
+    again = config_of(lab.engine(old, kv_cache_gib=float(size)))
+    assert again.cache_config.num_gpu_blocks == blocks
+    # vLLM's defaults are those of offline use.
+    offline = EngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS]
+    assert again.scheduler_config.max_num_batched_tokens == offline
 
 
 def test_a_fixed_kv_cache_is_passed_to_vllm_on_a_gpu_too(monkeypatch):
@@ -102,17 +103,22 @@ def test_an_auto_limit_counts_no_more_than_the_context_and_at_least_one_response
     assert record.fields["visit"] == 24
 
 
-def test_preemptions_are_counted_and_logged_with_advice_once_a_minute(lab, old, caplog):
+def test_with_a_full_kv_cache_the_canary_is_not_delayed_and_preemptions_are_logged_once_a_minute(lab, old, new, caplog):
     # 15 blocks of 128 tokens, for 20 requests that grow to two blocks each.
     engine = lab.engine(old, kv_cache_gib=0.001)
     scheduler, clock = engine.scheduler, ManualClock()
     scheduler._clock = clock
     for seed in range(20):
-        lab.submit(engine, lab.tokens(seed, 100), SamplingSettings(1.0, 1.0, 150))
+        lab.submit(engine, lab.tokens(seed, 100), SamplingSettings(1.0, 1.0, 150, seed=seed))
     with caplog.at_level(logging.WARNING, logger="tba"):
-        lab.finish(engine)
+        for _ in range(40):
+            engine.step()
+        version = lab.serve(engine, new)
+        assert engine.step() == [], "the canary waited until others had finished"
+        generations = lab.finish(engine)
+        assert {int(one.version_runs[-1, 0]) for one in generations.values()} == {version}
         count = engine.metrics["preemptions"]
-        assert (count > 2, caplog.records) == (True, [])
+        assert (len(generations), count > 2, caplog.records) == (20, True, [])
         for _ in range(3):
             clock.advance(61.0)
             scheduler.report(20)

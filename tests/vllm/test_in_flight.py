@@ -1,5 +1,7 @@
 """Requests in flight while the weights change."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -90,14 +92,8 @@ def test_a_full_batch_does_not_delay_the_canary(lab, engine, old, new):
     assert {int(pairs[-1, 0]) for pairs in runs} == {version}
 
 
-def test_a_full_kv_cache_does_not_delay_the_canary(lab, old, new):
-    # 15 blocks of 128 tokens, for 20 requests that grow to two blocks each.
-    engine = lab.engine(old, kv_cache_gib=0.001)
-    for seed in range(20):
-        lab.submit(engine, lab.tokens(seed, 100), SamplingSettings(1.0, 1.0, 150, seed=seed))
-    steps(engine, 40)
-    version = lab.serve(engine, new)
-    assert engine.step() == [], "the canary waited until others had finished"
-    generations = lab.finish(engine)
-    assert len(generations) == 20
-    assert all(g.version_runs[-1, 0] == version for g in generations.values())
+def test_bfloat16_files_load_into_a_float32_engine(lab, engine, new):
+    exact = lab.rounded(copy.deepcopy(new))
+    engine.load_weights(lab.snapshot(exact, saved=lab.as_bfloat16(exact)))
+    ids = lab.tokens(5, 40)
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(exact, ids), atol=1e-4)

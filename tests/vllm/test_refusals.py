@@ -128,9 +128,12 @@ def test_a_truncated_file_is_refused_before_anything_is_changed(lab, engine, new
         engine.load_weights(snapshot)
 
 
-def test_files_that_disappear_while_they_are_loaded_leave_the_old_weights(lab, old, new, monkeypatch):
+def test_files_that_disappear_leave_the_old_weights_and_an_engine_that_cannot_restore_them_is_faulty(
+    lab, old, new, monkeypatch
+):
     engine = lab.engine(old)
-    version = lab.serve(engine, old)
+    good = lab.snapshot(old)
+    engine.load_weights(good)
     prompts = start_some(lab, engine)
     deleted, call = lab.snapshot(new), engine.call
 
@@ -139,20 +142,15 @@ def test_files_that_disappear_while_they_are_loaded_leave_the_old_weights(lab, o
             shutil.rmtree(deleted.path)
         return call(method, *arguments)
 
-    monkeypatch.setattr(engine, "call", collect_first)
-    with pytest.raises(SnapshotError, match="model.safetensors: No such file or directory"):
-        engine.load_weights(deleted)
-    assert_all_by(lab, lab.finish(engine), prompts, old, version)
-
-
-def test_an_engine_that_cannot_roll_back_is_faulty(lab, old, new):
-    engine = lab.engine(old)
-    good = lab.snapshot(old)
-    engine.load_weights(good)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "call", collect_first)
+        with pytest.raises(SnapshotError, match="model.safetensors: No such file or directory"):
+            engine.load_weights(deleted)
+    assert_all_by(lab, lab.finish(engine), prompts, old, good.manifest.version)
     lab.submit(engine, lab.tokens(1, 12))
     shutil.rmtree(good.path)
     with pytest.raises(EngineFaulty, match=r"could not be restored: .* restart the searcher"):
         engine.load_weights(lab.snapshot(new, canary_error=0.1))
-    for call in (engine.step, lambda: engine.prepare(good), lambda: engine.score([[1, 2]])):
+    for use in (engine.step, lambda: engine.prepare(good), lambda: engine.score([[1, 2]])):
         with pytest.raises(EngineFaulty, match="could not be restored"):
-            call()
+            use()

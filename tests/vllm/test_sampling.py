@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tba.common.errors import EngineError
 from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.tests.runner import size
+from tba.tests.vllm.conftest import GREEDY
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -76,26 +78,19 @@ def test_the_same_seed_gives_the_same_response(lab, engine):
     assert first.response_ids.tolist() == second.response_ids.tolist()
 
 
-def test_a_response_ends_with_the_first_of_several_eos_tokens(lab, old):
-    ending = list(range(100, 130))
-    model = lab.model(seed=1)
-    model.generation_config.eos_token_id = ending
-    for engine in (lab.engine(model), lab.transformers_engine(model)):
-        for seed in range(20):
-            lab.submit(engine, lab.tokens(6, 12), SamplingSettings(1.5, 1.0, 100, seed=seed))
-        generations = lab.finish(engine).values()
-        stopped = [g for g in generations if g.stop_reason == "eos"]
-        assert len(stopped) > 10
-        assert all(g.response_ids[-1] in ending for g in stopped)
-        assert not any(np.isin(g.response_ids[:-1], ending).any() for g in generations)
-
-
-def test_an_eos_token_at_the_last_position_counts_as_eos(lab):
-    model = lab.model(seed=1)
-    prompt = lab.tokens(7, 12)
-    model.generation_config.eos_token_id = int(lab.logits(model, prompt)[-1].argmax())
-    generation = lab.generate(lab.engine(model), prompt, SamplingSettings(0.0, 1.0, 1))
-    assert generation.stop_reason == "eos"
+def test_a_response_ends_with_the_first_of_several_end_tokens_also_at_the_last_position(lab, engine, old):
+    no_tokenizer: Any = None
+    ending, prompt = list(range(100, 130)), lab.tokens(6, 12)
+    settings = SamplingSettings(1.5, 1.0, 100, stopping=Stopping(no_tokenizer, (), ending))
+    for seed in range(20):
+        lab.submit(engine, prompt, replace(settings, seed=seed))
+    generations = lab.finish(engine).values()
+    stopped = [g for g in generations if g.stop_reason == "eos"]
+    assert len(stopped) > 10
+    assert all(g.response_ids[-1] in ending for g in stopped)
+    assert not any(np.isin(g.response_ids[:-1], ending).any() for g in generations)
+    first = Stopping(no_tokenizer, (), [int(lab.logits(old, prompt)[-1].argmax())])
+    assert lab.generate(engine, prompt, SamplingSettings(0.0, 1.0, 1, stopping=first)).stop_reason == "eos"
 
 
 def two_letters_per_token() -> Any:
@@ -107,23 +102,23 @@ def two_letters_per_token() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def test_a_response_ends_with_the_token_that_completes_a_stop_string(lab):
-    tokenizer, model, prompt = two_letters_per_token(), lab.model(seed=1), lab.tokens(9, 12)
-    whole = lab.generate(lab.transformers_engine(model), prompt).response_ids.tolist()
+def test_a_response_ends_with_the_token_that_completes_a_stop_string_of_its_request(lab, old):
+    """As a request to the endpoint may have them, for which vLLM reads the text of responses."""
+    tokenizer, prompt = two_letters_per_token(), lab.tokens(9, 12)
+    ours = lab.transformers_engine(old)
+    whole = lab.generate(ours, prompt).response_ids.tolist()
     text = tokenizer.decode(whole)
     # The second half of token 5, and the first one of token 6.
     stopping = Stopping(tokenizer, ("zz", text[11:13]), [])
     tokens = (text.find(text[11:13]) + 3) // 2
-    for engine in (
-        lab.transformers_engine(model, stopping=stopping),
-        lab.engine(model, tokenizer=tokenizer, stopping=stopping),
-    ):
-        generation = lab.generate(engine, prompt)
-        assert (generation.response_ids.tolist(), generation.stop_reason) == (whole[:tokens], "eos")
-        assert generation.version_runs.tolist() == [[0, tokens]]
-        assert len(generation.logprobs) == tokens
-        # The canary is scored without stop strings.
-        assert len(engine.score([prompt])[0]) == len(prompt) - 1
+    for engine in (ours, lab.engine(old, tokenizer=tokenizer, serve="8400")):
+        stopped = lab.submit(engine, prompt, replace(GREEDY, stopping=stopping))
+        other = lab.submit(engine, prompt)
+        found = lab.finish(engine)
+        assert found[other].response_ids.tolist() == whole
+        assert (found[stopped].response_ids.tolist(), found[stopped].stop_reason) == (whole[:tokens], "eos")
+        assert found[stopped].version_runs.tolist() == [[0, tokens]]
+        assert len(found[stopped].logprobs) == tokens
 
 
 def test_a_response_ends_with_the_context_and_a_prompt_must_leave_room_for_a_token(lab, engine):

@@ -45,11 +45,6 @@ def engine(lab, old, dtype):
     engine.close()
 
 
-def saved(lab, model, dtype):
-    """What the trainer writes of a model whose weights fit bfloat16."""
-    return lab.as_bfloat16(model) if dtype == "bfloat16" else model
-
-
 def hashes(snapshot):
     """sha256 of each tensor of a snapshot's file."""
     return {
@@ -74,42 +69,23 @@ def in_engine(engine):
 
 
 def test_a_swap_in_place_reports_its_way_and_its_mismatch(lab, engine, old, dtype):
-    report = engine.load_weights(lab.snapshot(old, saved=saved(lab, old, dtype)))
+    report = engine.load_weights(lab.snapshot(old, dtype=dtype))
     assert report.way == "in place"
     assert report.mismatch.mean <= report.mismatch.maximum <= BOUNDS[dtype]
     assert 0 <= report.mismatch.kl < report.mismatch.maximum
     assert report.pause_seconds >= report.exchange_seconds + report.canary_seconds
 
 
-def test_many_steps_leave_the_trainers_weights_bit_for_bit(lab, engine, old, dtype):
-    model, generator = old, np.random.default_rng(0)
-    for number in range(size(15, 50)):
-        model = lab.rounded(lab.step(model, number, changed=float(generator.choice([0.001, 0.01, 0.3]))))
-        last = lab.snapshot(model, saved=saved(lab, model, dtype))
-        report = engine.load_weights(last)
-        assert report.way == "in place"
-        assert report.mismatch.maximum <= BOUNDS[dtype]
-    assert in_engine(engine) == hashes(last)
-
-
-def test_a_prepared_swap_changes_nothing_before_it_is_loaded(lab, engine, old, dtype):
-    first = lab.snapshot(old, saved=saved(lab, old, dtype))
+def test_a_prepared_swap_changes_nothing_before_it_is_loaded_nor_when_it_is_overtaken(lab, engine, old, dtype):
+    first = lab.snapshot(old, dtype=dtype)
     engine.load_weights(first)
     ids = lab.tokens(5, 40)
     before = engine.score([ids])[0]
-    model = lab.rounded(lab.model(seed=6, tied=old.config.tie_word_embeddings))
-    snapshot = lab.snapshot(model, saved=saved(lab, model, dtype))
-    engine.prepare(snapshot)
+    models = [lab.rounded(lab.model(seed=seed, tied=old.config.tie_word_embeddings)) for seed in (7, 8)]
+    stale, wanted = (lab.snapshot(model, dtype=dtype) for model in models)
+    engine.prepare(stale)
     assert engine.score([ids])[0].tolist() == before.tolist()
     assert engine.weights_version == first.manifest.version
-    engine.load_weights(snapshot)
-    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=BOUNDS[dtype])
-
-
-def test_a_prepared_snapshot_that_is_overtaken_is_not_used(lab, engine, old, dtype):
-    models = [lab.rounded(lab.model(seed=seed, tied=old.config.tie_word_embeddings)) for seed in (7, 8)]
-    stale, wanted = (lab.snapshot(model, saved=saved(lab, model, dtype)) for model in models)
-    engine.prepare(stale)
     engine.load_weights(wanted)
     assert in_engine(engine) == hashes(wanted)
 
@@ -124,8 +100,7 @@ def test_many_swaps_during_generation_lose_nothing_and_leak_no_memory(lab, engin
     """Each is prepared in another thread while stepping continues; every token keeps the version that produced it."""
     # Saved in advance, so that only the engine's memory is measured.
     models = [lab.rounded(lab.model(seed=seed, tied=old.config.tie_word_embeddings)) for seed in (1, 2)]
-    files = [saved(lab, model, dtype) for model in models]
-    snapshots = [lab.snapshot(models[number % 2], saved=files[number % 2]) for number in range(SWAPS)]
+    snapshots = [lab.snapshot(models[number % 2], dtype=dtype) for number in range(SWAPS)]
     sampling = SamplingSettings(1.0, 1.0, 30)
     submitted, finished, resident = set(), dict[int, Any](), []
     # One thread, as in a searcher: each has its own team of OpenMP threads.
@@ -141,6 +116,7 @@ def test_many_swaps_during_generation_lose_nothing_and_leak_no_memory(lab, engin
         assert engine.load_weights(snapshot).mismatch.maximum <= BOUNDS[dtype]
         resident.append(memory_in_use())
     preparing_thread.shutdown()
+    assert in_engine(engine) == hashes(snapshots[-1])
     finished |= lab.finish(engine)
     assert finished.keys() == submitted
     for generation in finished.values():
@@ -153,20 +129,18 @@ def test_many_swaps_during_generation_lose_nothing_and_leak_no_memory(lab, engin
     assert growth < (SWAPS - 21) * 0.1e6, f"{growth / 1e6:.1f} MB"
 
 
-# A tied head in float32: test_adapter_snapshots.py.
-@pytest.mark.parametrize(("dtype", "tied"), [("float32", False), ("bfloat16", True)])
-def test_with_packed_weights_vllm_reloads_and_a_tied_head_is_not_stale(lab, dtype, tied):
-    """The way of a CPU in production. A stale head would be off by about 2."""
-    old, new = (lab.rounded(lab.model(seed=seed, tied=tied)) for seed in (1, 2))
-    engine = lab.engine(old, dtype=dtype, canary_tolerance=BOUNDS[dtype], pack_weights=True)
+def test_with_packed_weights_vllm_reloads_and_a_tied_head_is_not_stale(lab):
+    """The way of a CPU in production. A stale head would be off by about 2. In float32: test_tied.py."""
+    old, new = (lab.rounded(lab.model(seed=seed, tied=True)) for seed in (1, 2))
+    engine = lab.engine(old, dtype="bfloat16", canary_tolerance=0.5, pack_weights=True)
     ids, request = lab.tokens(3, 40), lab.submit(engine, lab.tokens(1, 12))
     for model in (new, old, new):
-        snapshot = lab.snapshot(model, saved=saved(lab, model, dtype))
+        snapshot = lab.snapshot(model, dtype="bfloat16")
         engine.prepare(snapshot)
         assert engine.load_weights(snapshot).way == "reload"
-        np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=BOUNDS[dtype])
+        np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=0.5)
     with pytest.raises(SnapshotError):
-        engine.load_weights(lab.snapshot(old, saved=saved(lab, old, dtype), canary_error=2.0))
-    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(new, ids), atol=BOUNDS[dtype])
+        engine.load_weights(lab.snapshot(old, dtype="bfloat16", canary_error=2.0))
+    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(new, ids), atol=0.5)
     assert lab.finish(engine)[request].version_runs.tolist() == [[snapshot.manifest.version, 20]]
     engine.close()

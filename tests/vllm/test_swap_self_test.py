@@ -45,23 +45,12 @@ def assert_serves(lab, engine, model, *, tolerance=1e-4):
     assert lab.generate(engine, prompt).response_ids.tolist() == expected.tolist()
 
 
-# How to make a model, whether vLLM packs its weights, and the way of its swaps. Tied models: test_tied.py.
-CASES = {
-    "untied": (lambda lab, seed: lab.model(seed), False, "in place"),
-    # vLLM registers parts of kv_b_proj as parameters: they are views of it, and follow it.
-    "dense MLA": (lambda lab, seed: dense_mla(seed), False, "in place"),
-    # Here they are copies.
-    "dense MLA, packed": (lambda lab, seed: dense_mla(seed), True, "reload"),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_way_follows_from_the_self_test_and_serves_the_new_weights_at_the_same_addresses(lab, case):
-    make, packed, way = CASES[case]
-    old, new = (make(lab, seed) for seed in (1, 2))
+# vLLM registers parts of kv_b_proj as parameters: they are views of it, and follow it. Packed, they are copies.
+@pytest.mark.parametrize(("packed", "way"), [(False, "in place"), (True, "reload")])
+def test_the_way_follows_from_the_self_test_and_serves_the_new_weights_at_the_same_addresses(lab, packed, way):
+    old, new = (dense_mla(seed) for seed in (1, 2))
     # Where the CPU has AMX, vLLM would choose its kernels for MLA, which need bfloat16.
-    chosen = {"vllm": {"attention_backend": "CPU_MLA"}} if "MLA" in case else {}
-    engine = lab.engine(old, pack_weights=packed, **chosen)
+    engine = lab.engine(old, pack_weights=packed, vllm={"attention_backend": "CPU_MLA"})
     before = addresses(engine)
     assert_serves(lab, engine, old)
     for model in (new, old, new):
@@ -89,19 +78,8 @@ def keep_copies(monkeypatch, keep, find, *, once=False):
     monkeypatch.setattr(UnquantizedLinearMethod, "apply", apply)
 
 
-PLACES = {
-    "an attribute": (lambda layer, one: setattr(layer, "copy", one), lambda layer: getattr(layer, "copy", None)),
-    "a buffer": (
-        lambda layer, one: layer.register_buffer("copy", one, persistent=False),
-        lambda layer: getattr(layer, "copy", None),
-    ),
-    "a closure": (lambda layer, one: setattr(layer, "call", lambda: one), lambda layer: layer.call()),
-}
-
-
-@pytest.mark.parametrize("place", ["an attribute", "a closure"])
-def test_a_layer_that_computes_with_a_copy_of_its_weight_is_not_swapped_in_place(lab, monkeypatch, place):
-    keep_copies(monkeypatch, *PLACES[place])
+def test_a_layer_that_computes_with_a_copy_of_its_weight_is_not_swapped_in_place(lab, monkeypatch):
+    keep_copies(monkeypatch, lambda layer, one: setattr(layer, "call", lambda: one), lambda layer: layer.call())
     old, new = (lab.model(seed, tied=True) for seed in (1, 2))
     engine = lab.engine(old)
     for model in (new, old):
@@ -110,10 +88,17 @@ def test_a_layer_that_computes_with_a_copy_of_its_weight_is_not_swapped_in_place
     engine.close()
 
 
-@pytest.mark.parametrize(("place", "once"), [("an attribute", True), ("a buffer", True), ("a buffer", False)])
-def test_an_engine_refuses_to_start_if_no_way_restores_the_weights(lab, monkeypatch, place, once):
+@pytest.mark.parametrize(
+    ("keep", "once"),
+    [
+        (lambda layer, one: setattr(layer, "copy", one), True),
+        (lambda layer, one: layer.register_buffer("copy", one, persistent=False), False),
+    ],
+    ids=["an attribute, made once", "a buffer"],
+)
+def test_an_engine_refuses_to_start_if_no_way_restores_the_weights(lab, monkeypatch, keep, once):
     """vLLM's reload makes a buffer again that is in no checkpoint, but then puts the old one back."""
-    keep_copies(monkeypatch, *PLACES[place], once=once)
+    keep_copies(monkeypatch, keep, lambda layer: getattr(layer, "copy", None), once=once)
     with pytest.raises(
         ConfigError, match=r"not in place: .* tensors are not restored, .* model\..*; not reload: .* are not restored"
     ):

@@ -40,13 +40,9 @@ def engine(lab, old, dtype):
     engine.close()
 
 
-def snapshot(lab, model, dtype):
-    return lab.snapshot(model, saved=lab.as_bfloat16(model) if dtype == "bfloat16" else model)
-
-
 def assert_reloaded(lab, engine, model, dtype):
     """The exchange fails its check, and after vLLM's reload the new weights serve."""
-    new = snapshot(lab, model, dtype)
+    new = lab.snapshot(model, dtype=dtype)
     report = engine.load_weights(new)
     assert report.way == "reload"
     assert engine.weights_version == new.manifest.version
@@ -58,9 +54,8 @@ def leave_out(monkeypatch, names):
     """Make exchanges skip the tensors whose names satisfy `names`."""
     original = WeightSwap._copy
 
-    def without(self, prepared):
-        prepared.copies[:] = [copy for copy in prepared.copies if not names(copy[0].name)]
-        original(self, prepared)
+    def without(self, copies):
+        original(self, [copy for copy in copies if not names(copy[0].name)])
 
     monkeypatch.setattr(WeightSwap, "_copy", without)
 
@@ -77,13 +72,13 @@ def leave_out(monkeypatch, names):
 def test_a_swap_that_leaves_something_out_is_detected_and_all_weights_are_reloaded(
     lab, engine, old, near, dtype, names, monkeypatch
 ):
-    engine.load_weights(snapshot(lab, old, dtype))
+    engine.load_weights(lab.snapshot(old, dtype=dtype))
     leave_out(monkeypatch, names)
     assert_reloaded(lab, engine, near, dtype)
 
 
 def test_in_bfloat16_the_canary_alone_would_not_have_detected_it(lab, engine, old, near, dtype):
-    engine.load_weights(snapshot(lab, old, dtype))
+    engine.load_weights(lab.snapshot(old, dtype=dtype))
     ids = lab.tokens(3, 40)
     difference = np.abs(engine.score([ids])[0] - lab.logprobs(near, ids)).max()
     assert (difference < BOUNDS[dtype]) == (dtype == "bfloat16")
@@ -97,7 +92,7 @@ def test_a_head_that_computes_with_a_packed_copy_is_detected_and_reloaded(lab, e
     """As if vLLM packed heads at an unexpected time."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    engine.load_weights(snapshot(lab, old, dtype))
+    engine.load_weights(lab.snapshot(old, dtype=dtype))
     (head,) = (one for one in worker_of(engine).get_model().modules() if isinstance(one, ParallelLMHead))
     head.quant_method.process_weights_after_loading(head)
     assert_reloaded(lab, engine, near, dtype)
@@ -112,19 +107,20 @@ def test_without_repacking_vllms_reload_leaves_a_tied_head_stale(lab, old, monke
         lab.engine(old, pack_weights=True)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)
 def test_an_engine_that_cannot_load_weights_in_any_way_is_faulty(lab, old, near, dtype, monkeypatch):
     engine = lab.engine(old, dtype=dtype, canary_tolerance=BOUNDS[dtype])
-    engine.load_weights(snapshot(lab, old, dtype))
+    engine.load_weights(lab.snapshot(old, dtype=dtype))
     leave_out(monkeypatch, lambda name: True)
     monkeypatch.setattr(type(worker_of(engine)), "reload_weights", lambda self, weights_iterator: None)
     with pytest.raises(EngineFaulty, match="could not be restored: .* left out by vLLM.s reload"):
-        engine.load_weights(snapshot(lab, near, dtype))
+        engine.load_weights(lab.snapshot(near, dtype=dtype))
     with pytest.raises(EngineFaulty):
         engine.step()
 
 
 def test_a_lack_of_memory_refuses_the_snapshot_and_not_the_engine(lab, engine, old, near, dtype, monkeypatch):
-    engine.load_weights(snapshot(lab, old, dtype))
+    engine.load_weights(lab.snapshot(old, dtype=dtype))
     # Of the swap and of the reload after it; the rollback finds memory.
     failures, exchange = iter(range(1)), WeightSwap.exchange
     reloads, reload = iter(range(1)), type(worker_of(engine)).reload_weights
@@ -142,12 +138,13 @@ def test_a_lack_of_memory_refuses_the_snapshot_and_not_the_engine(lab, engine, o
     monkeypatch.setattr(type(worker_of(engine)), "reload_weights", reloading)
     ids = lab.tokens(3, 40)
     with pytest.raises(SnapshotError, match="CUDA out of memory"):
-        engine.load_weights(snapshot(lab, near, dtype))
+        engine.load_weights(lab.snapshot(near, dtype=dtype))
     np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(old, ids), atol=BOUNDS[dtype])
     assert next(failures, None) is next(reloads, None) is None
-    engine.load_weights(snapshot(lab, near, dtype))
+    engine.load_weights(lab.snapshot(near, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
 def test_a_model_whose_layout_is_not_found_is_reloaded_and_rolled_back_by_reload(lab, old, dtype, monkeypatch):
     from tba.searcher.engines.vllm import worker
 
@@ -159,7 +156,7 @@ def test_a_model_whose_layout_is_not_found_is_reloaded_and_rolled_back_by_reload
     assert engine.call("tba_start") == ["EngineError: no layout"]
     new, ids = lab.rounded(lab.model(seed=2, tied=True)), lab.tokens(3, 40)
     for model, error in ((new, 0.0), (old, 0.0), (new, 2.0)):
-        one = lab.snapshot(model, saved=lab.as_bfloat16(model) if dtype == "bfloat16" else model, canary_error=error)
+        one = lab.snapshot(model, canary_error=error)
         if error:
             with pytest.raises(CanaryMismatch):
                 engine.load_weights(one)

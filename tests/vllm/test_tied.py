@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 
 from tba.tests.helpers.tied import DIRECTORIES, Saved, moved
+from tba.tests.runner import size
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 # vLLM 0.32.0 has no GPT-NeoX, and a wrapped model with images needs its processor.
 CASES = [case for case in DIRECTORIES if not case.startswith(("GPT-NeoX", "wrapped"))]
+# A copy of the head, one of its own that config.json denies, and one that is as it says.
+PACKED = size(["tied, the same head", "tied by the class, another head", "not tied"], CASES)
 
 
 class Directory:
@@ -22,8 +25,7 @@ class Directory:
         self.path = directory
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["in place", "packed"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "packed"), [(case, False) for case in CASES] + [(case, True) for case in PACKED])
 def test_vllm_serves_the_snapshots_head(lab, case, packed):
     files = Directory(DIRECTORIES[case][0])
     engine = lab.engine(files, pack_weights=packed)

@@ -15,8 +15,6 @@ _WORKER = "tba.searcher.engines.vllm.worker"
 # Responses in flight with `auto`: the largest batch for which vLLM captures CUDA graphs, and its own limit on CPUs.
 _MOST_ON_GPU, _MOST_ON_CPU = 512, 256
 _CPU_CACHE_GIB = 1.0
-# The engine argument with which vLLM returns the tokens that were left to sample from (since 0.28).
-_MASKS = "return_sampling_mask"
 _UNSUPPORTED = (
     "if `vllm serve` does not start with it either, this vLLM does not support the model: try another release, or "
     'search.engine = "transformers"'
@@ -92,7 +90,8 @@ def start_vllm(
         model_loader_extra_config={"packed": pack_weights},
         **_memory(search),
         **_lora(lora_rank),
-        **({_MASKS: True} if search.top_k else {}),
+        # The tokens that were left to sample from.
+        **({"return_sampling_mask": True} if search.top_k else {}),
     )
     check_arguments(search.vllm, [field.name for field in dataclasses.fields(EngineArgs)])
     if model.head_dtype != "model":
@@ -112,20 +111,14 @@ def start_vllm(
 
 def _check_kept() -> None:
     """Raise ConfigError unless this vLLM can return the tokens that were left to sample from."""
-    from vllm import EngineArgs
     from vllm.platforms import current_platform
 
-    if _MASKS not in {field.name for field in dataclasses.fields(EngineArgs)}:
-        why = f"it has no {_MASKS}"
-    elif current_platform.is_cpu():
-        why = "only its GPU model runner does"
-    else:
-        return
-    raise ConfigError(
-        "search.top_p, top_k and min_p with an objective that needs ratios to the sampler: this vLLM does not tell "
-        f"which tokens were left to sample from ({why}). Set top_p = 1, top_k = 0 and min_p = 0, or "
-        'search.engine = "transformers"'
-    )
+    if current_platform.is_cpu():
+        raise ConfigError(
+            "search.top_p, top_k and min_p with an objective that needs ratios to the sampler: this vLLM does not tell "
+            "which tokens were left to sample from (only its GPU model runner does). Set top_p = 1, top_k = 0 and "
+            'min_p = 0, or search.engine = "transformers"'
+        )
 
 
 def most_in_flight(search: SearchSection) -> int:

@@ -8,6 +8,7 @@ them.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -86,16 +87,9 @@ class ProcessingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by name; those that keep their bytes in inner tensors as these."""
+    """Parameters with elements by name; those that keep their bytes in inner tensors as these."""
     for name, parameter in model.named_parameters():
         yield from _parts(name, parameter.detach())
-
-
-def state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, except those without elements."""
-    yield from weights(model)
-    for name, buffer in model.named_buffers():
-        yield from _parts(name, buffer)
 
 
 def fingerprint(model: nn.Module, derived: Sequence[Derived]) -> dict[str, str]:
@@ -104,9 +98,10 @@ def fingerprint(model: nn.Module, derived: Sequence[Derived]) -> dict[str, str]:
     A derived tensor on the host that is not in use any more has "". On a GPU that would be a difference, because CUDA
     graphs may still read it.
     """
+    buffers = (_parts(name, buffer) for name, buffer in model.named_buffers())
     prints = {
         name: f"{one.data_ptr():x} {one.dtype} {tuple(one.shape)} {one.stride()} {_hash(one)}"
-        for name, one in state(model)
+        for name, one in chain(weights(model), *buffers)
     }
     for number, one in enumerate(derived):
         gone = "" if one.on_host else "gone"

@@ -16,12 +16,13 @@ share its pages, where `torch.empty(pin_memory=True)` would give each process it
 """
 
 import contextlib
+import math
 import mmap
 import os
 import resource
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tba.common.errors import EngineError, quantity
 from tba.common.log import get_logger
-from tba.common.weights.tensor_file import Span, read_layout
+from tba.common.weights.tensor_file import read_layout
 
 log = get_logger(__name__)
 
@@ -41,6 +42,9 @@ _DTYPES = {
     "F16": torch.float16, "BF16": torch.bfloat16, "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
     "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64,
 }  # fmt: skip
+# The tensors of some files by name, as views of their mappings.
+Tensors = Mapping[str, Tensor]
+
 # Besides the files that were opened last: those of the version before, and two for a trainer to write to by turns.
 _OTHER_FILES = 3
 _PAGE = 4096
@@ -51,30 +55,6 @@ _PORTABLE, _READ_ONLY = 1, 8
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"0", dtype=torch.uint8)
-
-
-class TensorFiles:
-    """The tensors of some files by name, as views of their mappings."""
-
-    def __init__(self, buffers: Mapping[Path, mmap.mmap]) -> None:
-        self._spans: dict[str, tuple[mmap.mmap, Span]] = {}
-        for path, buffer in buffers.items():
-            self._spans |= {name: (buffer, span) for name, span in read_layout(path).spans.items()}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._spans
-
-    def __getitem__(self, name: str) -> Tensor:
-        buffer, span = self._spans[name]
-        dtype = _DTYPES[span.dtype]
-        count = (span.end - span.start) // dtype.itemsize
-        if not count:
-            return torch.empty(span.shape, dtype=dtype)
-        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=span.start).view(span.shape)
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, one at a time."""
-        return ((name, self[name]) for name in self._spans)
 
 
 @dataclass(slots=True)
@@ -112,7 +92,7 @@ class MappedFiles:
         # By device and inode, the least recently opened first.
         self._files: dict[tuple[int, int], _File] = {}
 
-    def open(self, paths: Sequence[str]) -> TensorFiles:
+    def open(self, paths: Sequence[str]) -> Tensors:
         """Map files, or find their mappings. Raises OSError if one is missing, SnapshotError if it is malformed."""
         for key in [key for key, file in self._files.items() if not file.is_current()]:
             self._files.pop(key).close()
@@ -125,7 +105,7 @@ class MappedFiles:
             buffers[Path(path)] = file.content
         for key in list(self._files)[: -(len(buffers) + _OTHER_FILES)]:
             self._files.pop(key).close()
-        return TensorFiles(buffers)
+        return _tensors(buffers)
 
     def close(self) -> None:
         """Unregister all files and give their mappings up."""
@@ -155,14 +135,21 @@ class MappedFiles:
         return _open(path, os.O_RDONLY, mmap.PROT_READ)
 
 
-def map_files(paths: Iterable[str]) -> TensorFiles:
+def _tensors(buffers: Mapping[Path, mmap.mmap]) -> dict[str, Tensor]:
+    tensors = {}
+    for path, buffer in buffers.items():
+        for name, span in read_layout(path).spans.items():
+            dtype = _DTYPES[span.dtype]
+            count = (span.end - span.start) // dtype.itemsize
+            # Torch makes no tensor of an empty part of a buffer.
+            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=span.start) if count else torch.empty(0)
+            tensors[name] = flat.to(dtype).view(span.shape)
+    return tensors
+
+
+def map_files(paths: Iterable[str]) -> Tensors:
     """Map files for one use, without registering them."""
     return MappedFiles(pin=False).open([*paths])
-
-
-def touch(tensor: Tensor) -> None:
-    """Read each page of a contiguous tensor, or page faults would interrupt the copy in the pause."""
-    tensor.view(-1).view(torch.uint8)[::_PAGE].max()
 
 
 def _open(path: str, flags: int, protection: int) -> _File:
@@ -209,13 +196,12 @@ def _limits(path: str, reasons: Sequence[str]) -> str:
 class TensorSlice:
     """A box of one checkpoint tensor, and its location in one parameter of the engine's model.
 
-    `start` and `size` cut the box out of the checkpoint tensor of `shape`, by dimension. `offset` and `stride` locate
-    it in the parameter's storage, in elements.
+    `start` and `size` cut the box out of the checkpoint tensor, by dimension. `offset` and `stride` locate it in the
+    parameter's storage, in elements.
     """
 
     name: str
     parameter: str
-    shape: tuple[int, ...]
     start: tuple[int, ...]
     size: tuple[int, ...]
     offset: int
@@ -230,22 +216,6 @@ class TensorSlice:
     def of_parameter(self, parameter: Tensor) -> Tensor:
         """Return the box as a view of the parameter."""
         return parameter.as_strided(self.size, self.stride, self.offset)
-
-    def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Map positions in the flattened checkpoint tensor, int64 [n], to positions in the parameter's storage.
-
-        Returns a mask [n] of the positions inside the box, and the mapped positions of those.
-        """
-        inside = torch.ones_like(positions, dtype=torch.bool)
-        index, rest = torch.full_like(positions, self.offset), positions
-        for extent, start, size, stride in reversed(
-            [*zip(self.shape, self.start, self.size, self.stride, strict=True)]
-        ):
-            coordinate = rest % extent - start
-            rest = rest // extent
-            inside &= (coordinate >= 0) & (coordinate < size)
-            index += coordinate * stride
-        return inside, index[inside]
 
 
 class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -263,7 +233,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(
-    load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any], parameters: Mapping[str, Tensor], files: TensorFiles
+    load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any], parameters: Mapping[str, Tensor], files: Tensors
 ) -> list[TensorSlice]:
     """Find out where a model's `load_weights` puts each tensor, without changing a weight.
 
@@ -288,7 +258,7 @@ def record(
     return slices
 
 
-def differing(slices: Iterable[TensorSlice], parameters: Mapping[str, Tensor], files: TensorFiles) -> list[str]:
+def differing(slices: Iterable[TensorSlice], parameters: Mapping[str, Tensor], files: Tensors) -> list[str]:
     """Return the names of tensors that the parameters do not hold bit for bit (in the parameter's dtype)."""
     names = []
     for one in slices:
@@ -305,7 +275,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _slice(name: str, parameter: str, marker: Tensor, source: Tensor, target: Tensor) -> TensorSlice:
-    shape = tuple(marker.shape)
     found = [stride for stride, size in zip(source.stride(), source.shape, strict=True) if size > 1]
     expected = [stride for stride, size in zip(marker.stride(), source.shape, strict=False) if size > 1]
     if source.dim() != marker.dim() or found != expected:
@@ -316,7 +285,7 @@ def _slice(name: str, parameter: str, marker: Tensor, source: Tensor, target: Te
         start.append(rest // stride)
         rest %= stride
     size = tuple(source.shape)
-    return TensorSlice(name, parameter, shape, tuple(start), size, int(target.storage_offset()), tuple(target.stride()))
+    return TensorSlice(name, parameter, tuple(start), size, int(target.storage_offset()), tuple(target.stride()))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -334,20 +303,11 @@ Layouts = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Elements of one tensor, on the host: positions in the parameter's storage [n], and values in the file [n]."""
+    """Elements of one slice, on the host: coordinates in its box [dimensions, n], and values in the file [n]."""
 
-    name: str
-    parameter: str
+    slice: TensorSlice
     index: Tensor
     values: Tensor
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """The input of an exchange, and what must be read back after it."""
-
-    copies: list[tuple[TensorSlice, Tensor]] = field(default_factory=list)
-    samples: list[_Sample] = field(default_factory=list)
 
 
 class WeightSwap:
@@ -358,7 +318,8 @@ class WeightSwap:
 
     def __init__(self, model: nn.Module, slices: Sequence[TensorSlice], layouts: Layouts) -> None:
         self._model = model
-        self._prepared: _Prepared | None = None
+        # The copies of the next exchange, and what must be read back after it.
+        self._prepared: tuple[list[tuple[TensorSlice, Tensor]], list[_Sample]] | None = None
         self._check_computes_with_parameters()
         parameters = self._parameters()
         self._mapped = MappedFiles(pin=any(one.device.type == "cuda" for one in parameters.values()))
@@ -378,9 +339,10 @@ class WeightSwap:
         written = {(one.parameter, one.offset) for one, _ in copies}
         if stale := [one for one in self._slices if (one.parameter, one.offset) not in written]:
             raise EngineError(f"the files lack {stale[0].name} and would leave a part of {stale[0].parameter} as it is")
+        # Each page is read once, or page faults would interrupt the copy in the pause.
         for _, source in copies:
-            touch(source)
-        self._prepared = _Prepared(copies, self._samples(tensors, seed))
+            source.view(-1).view(torch.uint8)[::_PAGE].max()
+        self._prepared = copies, self._samples(tensors, seed)
 
     def exchange(self) -> None:
         """Copy the prepared weights into the parameters, and read a sample of each tensor back.
@@ -389,11 +351,11 @@ class WeightSwap:
         """
         if self._prepared is None:
             raise EngineError("no weights are prepared")
-        prepared, self._prepared = self._prepared, None
-        self._copy(prepared)
-        self._read_back(prepared.samples)
+        (copies, samples), self._prepared = self._prepared, None
+        self._copy(copies)
+        self._read_back(samples)
 
-    def checked_reload(self, files: Sequence[str], seed: int, reload: Callable[[TensorFiles], None]) -> None:
+    def checked_reload(self, files: Sequence[str], seed: int, reload: Callable[[Tensors], None]) -> None:
         """Load with `reload` instead of an exchange, and read a sample back. Raises EngineError if it differs."""
         self._prepared = None
         tensors = self._mapped.open(files)
@@ -409,25 +371,22 @@ class WeightSwap:
         processed = differing(self._slices, self._parameters(), map_files(files))
         self._slices = [one for one in self._slices if one.name not in processed]
 
-    def _samples(self, tensors: TensorFiles, seed: int) -> list[_Sample]:
+    def _samples(self, tensors: Tensors, seed: int) -> list[_Sample]:
         """Choose the elements to read back after the exchange, different ones for each seed."""
         generator = torch.Generator().manual_seed(seed)
         parameters = self._parameters()
         samples = []
         for one in self._slices:
-            if one.name not in tensors:
-                continue
-            source = tensors[one.name].view(-1)
-            chosen = _random_runs(source.numel(), generator)
-            inside, index = one.locate(chosen)
-            values = source[chosen[inside]].to(parameters[one.parameter].dtype)
-            samples.append(_Sample(one.name, one.parameter, index, values))
+            if one.name in tensors:
+                index = _random_elements(one.size, generator)
+                values = one.of_checkpoint(tensors[one.name])[tuple(index)]
+                samples.append(_Sample(one, index, values.to(parameters[one.parameter].dtype)))
         return samples
 
     @torch.no_grad()
-    def _copy(self, prepared: _Prepared) -> None:
+    def _copy(self, copies: Iterable[tuple[TensorSlice, Tensor]]) -> None:
         parameters = self._parameters()
-        for one, source in prepared.copies:
+        for one, source in copies:
             _copy_box(one, source, parameters[one.parameter])
         # The device reads the mapped files: none may change or be unmapped before it has.
         if any(parameter.device.type != "cpu" for parameter in parameters.values()):
@@ -438,12 +397,10 @@ class WeightSwap:
         parameters = self._parameters()
         found = []
         for one in samples:
-            parameter = parameters[one.parameter]
-            # The elements of a dense parameter in the order of its storage.
-            flat = parameter.as_strided((parameter.numel(),), (1,), 0)
-            found.append(flat[one.index.to(flat.device)])
+            box = one.slice.of_parameter(parameters[one.slice.parameter])
+            found.append(box[tuple(one.index.to(box.device))])
         pairs = zip(samples, found, strict=True)
-        if wrong := [one.name for one, values in pairs if not same_bits(values.cpu(), one.values)]:
+        if wrong := [one.slice.name for one, values in pairs if not same_bits(values.cpu(), one.values)]:
             many = quantity(len(wrong), "tensor differs", "tensors differ")
             raise EngineError(f"{many} from the files after the swap, for example {wrong[0]}")
 
@@ -490,9 +447,13 @@ def _copy_through_staging(one: TensorSlice, tensor: Tensor, parameter: Tensor) -
         target[first : first + step].copy_(staged)
 
 
-def _random_runs(count: int, generator: torch.Generator) -> Tensor:
-    """Positions of a few runs of adjacent elements among `count`; all positions if they are few."""
+def _random_elements(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Coordinates of a few runs of adjacent elements of a tensor of this size; of all elements if they are few."""
+    count = math.prod(size)
     if count <= _SAMPLE_RUNS * _RUN:
-        return torch.arange(count)
-    starts = torch.randint(count - _RUN + 1, (_SAMPLE_RUNS, 1), generator=generator)
-    return (starts + torch.arange(_RUN)).view(-1)
+        positions = torch.arange(count)
+    else:
+        starts = torch.randint(count - _RUN + 1, (_SAMPLE_RUNS, 1), generator=generator)
+        positions = (starts + torch.arange(_RUN)).view(-1)
+    # A scalar has no coordinates.
+    return torch.stack(torch.unravel_index(positions, size)) if size else torch.empty(0, 1)

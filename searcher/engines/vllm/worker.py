@@ -30,7 +30,7 @@ from tba.searcher.engines.vllm.running import FAILURE
 from tba.searcher.engines.vllm.start import ADAPTER_ID, adapter_request
 from tba.searcher.engines.vllm.weight_state import Derived, ProcessingWatch, clear, differences, fingerprint, zeros
 from tba.searcher.engines.vllm.weight_swap import (
-    TensorFiles,
+    Tensors,
     WeightSwap,
     differing,
     map_files,
@@ -147,7 +147,7 @@ class WeightWorker:
         model: Any = self._tba_model()
         parameters = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         placed = {one.name for one in model.tba_slices if one.parameter in parameters}
-        tensors = dict(map_files(files).items())
+        tensors = map_files(files)
         held = [one for name, one in tensors.items() if name in placed]
         return {
             name: any(one.shape == copy.shape and same_bits(one, copy) for one in held)
@@ -263,7 +263,7 @@ class WeightWorker:
         worker.reset_weights()
         clear(self._tba_derived())
 
-    def _tba_reload_all(self, files: TensorFiles) -> None:
+    def _tba_reload_all(self, files: Tensors) -> None:
         """Reload. Raises EngineError for layers that have received nothing."""
         model: Any = self._tba_model()
         packed = packed_copies(model)
@@ -271,7 +271,7 @@ class WeightWorker:
         worker: Any = self
         if current_platform.is_cpu():
             _forget_packed_experts(model)
-        worker.reload_weights(weights_iterator=files.items())
+        worker.reload_weights(weights_iterator=iter(files.items()))
         if current_platform.is_cpu():
             _repack_tied_heads(worker)
             _unpack_heads(model)

@@ -149,17 +149,13 @@ def test_a_calibration_never_lowers_the_limits():
 def test_a_dense_model_that_differs_more_than_usual_on_the_same_weights_is_accepted_from_then_on():
     difference = np.tile([0.2, -0.2, 0.7, 0.1], TOKENS // 4)
     one = acceptance(0.5)
-    assert not accepted(one, difference)
+    with pytest.raises(
+        CanaryMismatch, match=r"v7 .* by 0.7 on the canary .* KL divergence of .*; 0\.5, 0\.125 and 0\.125"
+    ):
+        one.accept(found(difference), 7)
     assert accepted(one, difference, calibrate=True)
     assert accepted(one, difference * 1.5)
     assert not accepted(one, difference * 4)
-
-
-def test_the_message_names_what_differs_and_what_is_allowed():
-    with pytest.raises(
-        CanaryMismatch, match=r"v7 .* by 1 on the canary .* KL divergence of .*; 0\.5, 0\.125 and 0\.125"
-    ):
-        acceptance(0.5).accept(found(np.ones(TOKENS)), 7)
 
 
 @pytest.mark.parametrize(

@@ -37,15 +37,12 @@ from tba.searcher.evaluation.follower import Follower
 from tba.searcher.evaluation.measure import (
     Measured,
     bootstrap,
-    cosine_distance,
-    distinct,
     measure_divergence,
     measure_diversity,
     measure_greedy,
     measure_sampled,
     pass_at_k,
     wilson,
-    without_near_duplicates,
 )
 from tba.searcher.generate import Generator
 from tba.searcher.scoring.rewards import Rewards
@@ -231,20 +228,22 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_correct_one(s
         for k in range(1, samples + 1):
             chosen = [any(choice) for choice in combinations(marks, k)]
             assert pass_at_k(samples, correct, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
-
-
-def test_pass_at_k_has_no_rounding_error_with_many_samples():
+    # Many samples are not rounded.
     assert pass_at_k(10_000, 1, 5_000) == 0.5
 
 
 @pytest.mark.slow
 def test_intervals_cover_the_true_mean_as_often_as_they_say():
     generator = np.random.default_rng(0)
-    trials = 200
+    trials = 100
     ends = [bootstrap(generator.binomial(1, 0.3, 80).astype(float), seed=n) for n in range(trials)]
+    # An interval depends on its seed alone, and one of a ratio draws whole prompts.
+    values = np.arange(20, dtype=np.float64)
+    assert bootstrap(values, seed=1) == bootstrap(values, seed=1) != bootstrap(values, seed=2)
+    assert bootstrap(np.array([2.0, 8.0]), np.array([1.0, 4.0]), seed=1) == (2.0, 2.0)
     covered = sum(low <= 0.3 <= high for low, high in ends)
-    # Binomial: 95 % of 200 with a standard deviation of 3; the percentile interval covers a little less.
-    assert 176 <= covered <= 198
+    # Binomial: 95 % of 100 with a standard deviation of 2.2; the percentile interval covers a little less.
+    assert 87 <= covered <= 99
 
 
 @pytest.mark.parametrize(("successes", "count"), [(20, 20), (0, 20), (7, 20), (1, 1), (888, 1000)])
@@ -274,26 +273,6 @@ def test_the_name_of_a_metric_says_whether_it_is_a_share_and_not_its_values():
     assert measured.intervals["accuracy"] == (0.5, 1.0), "partial credit"
 
 
-def test_an_interval_of_a_ratio_draws_whole_prompts_and_depends_on_its_seed_alone():
-    assert bootstrap(np.array([2.0, 8.0]), np.array([1.0, 4.0]), seed=1) == (2.0, 2.0)
-    values = np.arange(20, dtype=np.float64)
-    assert bootstrap(values, seed=1) == bootstrap(values, seed=1) != bootstrap(values, seed=2)
-
-
-@pytest.mark.parametrize(("n", "expected"), [(1, 3 / 6), (2, 3 / 4), (4, None)])
-def test_distinct_n_by_hand(n, expected):
-    # Bigrams: 12, 21, 12, 23.
-    assert distinct([[1, 2, 1], [1, 2, 3]], n) == expected
-
-
-def test_the_cosine_distance_is_the_mean_over_pairs():
-    rows = np.random.default_rng(0).normal(size=(5, 3))
-    units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    pairs = [1 - a @ b for a, b in combinations(units, 2)]
-    assert cosine_distance(rows) == pytest.approx(np.mean(pairs))
-    assert cosine_distance(rows[:1]) is None
-
-
 def answered(tokens, *, correct=0.0, logprob=0.0, **fields: Any) -> Trajectory:
     logprobs = np.full(len(tokens), logprob / len(tokens), np.float32)
     row = {"prompt_ids": np.zeros(1, np.int32), "logprobs": logprobs, "text": "t", "reward": correct}
@@ -315,14 +294,6 @@ def test_the_metrics_of_sampled_answers_by_hand():
     assert "distinct_4" not in found
     # One correct text of the first prompt, none of the second.
     assert found["distinct_correct"] == 0.5
-
-
-def test_each_task_of_a_mixture_has_its_own_accuracy():
-    measured = Measured(seed=0)
-    measure_greedy(measured, [answered([1], correct=1.0), answered([1]), answered([1])], ["a", "b", "b"])
-    found = measured.metrics
-    assert (found["accuracy_of_a"], found["accuracy_of_b"]) == (1.0, 0.0)
-    assert found["accuracy"] == pytest.approx(1 / 3)
 
 
 def test_answers_of_a_task_that_says_nothing_of_correct_are_not_wrong():
@@ -366,19 +337,13 @@ def test_more_than_two_percent_of_answers_without_a_score_are_no_measurement(fai
 
 
 def test_a_task_of_a_mixture_that_cannot_be_scored_has_no_accuracy_and_the_others_have():
-    answers = [*[answered([1], correct=1.0)] * 99, answered([1], error="reward of b: ConnectError")]
+    answers = [*[answered([1], correct=1.0)] * 98, answered([1]), answered([1], error="reward of b: ConnectError")]
     measured = Measured(seed=0)
-    measure_greedy(measured, answers, [*["a"] * 99, "b"])
-    assert (measured.metrics["accuracy"], measured.metrics["accuracy_of_a"]) == (0.99, 1.0)
+    measure_greedy(measured, answers, [*["a"] * 98, "c", "b"])
+    found = measured.metrics
+    assert (found["accuracy"], found["accuracy_of_a"], found["accuracy_of_c"]) == (0.98, 1.0, 0.0)
     assert not {"accuracy_of_b", "reward_of_b"} & measured.metrics.keys()
     assert measured.not_measured == "1 of 1 responses of b could not be scored: reward of b: ConnectError"
-
-
-def test_the_diversity_leaves_out_empty_answers():
-    groups = [[answered([1], text="a"), answered([1], text=" "), answered([1], text="b")]]
-    measured = Measured(seed=0)
-    measure_diversity(measured, groups, lambda texts: np.eye(2)[[ord(text) - 97 for text in texts]])
-    assert measured.metrics["embedding_distance"] == pytest.approx(1.0)
 
 
 def test_near_duplicates_of_correct_answers_count_once(monkeypatch):
@@ -399,6 +364,10 @@ def test_near_duplicates_of_correct_answers_count_once(monkeypatch):
         measured = Measured(seed=0)
         measure_diversity(measured, groups, embed)
         counts[least] = measured.metrics["distinct_correct_by_embedding"] * len(groups)
+        # The mean over the pairs of the answers that are not empty; the other prompt has one.
+        first_five = embed(["a", "b", "c", "c", "wrong"])
+        distances = [1 - a @ b for a, b in combinations(first_five, 2)]
+        assert measured.metrics["embedding_distance"] == pytest.approx(np.mean(distances))
     # 1 - cos 20 degrees is 0.06, 1 - cos 60 degrees is 0.5.
     assert counts == {0.0: 3, 0.1: 2, 0.6: 1}
 
@@ -408,19 +377,6 @@ def test_a_task_without_right_and_wrong_has_no_count_of_correct_answers():
     measured = Measured(seed=0)
     measure_diversity(measured, [ungraded], lambda texts: np.eye(len(texts)))
     assert "distinct_correct_by_embedding" not in measured.metrics
-
-
-@pytest.mark.parametrize("least", [0.0, 0.05, 0.3, 1.0, 2.0])
-def test_rows_without_near_duplicates_equal_those_of_a_comparison_of_all_pairs(least):
-    rows = np.random.default_rng(1).normal(size=(200, 3))
-    rows[5] = rows[3]
-    expected: list[int] = []
-    for number, row in enumerate(rows):
-        cosines = [row @ rows[one] / np.sqrt((row @ row) * (rows[one] @ rows[one])) for one in expected]
-        if all(1 - min(cosine, 1) >= least for cosine in cosines):
-            expected.append(number)
-    assert without_near_duplicates(rows, least) == expected
-    assert without_near_duplicates(rows[:0], least) == []
 
 
 def test_a_model_without_a_chat_template_is_refused_for_a_conversation(example_model):

@@ -5,6 +5,8 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,10 +17,11 @@ from tba.common.errors import SnapshotCorrupt, SnapshotError
 from tba.common.weights.node_store import VERIFIED, try_lock
 from tba.common.weights.snapshot import MANIFEST
 from tba.common.weights.snapshot_server import NodeServer
+from tba.searcher.engines.engine import LoadReport, Mismatch
 from tba.searcher.weights import fetch
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Fetcher, Progress
-from tba.searcher.weights.follower import Preparation
+from tba.searcher.weights.follower import WeightsFollower
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, RandomWeights, flip_a_byte
 
@@ -53,11 +56,20 @@ def fetcher(server):
 
 
 @pytest.fixture
-def preparation(tmp_path):
+def follower(tmp_path):
+    """A follower whose engine accepts everything."""
     config = {"run": {"name": "r"}, "search": {"weights_dir": str(tmp_path / "node"), "weights_from": "trainer"}}
-    preparation = Preparation(Config.model_validate(config), SystemClock(), lambda snapshot: None)
-    yield preparation
-    preparation.close()
+    report = LoadReport(Mismatch(0, 0, 0), "none", 0, 0, 0, 0)
+    engine: Any = SimpleNamespace(prepare=lambda snapshot: None, load_weights=lambda snapshot: report)
+    follower = WeightsFollower(Config.model_validate(config), engine, SystemClock())
+    yield follower
+    follower.close()
+
+
+def serves(follower, ref) -> bool:
+    """Whether a snapshot is loaded, after an update."""
+    follower.update(ref)
+    return follower.current == ref
 
 
 @contextlib.contextmanager
@@ -137,10 +149,7 @@ def test_only_files_that_a_manifest_names_are_served(trainer, fetcher, server, t
     with pytest.raises(SnapshotError, match="refused"):
         fetcher.fetch(0, name, tmp_path / "target")
     assert server.served == {}
-
-
-def test_a_named_file_that_became_a_symbolic_link_is_not_served(trainer, fetcher, tmp_path):
-    trainer.full()
+    # One that is named, and became a link.
     trainer.path(0, WEIGHTS).unlink()
     trainer.path(0, WEIGHTS).symlink_to("/etc/hostname")
     with pytest.raises(SnapshotError, match="refused"):
@@ -152,9 +161,7 @@ def test_the_refusal_of_a_deleted_snapshot_names_the_file(trainer, fetcher, tmp_
         fetcher.fetch(7, MANIFEST, tmp_path / "target")
 
 
-def test_a_fetch_continues_after_the_trainer_went_away_and_came_back(
-    trainer, server, tmp_path, monkeypatch, preparation
-):
+def test_a_fetch_continues_after_the_trainer_went_away_and_came_back(trainer, server, tmp_path, monkeypatch, follower):
     monkeypatch.setattr(fetch, "_CHUNK_BYTES", 4096)
     monkeypatch.setattr(fetch, "_REPORT_SECONDS", 0.3)
     reached = threading.Event()
@@ -166,14 +173,15 @@ def test_a_fetch_continues_after_the_trainer_went_away_and_came_back(
         return original(reader, asked)
 
     server._chunk = chunk
-    preparation.want(trainer.full(), refresh=False)
+    ref = trainer.full()
+    follower.update(ref)
     assert reached.wait(60)
     server.close()
-    wait_until(lambda: "waiting for the trainer" in preparation.progress.waits_for)
+    wait_until(lambda: "waiting for the trainer" in follower.reason)
     back = CountingServer(server.address, tmp_path / "snapshots")
-    wait_until(preparation.take)
-    assert preparation.take().snapshot.weight_files[0].read_bytes() == trainer.truth[0]
-    assert preparation.progress.waits_for == ""
+    wait_until(lambda: serves(follower, ref))
+    assert next((tmp_path / "node").rglob(f"v*/{WEIGHTS}")).read_bytes() == trainer.truth[0]
+    assert follower.reason == ""
     assert back.served[WEIGHTS] < len(trainer.truth[0]) - 900_000
     back.close()
 
@@ -225,17 +233,10 @@ def test_a_snapshot_whose_readers_are_gone_is_let_go(trainer, server, fetcher, t
         wait_until(lambda: try_lock(descriptor))
 
 
-def test_a_fetch_that_only_waits_is_abandoned_for_a_newer_snapshot(trainer, preparation):
-    nowhere = replace(trainer.full(), address="tcp://127.0.0.1:9")
-    preparation.want(nowhere, refresh=False)
-    assert preparation.take() is None
+def test_a_fetch_that_only_waits_is_abandoned_for_a_newer_snapshot(trainer, follower):
+    assert not serves(follower, replace(trainer.full(), address="tcp://127.0.0.1:9"))
     newer = trainer.full()
-
-    def is_ready() -> bool:
-        preparation.want(newer, refresh=False)
-        return (result := preparation.take()) is not None and result.ref == newer
-
-    wait_until(is_ready)
+    wait_until(lambda: serves(follower, newer))
 
 
 def test_a_partial_file_that_is_linked_elsewhere_is_not_written_to(trainer, fetcher, tmp_path):

@@ -1,7 +1,6 @@
 """A follower with a real engine swaps prepared snapshots, and keeps the old weights when one is refused."""
 
 import contextlib
-import errno
 import json
 import re
 import shutil
@@ -14,11 +13,11 @@ import torch
 from msgspec.structs import replace
 
 from tba.common.config import Config
-from tba.common.errors import EngineError, EngineFaulty, SnapshotError, SnapshotMissing
+from tba.common.errors import EngineError, EngineFaulty
 from tba.common.system.durable import sha256_of
-from tba.common.weights.snapshot import MANIFEST, read_error
+from tba.common.weights.snapshot import MANIFEST
 from tba.searcher.engines.transformers_engine import TransformersEngine
-from tba.searcher.weights.follower import Preparation, WeightsFollower
+from tba.searcher.weights.follower import WeightsFollower
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.engines import cpu_engine
@@ -42,17 +41,20 @@ class Follower:
         self.engine = cpu_engine(lab.files, Watched, dtype="bfloat16", canary_tolerance=0.5)
         self.clock = ManualClock()
         config = {"run": {"name": "r"}, "search": {"weights_dir": str(folder)}}
-        self.preparation = Preparation(Config.model_validate(config), self.clock, self.engine.prepare)
-        self.weights = WeightsFollower(self.engine, self.clock, self.preparation)
+        self.weights = WeightsFollower(Config.model_validate(config), self.engine, self.clock)
 
     def settle(self, newest) -> bool:
         """Update until the newest snapshot has been loaded or refused. True if it was loaded."""
         refused = self.weights._refused
         self.weights.update(newest)
         while self.weights.current != newest and self.weights._refused is refused:
-            wait_until(lambda: self.preparation._thread is None or not self.preparation._thread.running)
+            self.wait()
             self.weights.update(newest)
         return self.weights.current == newest
+
+    def wait(self) -> None:
+        """Wait until nothing is being prepared."""
+        wait_until(lambda: self.weights._thread is None or not self.weights._thread.running)
 
     def scores(self):
         return self.engine.score([SEQUENCE])[0]
@@ -97,7 +99,7 @@ def test_damaged_weights_are_refused_with_the_reason_and_retried_later(lab, foll
     flip_a_byte(file)
     follower.weights.update(newest)
     # Too early for a retry: nothing is prepared.
-    assert follower.preparation._thread is None
+    assert follower.weights._thread is None
     follower.clock.advance(60)
     assert follower.settle(newest)
     assert (follower.weights.reason, follower.weights.refused_version) == ("", None)
@@ -182,11 +184,6 @@ def test_a_snapshot_that_is_still_missing_at_the_second_attempt_is_a_warning(lab
     assert levels(caplog) == ["INFO", "WARNING"]
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.ENOENT, SnapshotMissing), (errno.ENOSPC, SnapshotError)])
-def test_only_a_file_that_does_not_exist_is_missing(number, kind):
-    assert type(read_error(OSError(number, "why"), "a sentence")) is kind
-
-
 def test_the_files_that_serve_are_pinned_and_older_ones_are_released(lab, follower):
     for step in range(6):
         assert follower.settle(lab.publish(step))
@@ -196,25 +193,16 @@ def test_the_files_that_serve_are_pinned_and_older_ones_are_released(lab, follow
     assert (follower.weights._served.pinned.path / WEIGHTS).is_file()
 
 
-def test_a_snapshot_that_became_ready_between_take_and_want_is_not_prepared_again(lab, follower):
-    newest = lab.publish(0)
-    follower.weights.update(newest)
-    wait_until(follower.preparation.take)
-    follower.preparation.want(newest, refresh=False)
-    assert follower.settle(newest)
-    assert len(follower.engine.given) == 1
-
-
 def test_a_snapshot_that_is_ready_is_loaded_before_a_newer_one_is_prepared(lab, follower):
     first, second = lab.publish(0), lab.publish(1)
     follower.weights.update(first)
-    wait_until(follower.preparation.take)
+    follower.wait()
     flip_a_byte(lab.config.snapshots / "v00000001" / WEIGHTS)
-    follower.preparation.want(second, refresh=False)
     follower.weights.update(second)
     assert follower.weights.current == first
     assert not follower.settle(second)
     assert follower.weights.refusals == 1
+    assert len(follower.engine.given) == 1
 
 
 def test_an_unexpected_error_is_reported_and_retried(lab, follower):
@@ -276,20 +264,25 @@ def test_a_snapshot_that_is_accepted_in_between_starts_the_count_again(lab, foll
         assert follower.settle(with_wrong_canary(lab, ref) if step % 4 else ref) == (step % 4 == 0)
 
 
-def test_a_snapshot_assembled_during_close_is_not_passed_to_the_engine(lab, follower):
+def test_a_snapshot_assembled_during_close_is_not_passed_to_the_engine(lab, follower, monkeypatch):
     prepared: list[Any] = []
-    follower.preparation._make_ready = prepared.append
-    first, second = lab.publish(0), lab.publish(1)
-    follower.weights.update(first)
-    wait_until(follower.preparation.take)
-    follower.preparation.want(second, refresh=False)
+    assemble = follower.weights._assembler.assemble
+
+    def slow(*given, **named):
+        found = assemble(*given, **named)
+        follower.weights._thread.stopping.wait(60)
+        return found
+
+    monkeypatch.setattr(follower.weights._assembler, "assemble", slow)
+    monkeypatch.setattr(follower.engine, "prepare", prepared.append)
+    follower.weights.update(lab.publish(0))
     follower.weights.close()
-    assert not follower.preparation._thread.running
-    assert len(prepared) == 1
+    assert not follower.weights._thread.running
+    assert prepared == []
 
 
 def test_closing_does_not_wait_for_a_trainer_that_is_away(lab, follower):
     away = msgspec.structs.replace(lab.publish(0), path="/nowhere/v00000000", address="tcp://127.0.0.1:9")
     follower.weights.update(away)
     follower.weights.close()
-    assert not follower.preparation._thread.running
+    assert not follower.weights._thread.running

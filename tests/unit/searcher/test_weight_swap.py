@@ -152,7 +152,7 @@ def test_a_swap_takes_no_device_memory_before_the_pause_and_one_staging_block_in
     assert swap._prepared is not None
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     with torch.no_grad(), DeviceBytes() as copied:
-        swap._copy(not_none(swap._prepared))
+        swap._copy(not_none(swap._prepared)[0])
     assert sum(copied.sizes) == tensors["columns"].nbytes + tensors["converted"].nbytes
     assert max(copied.sizes) == weight_swap._STAGING_BYTES
 

@@ -160,10 +160,10 @@ class Leasing:
         The limits apply in this order: a finished run, none before the first fill, samples per insert, and staleness.
         """
         state = self._state
-        limit = state.rules.max_staleness
+        limit = state.config.max_staleness
         if state.finished:
             return _Room(0, "the run is finished")
-        if len(state.index) < state.rules.min_fill:
+        if len(state.index) < state.config.buffer.min_fill:
             return _Room(sys.maxsize)
         if (room := self._room_by_rate()) == 0:
             return _Room(0, "searchers are ahead of buffer.samples_per_insert")
@@ -187,7 +187,7 @@ class Leasing:
         state, leased = self._state, self._state.leases.leased_prompts
         if len(leased) >= enough:
             return len(leased)
-        need = state.rules.need(state.config.train.samples_per_prompt)
+        need = state.sampler.need(state.config.train.samples_per_prompt)
         untrained = state.sampler.untrained_prompts(oldest_useful, need)
         if len(untrained) >= enough:
             return len(untrained)
@@ -210,7 +210,7 @@ class Leasing:
     def _reason(self, shared: _Room, message: messages.LeasePrompts) -> str:
         if self._has_useful_weights(shared, message):
             return shared.reason
-        limit = self._state.rules.max_staleness
+        limit = self._state.config.max_staleness
         return f"weights v{message.weights_version} are too old for max_staleness {limit}"
 
     def _has_useful_weights(self, shared: _Room, message: messages.LeasePrompts) -> bool:

@@ -5,10 +5,8 @@ Invariant: the memory never holds more than what is committed. If a transaction 
 
 from dataclasses import dataclass, field
 
-from tba.buffer.sampling.entry_columns import Block, context_of
-from tba.buffer.sampling.index import SamplingIndex
+from tba.buffer.sampling.index import Block, SamplingIndex, context_of
 from tba.buffer.sampling.rate_limiter import RateLimiter
-from tba.buffer.sampling.rules import Limits, SamplingRules, from_section
 from tba.buffer.sampling.sampler import Sampler
 from tba.buffer.service.clients import Clients
 from tba.buffer.service.curriculum import Curriculum
@@ -65,8 +63,6 @@ class RunState:
         self.run = run
         self.config = config
         self.clock = clock
-        self.rules = from_section(SamplingRules, config.buffer, publish_every=config.train.publish_every)
-        self._limits = from_section(Limits, config.buffer, seed=run.seed)
         self.as_of = as_of
         self.rate = RateLimiter(None if as_of else config.samples_per_insert, config.samples_per_insert_slack)
         self.clients = Clients(clock, config.buffer.lease_seconds)
@@ -108,7 +104,8 @@ class RunState:
     def _rebuild_index(self) -> None:
         announced = {version: ref.step for version, ref in self.versions.items()}
         steps_of = self.as_of.policy_steps if self.as_of else announced
-        self.index = SamplingIndex(self._limits)
+        settings, train = self.config.buffer, self.config.train
+        self.index = SamplingIndex(settings, seed=self.run.seed)
         self.curriculum = Curriculum(self.config.curriculum, guided=self.config.search.guided > 0)
         for parts, (ids, versions, *columns) in self.store.trajectories.blocks(self.run):
             context = context_of(*parts)
@@ -118,7 +115,8 @@ class RunState:
             self.store.trajectories.answers(self.run) if self.curriculum.is_on else ()
         ):
             self.curriculum.note(prompt, [version], [reward], guided=guided is not None)
-        self.sampler = Sampler(self.index, self.rules, samples=self.config.train.samples_per_prompt)
+        samples, publish_every = train.samples_per_prompt, train.publish_every
+        self.sampler = Sampler(self.index, settings, publish_every=publish_every, samples=samples)
 
     def begin_epoch(self) -> None:
         """Begin the next epoch. It keeps at least the prompts of the batches that may be under way together."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from tba.buffer.sampling.rules import Shortage
+from tba.buffer.sampling.sampler import Shortage
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.batches import Recency
 from tba.common.errors import Refused, StorageError, quantity

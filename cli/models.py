@@ -59,8 +59,7 @@ def evaluate(
     of_run = snapshot is None or (options.file is not None and options.file.is_dir())
     resolve = options.resolve_run if of_run else options.resolve
     resolved = resolve({"search.gpus": "cpu" if cpu else None})
-    from tba.buffer.store.recorded_work import refuse_other_work
-    from tba.buffer.store.starts import as_recorded
+    from tba.buffer.store.starts import as_recorded, refuse_other_work
 
     settings = as_recorded(resolved)
     refuse_other_work(settings, evaluates=True)

@@ -79,6 +79,7 @@ class Block(NamedTuple):
 
     def single_entries(self) -> Iterator["Block"]:
         """Yield each entry as a block of its own."""
+        values: tuple[Any, ...]
         for values in zip(*self[1:], strict=True):
             yield Block(self.prompt, *([value] for value in values))
 

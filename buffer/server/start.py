@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
-from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import record_of, refuse_other_runs
+from tba.buffer.store.starts import MODEL_WEIGHTS, model_weights, record_of, refuse_other_runs, refuse_other_work
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
 from tba.common.config import Config

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tba.buffer.service.clients import GONE
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.prompts import OpenVisit
+from tba.buffer.store.tables.runs import Task
 from tba.common.config.root import check_batches
 from tba.common.errors import Refused, quantity
 from tba.common.wire import messages
@@ -63,7 +64,8 @@ class Leasing:
             new = slice(known - message.offset, None) if message.offset <= known else slice(0)
             self._refuse_repeated(message.task, message.keys[new])
             if task.name is None:
-                state.register_task(message.task, message.fingerprint, message.total)
+                state.task = Task(message.task, message.fingerprint, message.total)
+                state.store.runs.register_task(state.run, state.task)
             state.add_prompts(message.keys[new], message.texts[new], message.answers[new])
         known = len(state.prompt_ids)
         complete = known == state.task.prompts

@@ -43,15 +43,6 @@ class AsOf:
     policy_steps: dict[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What the run works on: name None before the first registration, and the number of prompts."""
-
-    name: str | None
-    fingerprint: str | None
-    prompts: int
-
-
 class RunState:
     """What the request handlers share. They write each change to the store and to this memory.
 
@@ -85,7 +76,7 @@ class RunState:
         self.next_step = store.batches.recorded_steps(run)
         self.finished = store.runs.finished_step(run) is not None
         self.clients.admit_trainers(store.senders.trainers(run))
-        self.task = Task(*store.runs.task(run))
+        self.task = store.runs.task(run)
         self.prompt_ids = store.prompts.ids(run)
         self.prompt_keys = {id_: key for key, id_ in self.prompt_ids.items()}
         epoch, position = store.visits.next_position(run)
@@ -128,11 +119,6 @@ class RunState:
         if decisions:
             skipped, postponed = len(leases.skipped), len(leases.postponed)
             log.info("epoch begins", epoch=epoch, prompts=len(leases.prompts), skipped=skipped, postponed=postponed)
-
-    def register_task(self, name: str, fingerprint: str, prompts: int) -> None:
-        """Record which task the run works on."""
-        self.store.runs.register_task(self.run, name, fingerprint, prompts)
-        self.task = Task(name, fingerprint, prompts)
 
     def add_prompts(self, keys: list[str], texts: list[str | None], answers: list[str | None]) -> None:
         """Add the next prompts of the task, whose keys are new; `texts` and `answers` may be empty."""

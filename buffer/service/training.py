@@ -67,11 +67,11 @@ def draw_batch(state: RunState, message: messages.SampleBatch) -> Shortage | Non
         return draw
     entries = list(chain.from_iterable(draw.groups))
     ids = [entry.id for entry in entries]
-    # No frame is larger than all payloads together, so only a batch that may be too large costs a query.
-    if sum(entry.payload_bytes for entry in entries) > MAX_FRAME_BYTES:
-        _refuse_large_frames(state.store.trajectories.largest_frame(ids))
+    # No frame is larger than all payloads together, so only a batch that may be too large costs this query.
+    is_large = sum(entry.payload_bytes for entry in entries) > MAX_FRAME_BYTES
+    frame_bytes = state.store.trajectories.largest_frame(ids) if is_large else 0
     each = state.store.trajectories.header_bytes(list(set(ids)))
-    _refuse_oversize(ids, [each[id_] for id_ in ids])
+    _refuse_oversize(ids, frame_bytes, [each[id_] for id_ in ids])
     state.store.batches.record(
         state.run,
         message.step,
@@ -88,18 +88,17 @@ def draw_batch(state: RunState, message: messages.SampleBatch) -> Shortage | Non
     return None
 
 
-def _refuse_large_frames(size: int) -> None:
-    """Raise Refused for a batch that fits no message: once recorded, it could never be handed out."""
-    if size > MAX_FRAME_BYTES:
+def _refuse_oversize(trajectories: Sequence[int], frame_bytes: int, header_bytes: Sequence[int]) -> None:
+    """Raise Refused for a batch that fits no message: once recorded, it could never be handed out.
+
+    If its header is too large, the trajectories that take the most of it are named.
+    """
+    if frame_bytes > MAX_FRAME_BYTES:
         raise Refused(
             "oversize",
-            f"a batch with {size} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
+            f"a batch with {frame_bytes} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
             "lower train.prompts_per_step or search.max_tokens",
         )
-
-
-def _refuse_oversize(trajectories: Sequence[int], header_bytes: Sequence[int]) -> None:
-    """Raise Refused for a batch whose header fits no message, with the trajectories that take the most of it."""
     size = sum(header_bytes)
     if size > _MAX_BATCH_HEADER:
         by_size = sorted(set(zip(header_bytes, trajectories, strict=True)), reverse=True)

@@ -1,4 +1,4 @@
-"""The tables `batches` and `consumption_rows`: the trajectories of each training step."""
+"""The tables `batches`, `consumption_rows` and `reference_logprobs`: the trajectories of each training step."""
 
 import json
 from collections.abc import Sequence
@@ -125,7 +125,11 @@ class Batches:
             (trajectory, message.reference, logprob)
             for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
         ]
-        self._trajectories.insert_references(rows)
+        self._database.execute_many(
+            "INSERT INTO reference_logprobs (trajectory, reference, logprob) VALUES (?, ?, ?) "
+            "ON CONFLICT (trajectory, reference) DO NOTHING",
+            rows,
+        )
 
     def _set_numbers(self, run: Run, step: int, numbers: RowNumbers) -> None:
         (batch,) = self._database.one("SELECT id FROM batches WHERE run = ? AND step = ?", run.id, step)

@@ -13,13 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba.buffer.offline.offline_buffer import OfflineBuffer
-from tba.buffer.offline.recorded_run import read_recorded_run
+from tba.buffer.offline.offline_buffer import OfflineBuffer, read_recorded_run
 from tba.buffer.server.start import serve
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.archives import NAME_KEY
-from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import IMPORT, as_recorded, changes_since_last_start, record_of, resolve_start
+from tba.buffer.store.starts import (
+    IMPORT,
+    MODEL_WEIGHTS,
+    as_recorded,
+    changes_since_last_start,
+    model_weights,
+    record_of,
+    refuse_other_work,
+    resolve_start,
+)
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
 from tba.buffer.tools.export import archive_record, archive_schema
@@ -402,15 +409,6 @@ def test_the_record_of_an_offline_run_passes_its_check(offline, source, tmp_path
     findings = check(tmp_path / "offline/buffer.sqlite")
     assert {finding["result"] for finding in findings} == {"ok", "note"}
     assert f"they are in {source.store.path}" in next(f["detail"] for f in findings if f["result"] == "note")
-
-
-@pytest.mark.slow
-def test_the_wal_of_a_long_run_does_not_grow(offline, tmp_path):
-    buffer = offline()
-    for step in range(600):
-        train(buffer, step)
-    # 36e6 without checkpoints.
-    assert (tmp_path / "offline/buffer.sqlite-wal").stat().st_size < 10e6
 
 
 OPTIONS: dict[str, Any] = {"task": {"name": "tasks/own.py:Own", "options": {"digits": 2}}}

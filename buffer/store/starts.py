@@ -46,7 +46,6 @@ _SECRET_ROUNDS, _SECRET_BYTES = 100_000, 2
 _SHOWN = 20
 # Added to the recorded configuration of a start: the hash of the model's weights, where they were on that machine.
 MODEL_WEIGHTS = "model_weights"
-_MODEL = "model.path"
 # What the prompts and their scores come from. Paths of data may change, as may limits of time and memory.
 _OF_TASK = ("name", "options", "mixture")
 _OF_PROMPTS = ("limit", "system", "template_kwargs")
@@ -156,7 +155,8 @@ def recorded_start(database: Path, run: str | None) -> Start:
     Raises UsageError if there is no file, or if `run` is None and there is not exactly one run.
     """
     with open_reader(database) as connection:
-        run = run or choose_run(database, _run_names(connection), None, "--set run.name=NAME")
+        names = [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
+        run = run or choose_run(database, names, None, "--set run.name=NAME")
         return last_start(connection, *connection.execute("SELECT MAX(id) FROM runs WHERE name = ?", (run,)).fetchone())
 
 
@@ -192,15 +192,11 @@ def choose_run(path: Path, names: Iterable[str], name: str | None, flag: str) ->
     return fitting[0]
 
 
-def as_recorded(resolved: Resolved) -> Config:
+def as_recorded(resolved: Resolved) -> Resolved:
     """Return a configuration, or without a file that with which its run was last served, and what was set on top.
 
     Raises UsageError if the database holds several runs and none is named.
     """
-    return _on_recorded(resolved).config
-
-
-def _on_recorded(resolved: Resolved) -> Resolved:
     config, database = resolved.config, resolved.config.database
     if resolved.file is not None or not database.is_file():
         return resolved
@@ -219,17 +215,13 @@ def resolve_start(options: ConfigOptions, overrides: dict[str, Any] | None = Non
     """As the method of `options`; the directory of a run stands for the settings with which it was last served."""
     if options.file is None or not options.file.is_dir():
         return options.resolve_start(overrides)
-    return _on_recorded(options.resolve_run(overrides))
+    return as_recorded(options.resolve_run(overrides))
 
 
 def changes_since_last_start(config: Config) -> list[tuple[str, Any, Any]]:
     """Return (key, value then, value now) of the settings that differ from those a run was last served with."""
     now = record_of(config)
     return changed(recorded_start(config.database, config.run.name), Start(by_key(now), now[DIRECTORY]))
-
-
-def _run_names(connection: sqlite3.Connection) -> list[str]:
-    return [name for (name,) in connection.execute("SELECT name FROM runs ORDER BY id")]
 
 
 def refuse_other_runs(config: Config, source: str = "", *, alone: bool | None = None) -> None:
@@ -270,7 +262,9 @@ def refuse_other_work(config: Config, *, evaluates: bool = False) -> None:
     except StorageError:
         return
     different = [
-        f"{key} was {_shown(was)} and is {_shown(now)}" if was != now else f"{key} {_shown(now)} had other weights"
+        f"{key} was {json.dumps(was)} and is {json.dumps(now)}"
+        if was != now
+        else f"{key} {json.dumps(now)} had other weights"
         for key, was, now in _differences(recorded, config, evaluates)
     ]
     if different:
@@ -303,7 +297,7 @@ def _differences(recorded: Mapping[str, Any], config: Config, evaluates: bool) -
         if all(key in old and _comparable(key, old[key]) != _comparable(key, now[key]) for old, now in pairs)
     ]
     if _is_other_model(recorded, config):
-        found.append((_MODEL, recorded["model"]["path"], config.model.path))
+        found.append(("model.path", recorded["model"]["path"], config.model.path))
     return found
 
 
@@ -336,7 +330,3 @@ def _fixed(options: Any) -> Any:
     if not isinstance(options, dict):
         return options
     return {name: _fixed(value) for name, value in options.items() if name not in _MAY_CHANGE}
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value)

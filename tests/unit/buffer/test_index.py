@@ -277,7 +277,7 @@ TestAnySequence = pytest.mark.slow(IndexMachine.TestCase)
 
 # ------------------------------------------------------------ scale
 
-RULES = {"recency_fraction": 0.5, "recency_window": 3, "inverse_temperature": 1.0, "max_staleness": 50}
+RULES: dict[str, Any] = {"recency_fraction": 0.5, "recency_window": 3, "inverse_temperature": 1.0, "max_staleness": 50}
 
 
 def crowded(prompts: int, each: int, **changes: Any) -> SamplingIndex:

@@ -450,7 +450,7 @@ def test_without_a_file_a_run_is_read_with_its_recorded_configuration(run, tmp_p
     start(config_of(run.run.dir, "here", **secret), lease=False)
     moved = run.run.dir.rename(tmp_path / "moved")
     sets = [f"run.dir={moved}", "search.max_tokens=7"]
-    found = as_recorded(resolve(None, environment={}, assignments=sets))
+    found = as_recorded(resolve(None, environment={}, assignments=sets)).config
     assert (found.run.dir, found.database, found.search.max_tokens) == (moved, moved / "buffer.sqlite", 7)
     assert (found.model.path, found.search.gpus, found.task.options) == ("here", "cpu", {"digits": 2})
     assert (found.reward_model.url, found.reward_model.api_key.get_secret_value()) == ("http://a", "")
@@ -461,7 +461,7 @@ def test_without_a_file_a_run_is_read_with_its_recorded_configuration(run, tmp_p
     assert (changes, key[1]) == ({"search.max_tokens": (Config().search.max_tokens, 7)}, "")
     file = tmp_path / "own.toml"
     file.write_text("[search]\nmax_tokens = 9\n")
-    assert as_recorded(resolve(file, environment={}, assignments=sets)).model.path == ""
+    assert as_recorded(resolve(file, environment={}, assignments=sets)).config.model.path == ""
 
 
 def test_the_settings_of_a_run_mean_in_every_directory_what_they_meant_in_that_of_its_start(

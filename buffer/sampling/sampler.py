@@ -143,14 +143,6 @@ class Draw:
     recency_missed: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Ages:
-    """The recency window of a batch in optimiser steps, and the oldest step of each tier of age, newest first."""
-
-    window: int
-    tiers: list[int]
-
-
 class Sampler:
     """Draws batches from the index, which does not know it.
 
@@ -189,7 +181,7 @@ class Sampler:
             return Shortage(f"{found} of {quantity(groups, 'prompt has', 'prompts have')} {what}{limit}", found)
         fraction = rules.recency_fraction
         by_recency: list[bool] = (rng.random(groups) < fraction).tolist()
-        ages = self._ages(table, eligible, step)
+        window, ages = self._ages(table, eligible, step)
         prompts = self._draw_prompts(table, eligible, by_recency, ages, rng)
         recent = [prompt for prompt, is_recent in zip(prompts, by_recency, strict=True) if is_recent]
         return Draw(
@@ -197,9 +189,9 @@ class Sampler:
                 self._draw_group(prompt, is_recent, step, ages, samples, rng)
                 for prompt, is_recent in zip(prompts, by_recency, strict=True)
             ],
-            recency_window=ages.window,
+            recency_window=window,
             recency_groups=len(recent),
-            recency_missed=int(np.count_nonzero(table.newest_step[recent] < step - ages.window)),
+            recency_missed=int(np.count_nonzero(table.newest_step[recent] < step - window)),
         )
 
     def untrained_prompts(self, min_step: int, need: int) -> npt.NDArray[np.int64]:
@@ -210,8 +202,8 @@ class Sampler:
             self._untrained = (asked, np.array(self.index.prompt_ids, np.int64)[found])
         return self._untrained[1]
 
-    def _ages(self, table: PromptTable, eligible: Mask, step: int) -> _Ages:
-        """Return the tiers of age for a batch of this step."""
+    def _ages(self, table: PromptTable, eligible: Mask, step: int) -> tuple[int, list[int]]:
+        """Return the recency window of a batch in steps, and the oldest step of each tier of age, newest first."""
         asked = self.rules.recency_window
         lag = max(0, step - int(table.newest_step[eligible].max()))
         window = lag + self._publish_every if asked == "auto" else asked
@@ -220,7 +212,7 @@ class Sampler:
         # No data is of a step before 0: the last tier is all that is left.
         while tiers[-1] > 0:
             tiers.append(newest - (1 << len(tiers) - 1))
-        return _Ages(window, tiers)
+        return window, tiers
 
     def _table(self, need: int) -> PromptTable:
         """Return the summary of all prompts for groups of this need, refreshed."""
@@ -234,7 +226,7 @@ class Sampler:
     # ------------------------------------------------------------ across prompts
 
     def _draw_prompts(
-        self, table: PromptTable, eligible: Mask, by_recency: list[bool], ages: _Ages, rng: np.random.Generator
+        self, table: PromptTable, eligible: Mask, by_recency: list[bool], ages: list[int], rng: np.random.Generator
     ) -> list[int]:
         """Return the ordinals of different prompts, one for each group: by the recency rule, or by priority.
 
@@ -253,7 +245,7 @@ class Sampler:
         return list(drawn)
 
     def _order(
-        self, word: Priority, table: PromptTable, eligible: Mask, count: int, ages: _Ages, rng: np.random.Generator
+        self, word: Priority, table: PromptTable, eligible: Mask, count: int, ages: list[int], rng: np.random.Generator
     ) -> list[int]:
         """Return the first `count` prompts that a rule draws without replacement, in this order."""
         rules = self.rules
@@ -273,7 +265,7 @@ class Sampler:
                 break
         return found
 
-    def _tiers(self, word: Priority, table: PromptTable, eligible: Mask, ages: _Ages) -> Iterator[Mask]:
+    def _tiers(self, word: Priority, table: PromptTable, eligible: Mask, ages: list[int]) -> Iterator[Mask]:
         """Yield the eligible prompts in tiers: one has no chance while a prompt of an earlier tier is left.
 
         Only for ranks a later tier has chances, those of the lower ranks.
@@ -289,7 +281,7 @@ class Sampler:
     # ------------------------------------------------------------ within a prompt
 
     def _draw_group(
-        self, prompt: int, recent: bool, step: int, ages: _Ages, samples: int, rng: np.random.Generator
+        self, prompt: int, recent: bool, step: int, ages: list[int], samples: int, rng: np.random.Generator
     ) -> list[Entry]:
         index, rules = self.index, self.rules
         word: Priority = "recency" if recent else rules.trajectory_priority
@@ -300,17 +292,17 @@ class Sampler:
             rows, steps = rows[is_fresh], steps[is_fresh]
         if word == "recency":
             needed = np.sort(steps)[-self.need(samples)]
-            rows = rows[steps >= next(tier for tier in ages.tiers if tier <= needed)]
+            rows = rows[steps >= next(tier for tier in ages if tier <= needed)]
         rewards = index.column("reward")[rows]
         replace = rules.replacement == "always" or len(rows) < samples
         picks = draw_positions(_log_weights(rewards, word, rules), samples, replace=replace, rng=rng)
         return [index.entry(row) for row in rows[picks].tolist()]
 
 
-def _by_age(table: PromptTable, eligible: Mask, ages: _Ages) -> Iterator[Mask]:
+def _by_age(table: PromptTable, eligible: Mask, ages: list[int]) -> Iterator[Mask]:
     """Yield the eligible prompts by tiers of age: in each, those with data in no batch yet, then the others."""
     left = eligible
-    for least in ages.tiers:
+    for least in ages:
         found = left & table.with_entries_since(least)
         unused = found & table.with_entries_since(least, untrained=True)
         yield unused

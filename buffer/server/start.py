@@ -69,10 +69,8 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
 
 def _bind(config: Config) -> ServerChannel:
     """Listen at the buffer's address. Raises AddressInUse, which names the run if the listener there is a buffer."""
-    address, keys = (
-        config.address,
-        server_keys(config.security.keys, config.address, "buffer.address", insecure=config.security.insecure),
-    )
+    address, security = config.address, config.security
+    keys = server_keys(security.keys, address, "buffer.address", insecure=security.insecure)
     make_socket_directory(address)
     try:
         return ServerChannel(address, keys=keys)

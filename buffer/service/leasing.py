@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -92,13 +93,10 @@ class Leasing:
 
     def _refuse_repeated(self, task: str, keys: Sequence[str]) -> None:
         """Raise Refused if one of these new keys stands there twice, or is registered."""
-        known, seen = self._state.prompt_ids, set[str]()
-        for key in keys:
-            if key in known or key in seen:
-                raise Refused(
-                    "repeated_prompt", f"two prompts of task {task} have the key {key!r}: give every prompt its own key"
-                )
-            seen.add(key)
+        known, times = self._state.prompt_ids, Counter(keys)
+        if repeated := [key for key in keys if key in known or times[key] > 1]:
+            sentence = f"two prompts of task {task} have the key {repeated[0]!r}: give every prompt its own key"
+            raise Refused("repeated_prompt", sentence)
 
     # ------------------------------------------------------------ leases
 

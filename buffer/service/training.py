@@ -10,7 +10,6 @@ import numpy as np
 
 from tba.buffer.sampling.sampler import Shortage
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
-from tba.buffer.store.tables.batches import Recency
 from tba.common.errors import Refused, StorageError, quantity
 from tba.common.log import get_logger
 from tba.common.wire import messages
@@ -78,7 +77,7 @@ def draw_batch(state: RunState, message: messages.SampleBatch) -> Shortage | Non
         prompts=message.prompts,
         trajectories=ids,
         staleness=[stale_from - entry.step for entry in entries],
-        recency=Recency(draw.recency_window, draw.recency_groups, draw.recency_missed),
+        recency=(draw.recency_window, draw.recency_groups, draw.recency_missed),
         now=state.clock.wall(),
     )
     state.index.mark_trained(ids)
@@ -151,7 +150,7 @@ class Training:
         state.may_skip_steps, state.next_step = False, max(state.next_step, message.step + 1)
         rows = state.store.batches.rows(state.run, message.step, message.reference)
         blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
-        recency = state.store.batches.recency(state.run, message.step)
+        window, groups, missed = state.store.batches.recency(state.run, message.step)
         turn_rewards = [_decoded(_turn_rewards, text, "turns") for text in rows["turn_rewards"]]
         if sum(map(len, blobs[KEPT])) > MAX_FRAME_BYTES:
             # They fit no message: the ratios of this batch are not known, in a repetition neither.
@@ -175,9 +174,9 @@ class Training:
             staleness=rows["staleness"],
             temperature=[one if is_known else 0.0 for one, is_known in zip(rows["temperature"], known, strict=True)],
             reference_logprobs=rows["reference_logprob"],
-            recency_window=recency.window,
-            recency_groups=recency.groups,
-            recency_missed=recency.missed,
+            recency_window=window,
+            recency_groups=groups,
+            recency_missed=missed,
             reuse_mean=sum(rows["times_used"]) / len(rows["id"]),
             turn_rewards=turn_rewards if any(turn_rewards) else None,
             explored=_flags(rows["explored"]),

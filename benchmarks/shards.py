@@ -20,10 +20,8 @@ import numpy as np
 import xxhash
 
 from benchmarks.harness import print_table
-from tba.buffer.sampling.entry_columns import Block
-from tba.buffer.sampling.index import SamplingIndex
-from tba.buffer.sampling.rules import Limits, SamplingRules, Shortage, from_section
-from tba.buffer.sampling.sampler import NEVER, Sampler
+from tba.buffer.sampling.index import Block, SamplingIndex
+from tba.buffer.sampling.sampler import NEVER, Sampler, Shortage
 from tba.buffer.store.reader import open_reader
 from tba.common.config.buffer import BufferSection
 
@@ -53,14 +51,14 @@ class Recorded:
             self.rows = connection.execute(_ROWS).fetchall()
             self.batches = connection.execute(_BATCHES).fetchall()
             config = json.loads(connection.execute(_CONFIG).fetchone()[0])
-        section = BufferSection() if default_rules else BufferSection.model_validate(config["buffer"])
-        self.limits = from_section(Limits, section, seed=0)
-        self.rules = from_section(SamplingRules, section, publish_every=config["train"]["publish_every"])
+        self.rules = BufferSection() if default_rules else BufferSection.model_validate(config["buffer"])
+        self.publish_every = config["train"]["publish_every"]
 
     def replay(self, shards: int, seed: int) -> Drawn:
         """Draw every batch from this many shards."""
         rng, arrived = np.random.default_rng(seed), 0
-        samplers = [Sampler(SamplingIndex(self.limits), self.rules, samples=self.batches[0][2]) for _ in range(shards)]
+        settings = {"publish_every": self.publish_every, "samples": self.batches[0][2]}
+        samplers = [Sampler(SamplingIndex(self.rules), self.rules, **settings) for _ in range(shards)]
         rewards, ages, uses = [], [], Counter[int]()
         for step, groups, samples, newest in self.batches:
             while arrived < len(self.rows) and self.rows[arrived][0] <= newest:
@@ -92,8 +90,8 @@ class Recorded:
         if len(samplers) == 1:
             return [groups]
         limit = self.rules.max_staleness
-        oldest = NEVER if limit is None else step - limit
-        tables = [sampler._table(self.rules.need(samples)) for sampler in samplers]
+        oldest = NEVER if limit == "unbounded" else step - limit
+        tables = [sampler._table(sampler.need(samples)) for sampler in samplers]
         eligible = [int(np.count_nonzero(table.with_entries_since(oldest))) for table in tables]
         return list(rng.multivariate_hypergeometric(eligible, groups).tolist())
 

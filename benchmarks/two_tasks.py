@@ -11,6 +11,7 @@ of the batches of the second half is of the first task.
 
 import argparse
 import time
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,16 +19,16 @@ from torch import Tensor, nn
 
 from benchmarks.harness import print_table
 from benchmarks.off_policy.setting import objective_section
-from tba.buffer.sampling.entry_columns import Block
-from tba.buffer.sampling.index import SamplingIndex
-from tba.buffer.sampling.rules import Keep, Limits, SamplingRules
+from tba.buffer.sampling.index import Block, SamplingIndex
 from tba.buffer.sampling.sampler import Draw, Sampler
+from tba.common.config.buffer import BufferSection
 from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.objectives.responses import Responses, Totals
 
 # In each task; the first half of the prompts are trained on.
 PROMPTS, FEATURES, ACTIONS, HIDDEN = 512, 8, 8, 64
 STEPS, GROUPS, SAMPLES, RATE, BETA, RECENCY = 600, 8, 8, 3e-3, 0.05, 0.5
+Keep = Literal["newest", "reservoir", "both"]
 KEEPS: tuple[Keep, ...] = ("newest", "reservoir", "both")
 MEASURED = ("first task: change", "end", "second task: change", "end", "of the index", "of the batches")
 
@@ -63,8 +64,8 @@ def run(keep: Keep, room: int, seed: int) -> list[float]:
     world, rng, found = World(seed), np.random.default_rng(seed), list[list[float]]()
     objective = make_objective(objective_section("tb_stale"), longest_response=1)
     optimizer = torch.optim.Adam(world.policy.parameters(), lr=RATE)
-    index = SamplingIndex(Limits(prompt_cap=100, dedup=False, max_trajectories=room, keep=keep, seed=seed))
-    rules = SamplingRules(RECENCY, recency_window=None, inverse_temperature=0.0, max_staleness=None, min_fill=0)
+    rules = BufferSection(recency_fraction=RECENCY, dedup=False, max_trajectories=room, keep=keep)
+    index = SamplingIndex(rules, seed=seed)
     sampler, actions, logprobs, of_first = Sampler(index, rules), list[int](), list[float](), list[bool]()
     for step in range(STEPS):
         logprob_NA = world.logprobs()

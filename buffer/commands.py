@@ -63,8 +63,7 @@ def serve(
     insecure: Insecure = False,
 ) -> None:
     """Serve the replay buffer of a run until SIGTERM."""
-    options = ConfigOptions.of(file, config, sets)
-    resolved = resolve(options, buffer, insecure=insecure, starts=True)
+    resolved = resolve(ConfigOptions.of(file, config, sets), buffer, insecure=insecure, starts=True)
     from tba.buffer.server.start import serve as run_server
 
     run_server(resolved.config, start_process("buffer"), resolved.origins)
@@ -80,9 +79,8 @@ def stats(
     as_csv: Csv = False,
 ) -> None:
     """Show counts, sizes and rewards from the database file. Works while the server runs."""
-    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
-    path = existing(options, buffer).database
+    path = existing(ConfigOptions.of(file, config, sets), buffer).database
     from tba.buffer.tools.printing import print_fields
     from tba.buffer.tools.stats import read_stats
 
@@ -111,11 +109,10 @@ def query(
     ] = None,
 ) -> None:
     """Run an SQL query on the database. Only reads, and works while the server runs."""
-    options = ConfigOptions.next_to(sql, config, sets, has_database=True)
     not_both(as_json, as_csv, "--json", "--csv")
     if limit is None:
         limit = 0 if as_json or as_csv else _TABLE_ROWS
-    path = existing(options, buffer).database
+    path = existing(ConfigOptions.next_to(sql, config, sets, has_database=True), buffer).database
     from itertools import islice
 
     from tba.buffer.tools.query import query as run_query
@@ -137,8 +134,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one trajectory: prompt, response, reward parts, versions, and the steps that trained on it."""
-    options = ConfigOptions.of(None, config, sets)
-    settings = existing(options, buffer)
+    settings = existing(ConfigOptions.of(None, config, sets), buffer)
     from tba.buffer.tools.printing import print_trajectory
     from tba.buffer.tools.show import describe, recorded_model
     from tba.buffer.tools.tokenizer import decoder_of
@@ -160,9 +156,8 @@ def tail(
     as_csv: Csv = False,
 ) -> None:
     """Show the newest trajectories, one per line; with --follow, also new ones as they are committed."""
-    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
-    path = existing(options, buffer).database
+    path = existing(ConfigOptions.of(file, config, sets), buffer).database
     from tba.buffer.tools.printing import print_csv_line, print_line
     from tba.buffer.tools.show import TAIL_COLUMNS, follow, newest
 
@@ -193,8 +188,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write trajectories to a file, with everything that an import needs. Works while the server runs."""
-    options = ConfigOptions.next_to(file, config, sets, has_database=True)
-    path = existing(options, buffer).database
+    path = existing(ConfigOptions.next_to(file, config, sets, has_database=True), buffer).database
     from tba.buffer.tools.export import export as run_export
 
     with row_progress() as on_progress:
@@ -221,16 +215,14 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Add exported trajectories or demonstrations to the run. Works with and without a server; may be repeated."""
-    options = ConfigOptions.next_to(file, config, sets, has_database=True)
-    resolved = resolve(options, buffer)
+    resolved = resolve(ConfigOptions.next_to(file, config, sets, has_database=True), buffer)
     settings = resolved.config
-    from tba.buffer.tools.import_file import import_file, read_rows
+    from tba.buffer.tools.import_file import import_file, open_target, read_rows
     from tba.common.log import configure
 
     # Checked first, so that a wrong file name creates no database.
     read_rows(file, settings, format_)
     configure("", level="WARNING")
-    from tba.buffer.tools.import_target import open_target
 
     try:
         with open_target(settings, named="run.name" in resolved.origins) as target, row_progress() as on_progress:
@@ -310,9 +302,8 @@ def archive(
     next to the database may repeat keep their tokens. Settings count as for `prune --tokens`. May be killed at any
     moment.
     """
-    options = ConfigOptions.next_to(destination, config, sets, has_database=True)
     need("fsspec", "archive")
-    settings = _as_served(options, buffer, None)
+    settings = _as_served(ConfigOptions.next_to(destination, config, sets, has_database=True), buffer, None)
     from tba.buffer.tools.archive import archive as run_archive
     from tba.buffer.tools.printing import print_fields
 
@@ -336,9 +327,8 @@ def check(
     as_csv: Csv = False,
 ) -> None:
     """Check the database. Works while the server runs. The exit code is 1 if a check fails."""
-    options = ConfigOptions.of(file, config, sets)
     not_both(as_json, as_csv, "--json", "--csv")
-    path = existing(options, buffer).database
+    path = existing(ConfigOptions.of(file, config, sets), buffer).database
     from tba.buffer.tools.check import check as run_check
 
     findings = run_check(path, quick=quick)
@@ -362,8 +352,7 @@ def backup(
     as_json: Json = False,
 ) -> None:
     """Copy the database as it is now into one checked file. Works while the server runs."""
-    options = ConfigOptions.next_to(file, config, sets, has_database=True)
-    path = existing(options, buffer).database
+    path = existing(ConfigOptions.next_to(file, config, sets, has_database=True), buffer).database
     from tba.buffer.tools.backup import backup as run_backup
     from tba.common.terminal import byte_progress
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tba.buffer.store.recorded_work import refuse_other_work
+from tba.buffer.store.starts import refuse_other_work
 from tba.buffer.tools.stats import read_results
 from tba.common.config import Config
 from tba.common.config.layers import value_of

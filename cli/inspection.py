@@ -107,7 +107,7 @@ def status(
     """Show the connected clients, their weights, what each one waits for, and why the run stands still."""
     from tba.buffer.store.starts import as_recorded
 
-    settings = as_recorded(ConfigOptions.of(file, config, sets).resolve_run())
+    settings = as_recorded(ConfigOptions.of(file, config, sets).resolve_run()).config
     from tba.buffer.tools.stats import read_results
     from tba.common.run_status import Facts, monitor
     from tba.common.wire.messages import GetStatus, Status

@@ -59,10 +59,9 @@ def evaluate(
     of_run = snapshot is None or (options.file is not None and options.file.is_dir())
     resolve = options.resolve_run if of_run else options.resolve
     resolved = resolve({"search.gpus": "cpu" if cpu else None})
-    from tba.buffer.store.recorded_work import refuse_other_work
-    from tba.buffer.store.starts import as_recorded
+    from tba.buffer.store.starts import as_recorded, refuse_other_work
 
-    settings = as_recorded(resolved)
+    settings = as_recorded(resolved).config
     refuse_other_work(settings, evaluates=True)
     if wrong:
         from tba.buffer.tools.record_evaluation import read_wrong
@@ -251,7 +250,7 @@ def _what_generates(options: ConfigOptions, model: Path | None, *, cpu: bool) ->
 
     of_run = model is None or (options.file is not None and options.file.is_dir())
     resolved = (options.resolve_run if of_run else options.resolve)({"search.gpus": "cpu" if cpu else None})
-    config = as_recorded(resolved) if of_run else resolved.config
+    config = (as_recorded(resolved) if of_run else resolved).config
     start_process("generate", level="WARNING", drains=False)
     need("torch", "train")
     config = _with_installed_engine(config, chosen="search.engine" in resolved.origins)
@@ -321,7 +320,7 @@ def rescore(
     stopped, or --buffer name a copy; what was scored is not repeated."""
     from tba.buffer.store.starts import as_recorded
 
-    settings = as_recorded(resolve(ConfigOptions.of(file, config, sets), buffer, exists=True))
+    settings = as_recorded(resolve(ConfigOptions.of(file, config, sets), buffer, exists=True)).config
     start_process("rescore", level="WARNING", drains=False)
     need("torch", "train")
     device = "cpu" if cpu or _choose_device(settings) == "cpu" else "cuda:0"

@@ -24,7 +24,7 @@ from tba.common.terminal import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tba.buffer.offline.recorded_run import RecordedRun
+    from tba.buffer.offline.offline_buffer import RecordedRun
     from tba.common.config import Config
     from tba.common.config.layers import Resolved
 
@@ -152,7 +152,7 @@ def train(
 
 def _check_training(config: "Config") -> None:
     """Raise TbaError before anything is loaded or created."""
-    from tba.buffer.store.recorded_work import refuse_other_work
+    from tba.buffer.store.starts import refuse_other_work
     from tba.common.weights.model_files import local_model
 
     need("torch", "train")
@@ -173,7 +173,7 @@ def _recorded_run(
         return None
     if file is None:
         raise UsageError("--offline needs --buffer FILE: the database of a recorded run")
-    from tba.buffer.offline.recorded_run import read_recorded_run
+    from tba.buffer.offline.offline_buffer import read_recorded_run
 
     return read_recorded_run(file, run=source_run, as_of=as_of)
 

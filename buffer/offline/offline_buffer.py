@@ -4,28 +4,34 @@
     the offline run's own file ◄── batches, reports ────────┴──► the trainer, by the messages of the server
 
 Invariant: the recorded file is never written to. The offline run records its batches and reports in a file of its own,
-whose rows refer to trajectories of the recorded file.
+whose rows refer to trajectories of the recorded file. It attaches that file, so that its trajectories replace those of
+the own one in every query.
 """
 
 import functools
+import sqlite3
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import typer
 from msgspec import structs
 
-from tba.buffer.offline.recorded_run import RecordedRun, copy_batch, overlay
 from tba.buffer.service.run_state import AsOf
 from tba.buffer.service.service import BufferService
-from tba.buffer.store.starts import OFFLINE, OfflineSource, record_of, recorded_source, refuse_other_runs
+from tba.buffer.store.database import DatabaseFile
+from tba.buffer.store.reader import open_reader
+from tba.buffer.store.starts import OFFLINE, OfflineSource, choose_run, record_of, recorded_source, refuse_other_runs
+from tba.buffer.store.storage_errors import storage_errors
 from tba.buffer.store.store import Store
+from tba.buffer.store.tables.batches import SUMMARY
 from tba.buffer.store.tables.runs import Run
 from tba.common import run_files
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import ConfigError, UsageError, quantity
+from tba.common.errors import ConfigError, StorageError, UsageError, quantity
 from tba.common.log import get_logger
 from tba.common.system.process import software
 from tba.common.wire import fields, messages
@@ -33,6 +39,153 @@ from tba.common.wire.codec import MAX_FRAME_BYTES, RequestHeader
 
 log = get_logger(__name__)
 M = TypeVar("M", bound=messages.Message)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """A recorded run at a step of its history, by default its end (`at_end`).
+
+    `policy_steps` maps each policy version to its optimiser step. `losses` are those of the steps before;
+    `compacted_steps` those before whose batches lost tokens to `tba buffer prune --tokens`, and `compacted` counts
+    these trajectories.
+    """
+
+    path: Path
+    run: int
+    run_name: str
+    run_uuid: str
+    step: int
+    at_end: bool
+    newest_trajectory: int
+    policy_steps: dict[int, int]
+    losses: dict[int, float]
+    compacted_steps: list[int]
+    compacted: int
+
+
+_LOSSES = "SELECT step, json_extract(metrics, '$.loss') FROM batches WHERE run = ? AND trained_at IS NOT NULL"
+_COMPACTED_STEPS = """
+SELECT DISTINCT b.step FROM trajectory_rows t JOIN consumption_rows c ON c.trajectory = t.id
+JOIN batches b ON b.id = c.batch
+WHERE t.run = ? AND t.compacted_at IS NOT NULL AND t.archive IS NULL AND b.run = t.run AND b.step < ? ORDER BY b.step
+"""
+_COMPACTED = """
+SELECT COUNT(*) FROM trajectory_rows
+WHERE run = ? AND id <= ? AND error IS NULL AND compacted_at IS NOT NULL AND archive IS NULL
+"""
+
+
+def read_recorded_run(path: Path, *, run: str | None, as_of: int | None) -> RecordedRun:
+    """Read a recorded run; `run` None is the only one of the file, `as_of` None its end.
+
+    Raises UsageError for a file, run or step that does not exist, ConfigError for a file that is no buffer.
+    """
+    try:
+        with open_reader(path) as connection:
+            recorded = _read(connection, path, run, as_of)
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+    if recorded.newest_trajectory == 0:
+        if (source := recorded_source(path)) is not None:
+            raise UsageError(
+                f"{path} is the record of a run that was trained offline from {source.file}: name that file"
+            )
+        raise UsageError(
+            f"{path} holds no trajectories of run {recorded.run_name}, or none before step {recorded.step}"
+        )
+    return recorded
+
+
+def _read(connection: sqlite3.Connection, path: Path, run: str | None, as_of: int | None) -> RecordedRun:
+    rows = connection.execute("SELECT name, id, uuid FROM runs ORDER BY id")
+    runs = {name: (id_, uuid) for name, id_, uuid in rows}
+    run = choose_run(path, runs, run, "--source-run")
+    id_, uuid = runs[run]
+    losses = dict(connection.execute(_LOSSES, (id_,)))
+    step = max(losses, default=-1) + 1 if as_of is None else as_of
+    newest = _newest_at(connection, path, id_, as_of)
+    return RecordedRun(
+        path=path,
+        run=id_,
+        run_name=run,
+        run_uuid=uuid,
+        step=step,
+        at_end=as_of is None,
+        newest_trajectory=newest,
+        policy_steps=dict(connection.execute("SELECT version, step FROM snapshots WHERE run = ?", (id_,))),
+        losses={trained: loss for trained, loss in losses.items() if trained < step and loss is not None},
+        compacted_steps=[row[0] for row in connection.execute(_COMPACTED_STEPS, (id_, step))],
+        compacted=connection.execute(_COMPACTED, (id_, newest)).fetchone()[0],
+    )
+
+
+def _newest_at(connection: sqlite3.Connection, path: Path, run: int, step: int | None) -> int:
+    """Return the newest trajectory that existed when the batch of a step was sampled, 0 if there was none."""
+    if step is None:
+        query = "SELECT COALESCE(MAX(id), 0) FROM trajectory_rows WHERE run = ?"
+        return int(connection.execute(query, (run,)).fetchone()[0])
+    query = "SELECT COALESCE(newest_trajectory, 0) FROM batches WHERE run = ? AND step = ?"
+    row = connection.execute(query, (run, step)).fetchone()
+    if row is None:
+        # Pruning deletes the first ones.
+        ends = "SELECT COALESCE(MIN(step), 0), COALESCE(MAX(step), -1) FROM batches WHERE run = ?"
+        first, last = connection.execute(ends, (run,)).fetchone()
+        raise UsageError(f"{path} has no batch of step {step}: --as-of can be {first} to {last}")
+    return int(row[0])
+
+
+_COPIED = (
+    "step, prompts, samples, handed_out_at, newest_trajectory, recency_window, recency_groups, recency_missed, "
+    f"{SUMMARY}"
+)
+
+
+def _overlay(database: DatabaseFile, run: Run, recorded: Path, recorded_run: int, newest: int) -> None:
+    """Shadow our prompts, trajectories and archives with those of another database, up to trajectory id `newest`.
+
+    SQLite resolves a name to a temporary view first. Statements that write name other tables, which stay our own.
+    """
+    # Archived tokens count as present: `Trajectories.payloads` reads them.
+    instead = {"run": f"{run.id} AS run", "compacted_at": "IIF(archive IS NULL, compacted_at, NULL) AS compacted_at"}
+    with storage_errors(recorded):
+        database.execute("ATTACH ? AS recorded", (f"{recorded.absolute().as_uri()}?mode=ro",))
+        for table, condition in (
+            ("prompts", f"run = {recorded_run}"),
+            ("trajectory_rows", f"run = {recorded_run} AND id <= {newest}"),
+            ("payloads", f"trajectory <= {newest}"),
+            ("kept_tokens", f"trajectory <= {newest}"),
+            ("archives", f"run = {recorded_run}"),
+        ):
+            names = [row[1] for row in database.all(f"PRAGMA recorded.table_info({table})")]
+            columns = ", ".join(instead.get(name, name) for name in names)
+            database.execute(
+                f"CREATE TEMP VIEW {table} AS SELECT {columns} FROM recorded.{table} WHERE {condition}"  # noqa: S608
+            )
+
+
+def _copy_batch(store: Store, run: Run, recorded: RecordedRun, message: messages.SampleBatch) -> None:
+    """Record the batch of a step of the recorded run as our own. Raises ConfigError if it lacks one of this shape."""
+    database, step = store.database, message.step
+    cursor = database.execute(
+        f"INSERT INTO batches (run, {_COPIED}) SELECT ?, {_COPIED} FROM recorded.batches "  # noqa: S608
+        "WHERE run = ? AND step = ?",
+        (run.id, recorded.run, step),
+    )
+    database.execute(
+        "INSERT INTO consumption_rows (batch, slot, trajectory, staleness) "
+        "SELECT ?, c.slot, c.trajectory, c.staleness FROM recorded.consumption_rows c "
+        "JOIN recorded.batches b ON b.id = c.batch WHERE b.run = ? AND b.step = ?",
+        (cursor.lastrowid, recorded.run, step),
+    )
+    shapes = database.all("SELECT prompts, samples FROM batches WHERE run = ? AND step = ?", run.id, step)
+    if not shapes:
+        raise ConfigError(f"{recorded.path} has no batch of step {step} to replay")
+    prompts, samples = shapes[0]
+    if (message.prompts, message.samples) != (prompts, samples):
+        raise ConfigError(
+            f"step {step} was recorded with {prompts} x {samples} trajectories: a replay needs "
+            f"train.prompts_per_step = {prompts} and train.samples_per_prompt = {samples}"
+        )
 
 
 def _as_first_started(config: Config, recorded: RecordedRun, *, replay: bool) -> RecordedRun:
@@ -80,19 +233,6 @@ def _refuse_compacted(recorded: RecordedRun) -> None:
     )
 
 
-def _copy_batch(store: Store, run: Run, recorded: RecordedRun, message: messages.SampleBatch) -> None:
-    """Copy the batch of a step from the recorded run, for a replay. Raises ConfigError if it lacks that batch."""
-    shape = copy_batch(store.database, run, message.step, recorded.run)
-    if shape is None:
-        raise ConfigError(f"{recorded.path} has no batch of step {message.step} to replay")
-    if (message.prompts, message.samples) != shape:
-        prompts, samples = shape
-        raise ConfigError(
-            f"step {message.step} was recorded with {prompts} x {samples} trajectories: a replay needs "
-            f"train.prompts_per_step = {prompts} and train.samples_per_prompt = {samples}"
-        )
-
-
 class OfflineBuffer:
     """The buffer of an offline run, for clients in several threads. Raises as `_as_first_started`."""
 
@@ -115,7 +255,7 @@ class OfflineBuffer:
         run = self._store.open_run(
             config.run.name, seed=config.run.seed, config=settings, software=software(), origins=origins
         )
-        overlay(self._store.database, run, recorded.path, recorded.run, recorded.newest_trajectory)
+        _overlay(self._store.database, run, recorded.path, recorded.run, recorded.newest_trajectory)
         self._run = run
         self._service = BufferService(
             self._store,

@@ -7,8 +7,9 @@ Invariant: the index is a function of the history, in the order of its ids, and 
 sequence of puts and batches it equals one that is rebuilt from the database. Which entries leave a prompt with too many
 depends on ids, rewards and the seed alone.
 
-An entry is a row of flat typed columns (`EntryColumns`), linked to the next row of its prompt. A prompt has an
-ordinal: its position in the order of first appearance.
+An entry is a row of flat typed columns: an object per entry would take 200 bytes and more. Rows are in the order of
+ids, which only grow. So a bisection finds the row of an id, and the oldest entry is the first row that is not removed.
+A prompt has an ordinal, its position in the order of first appearance, and a list of the ids of its entries.
 
 Which entries leave at `max_trajectories` is decided by `keep`:
 
@@ -22,20 +23,68 @@ teaches nothing, and a sample of single trajectories would be made of such group
 """
 
 from array import array
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tba.buffer.sampling.entry_columns import NONE, REMOVED, TRAINED, Block, EntryColumns, renumbered
-from tba.buffer.sampling.rules import Limits, PromptKeep
+from tba.common.config.buffer import BufferSection
 
+# The states of a row: out of sampling; never part of a recorded batch; part of one.
+REMOVED, UNTRAINED, TRAINED = range(3)
+# The columns and their types; `prompt` is the ordinal. Two more are there if a reservoir needs them: `key`, which
+# decides what leaves a prompt, and `rank`, which decides what leaves the run.
+_COLUMNS = {"id": "q", "prompt": "i", "step": "i", "reward": "d", "dedup_hash": "q", "payload_bytes": "I", "state": "B"}
 # The share of a reservoir that is sorted at once, to find what leaves it next.
 _SORTED_SHARE = 64
+
+
+def context_of(prompt: int, guided: int | None, phase: int | None) -> int:
+    """Return the number under which the sampler groups responses: one for each prompt, beginning and phase.
+
+    `guided` is the number of tokens that were given to the response, None for none; `phase` is that of its reward, None
+    for the reward without phases. Each beginning has a log Z of its own and each phase another reward, so no group may
+    mix two. Without either it is the id of the prompt, which has at most 32 bits.
+    """
+    return prompt + ((guided or 0) << 32) + ((0 if phase is None else phase + 1) << 56)
+
+
+class Block(NamedTuple):
+    """Entries of one prompt as columns of equal length, in the order of their ids: see `Entry`.
+
+    `prompt` is what `context_of` returns.
+    """
+
+    prompt: int
+    id: Sequence[int]
+    step: Sequence[int]
+    reward: Sequence[float]
+    dedup_hash: Sequence[int]
+    trained: Sequence[bool]
+    payload_bytes: Sequence[int]
+
+    def columns(self) -> tuple[Sequence[Any], ...]:
+        """Return all but the prompt."""
+        return self[1:]
+
+    def without_duplicates(self) -> "Block":
+        """Keep only the last of the entries with the same hash."""
+        last = {dedup_hash: position for position, dedup_hash in enumerate(self.dedup_hash)}
+        if len(last) == len(self.id):
+            return self
+        kept, columns = sorted(last.values()), self.columns()
+        return Block(self.prompt, *([column[position] for position in kept] for column in columns))
+
+    def single_entries(self) -> Iterator["Block"]:
+        """Yield each entry as a block of its own."""
+        for values in zip(*self.columns(), strict=True):
+            yield Block(self.prompt, *([value] for value in values))
 
 
 @dataclass(slots=True)
@@ -56,17 +105,23 @@ class Entry:
 
 
 class SamplingIndex:
-    """Entries grouped by prompt, within the limits. Ids are added in growing order."""
+    """Entries grouped by prompt, within the limits. Ids are added in growing order.
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.columns = EntryColumns(with_keys=limits.prompt_keep == "reservoir", with_ranks=limits.keep != "newest")
-        # Columns by the ordinal of the prompt: its id, the rows of its oldest and newest entry, the number of its
-        # entries, and the value that `changes` had after its last change.
+    The seed of the run decides which trajectories a reservoir keeps.
+    """
+
+    def __init__(self, limits: BufferSection, *, seed: int = 0) -> None:
+        self._limits = limits
+        self._seed = seed
+        self._max_rows = None if limits.max_trajectories == "unbounded" else limits.max_trajectories
+        self._max_bytes = None if limits.max_payload_bytes == "unbounded" else limits.max_payload_bytes
+        self._with_keys, self._with_ranks = limits.prompt_keep == "reservoir", limits.keep != "newest"
+        kinds = _COLUMNS | ({"key": "Q"} if self._with_keys else {}) | ({"rank": "Q"} if self._with_ranks else {})
+        self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in kinds.items()}
+        # By the ordinal of the prompt: its id, the ids of its entries, oldest first, and the value that `changes` had
+        # after its last change.
         self.prompt_ids = array("q")
-        self._head = array("i")
-        self._tail = array("i")
-        self._count = array("i")
+        self._ids: list[array[int]] = []
         self._changed_at = array("q")
         self._ordinals: dict[int, int] = {}
         self.changes = 0
@@ -87,8 +142,7 @@ class SamplingIndex:
         return self._rows
 
     def __contains__(self, id_: int) -> bool:
-        row = self.columns.find(id_)
-        return row != NONE and self.columns.state[row] != REMOVED
+        return self._find(id_) is not None
 
     # ------------------------------------------------------------ changes
 
@@ -98,51 +152,48 @@ class SamplingIndex:
         The result is that of inserting one entry after the other. Where that makes no difference, all are inserted
         together, which takes half the time: if none has to leave, or only the oldest of the prompt.
         """
-        ordinal, limits = self._ordinal(block.prompt), self.limits
-        is_crowded = self._count[ordinal] + len(block) > limits.prompt_cap
-        if len(block) > 1 and (
-            (is_crowded and limits.prompt_keep != "newest")
-            or self._exceeds_totals(len(block), sum(block.payload_bytes))
+        ordinal, limits, count = self._ordinal(block.prompt), self._limits, len(block.id)
+        ids = self._ids[ordinal]
+        is_crowded = len(ids) + count > limits.prompt_cap
+        if count > 1 and (
+            (is_crowded and limits.prompt_keep != "newest") or self._exceeds_totals(count, sum(block.payload_bytes))
         ):
             for entry in block.single_entries():
                 self.extend(entry)
             return
         if limits.dedup:
-            arrived, before = len(block), self._rows
-            block = block.without_duplicates()
-            self._remove_duplicates(ordinal, set(block.dedup_hash))
-            self.left["dedup"] += arrived - len(block) + before - self._rows
+            before, block = self._rows, block.without_duplicates()
+            hashes, held = set(block.dedup_hash), self._columns["dedup_hash"]
+            for row in [row for row in self.rows([ordinal])[0].tolist() if held[row] in hashes]:
+                self._remove(row)
+            self.left["dedup"] += count - len(block.id) + before - self._rows
         self._append(ordinal, block)
-        while self._count[ordinal] > limits.prompt_cap:
+        while len(ids) > limits.prompt_cap:
             self.left["prompt_cap"] += 1
-            self._remove(ordinal, *surplus(self.columns, self._head[ordinal], limits.prompt_keep))
+            self._remove(self._surplus(ordinal))
         while self._rows and self._exceeds_totals():
-            is_full = limits.max_trajectories is not None and self._rows > limits.max_trajectories
+            is_full = self._max_rows is not None and self._rows > self._max_rows
             self.left["max_trajectories" if is_full else "max_payload_bytes"] += 1
-            if limits.keep == "newest":
-                self._remove_oldest()
-            else:
-                self._remove_from_reservoir()
-        self._note_change(ordinal)
-        removed = len(self.columns) - self._rows
+            self._remove(self._largest_of_reservoir() if self._with_ranks else self._oldest_row())
+        removed = len(self._columns["id"]) - self._rows
         # A quarter of the rows: compaction then costs each entry the copying of three rows.
-        if removed > 1024 and removed * 4 > len(self.columns):
+        if removed > 1024 and removed * 4 > len(self._columns["id"]):
             self.compact()
 
     def mark_trained(self, ids: Iterable[int]) -> None:
         """Record that these are part of a recorded batch. Ids that are out of sampling are ignored."""
         for id_ in ids:
-            row = self.columns.find(id_)
-            if row != NONE and self.columns.state[row] != REMOVED:
-                self.columns.state[row] = TRAINED
-                self._note_change(self.columns.prompt[row])
+            if (row := self._find(id_)) is not None:
+                self._columns["state"][row] = TRAINED
+                self._note_change(self._columns["prompt"][row])
 
     def compact(self) -> None:
         """Drop the rows of removed entries. No result of any method changes."""
-        new_rows = self.columns.compact()
-        self._head, self._tail = renumbered(self._head, new_rows), renumbered(self._tail, new_rows)
-        self._fresh = int(new_rows[self._fresh - 1]) + 1 if self._fresh else 0
+        live = self.column("state") != REMOVED
+        self._fresh = int(np.count_nonzero(live[: self._fresh]))
         self._oldest = 0
+        for name, column in self._columns.items():
+            self._columns[name] = array(column.typecode, self.column(name)[live].tobytes())
 
     # ------------------------------------------------------------ questions
 
@@ -150,35 +201,29 @@ class SamplingIndex:
         """Return the ordinals of the prompts that changed after `self.changes` had this value, in ascending order."""
         return np.flatnonzero(np.frombuffer(self._changed_at, np.int64) > changes)
 
-    def rows(self, ordinal: int) -> list[int]:
-        """Return the rows of a prompt's entries, oldest first."""
-        links, row, found = self.columns.next, self._head[ordinal], []
-        while row != NONE:
-            found.append(row)
-            row = links[row]
-        return found
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return the values of all rows, to be used before the next change."""
+        return np.frombuffer(self._columns[name], self._columns[name].typecode)
+
+    def rows(self, ordinals: Iterable[int]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """Return the rows of the entries of some prompts, of each oldest first, and how many each prompt has."""
+        held = [self._ids[ordinal] for ordinal in ordinals]
+        ids = np.fromiter(chain.from_iterable(held), np.int64)
+        return np.searchsorted(self.column("id"), ids), np.array([len(own) for own in held], np.intp)
 
     def entry(self, row: int) -> Entry:
         """Return the entry of a row that is not removed."""
-        columns = self.columns
-        return Entry(
-            columns.id[row],
-            self.prompt_ids[columns.prompt[row]],
-            columns.step[row],
-            columns.reward[row],
-            columns.dedup_hash[row],
-            columns.state[row] == TRAINED,
-            columns.payload_bytes[row],
-        )
+        id_, ordinal, step, reward, dedup_hash, size, state = (self._columns[name][row] for name in _COLUMNS)
+        return Entry(id_, self.prompt_ids[ordinal], step, reward, dedup_hash, state == TRAINED, size)
 
     def prompts(self) -> list[int]:
         """Return the ids of the prompts with at least one entry, in the order of their first appearance."""
-        return [prompt for prompt, count in zip(self.prompt_ids, self._count, strict=True) if count]
+        return [prompt for prompt, ids in zip(self.prompt_ids, self._ids, strict=True) if ids]
 
     def entries(self, prompt: int) -> list[Entry]:
         """Return the entries of a prompt, oldest first."""
         ordinal = self._ordinals.get(prompt)
-        return [] if ordinal is None else [self.entry(row) for row in self.rows(ordinal)]
+        return [] if ordinal is None else [self.entry(row) for row in self.rows([ordinal])[0].tolist()]
 
     # ------------------------------------------------------------ parts
 
@@ -187,129 +232,95 @@ class SamplingIndex:
         if ordinal is None:
             ordinal = self._ordinals[prompt] = len(self.prompt_ids)
             self.prompt_ids.append(prompt)
-            self._head.append(NONE)
-            self._tail.append(NONE)
-            self._count.append(0)
+            self._ids.append(array("q"))
             self._changed_at.append(0)
         return ordinal
+
+    def _find(self, id_: int) -> int | None:
+        """Return the row of an entry, None if there is none or it is removed."""
+        ids = self._columns["id"]
+        row = bisect_left(ids, id_)
+        is_there = row < len(ids) and ids[row] == id_ and self._columns["state"][row] != REMOVED
+        return row if is_there else None
 
     def _note_change(self, ordinal: int) -> None:
         self.changes += 1
         self._changed_at[ordinal] = self.changes
 
     def _append(self, ordinal: int, block: Block) -> None:
-        first = self.columns.extend(ordinal, block)
-        if self.columns.key is not None:
-            self.columns.key.extend(keyed_hash(self.limits.seed, id_) for id_ in block.id)
-        if self.columns.rank is not None:
-            self.columns.rank.extend(keyed_hash(self.limits.seed, block.prompt << 32 | step) for step in block.step)
-            self._fresh_count += len(block)
-        if self._count[ordinal]:
-            self.columns.next[self._tail[ordinal]] = first
-        else:
-            self._head[ordinal] = first
-        self._tail[ordinal] = first + len(block) - 1
-        self._count[ordinal] += len(block)
-        self._rows += len(block)
+        columns, count = self._columns, len(block.id)
+        for name in ("id", "step", "reward", "dedup_hash", "payload_bytes"):
+            columns[name].extend(getattr(block, name))
+        columns["prompt"].extend([ordinal] * count)
+        columns["state"].extend([TRAINED if is_trained else UNTRAINED for is_trained in block.trained])
+        if self._with_keys:
+            columns["key"].extend(keyed_hash(self._seed, id_) for id_ in block.id)
+        if self._with_ranks:
+            columns["rank"].extend(keyed_hash(self._seed, block.prompt << 32 | step) for step in block.step)
+            self._fresh_count += count
+        self._ids[ordinal].extend(block.id)
+        self._rows += count
         self.payload_bytes += sum(block.payload_bytes)
-
-    def _remove_duplicates(self, ordinal: int, hashes: set[int]) -> None:
-        held, links = self.columns.dedup_hash, self.columns.next
-        previous, row = NONE, self._head[ordinal]
-        while row != NONE:
-            if held[row] in hashes:
-                self._remove(ordinal, previous, row)
-            else:
-                previous = row
-            row = links[row]
-
-    def _exceeds_totals(self, more_rows: int = 0, more_bytes: int = 0) -> bool:
-        rows, size = self.limits.max_trajectories, self.limits.max_payload_bytes
-        return (rows is not None and self._rows + more_rows > rows) or (
-            size is not None and self.payload_bytes + more_bytes > size
-        )
-
-    def _remove_oldest(self) -> None:
-        state = self.columns.state
-        while state[self._oldest] == REMOVED:
-            self._oldest += 1
-        # Rows and the entries of a prompt are both in the order of ids: the oldest of all is the first of its prompt.
-        ordinal = self.columns.prompt[self._oldest]
-        self._remove(ordinal, NONE, self._oldest)
         self._note_change(ordinal)
 
-    def _remove_from_reservoir(self) -> None:
-        """Let what is too old for the newest half of the room enter the reservoir, and remove its largest rank."""
-        limits, state, rank = self.limits, self.columns.state, self.columns.rank
-        assert rank is not None
-        assert limits.max_trajectories is not None
-        room = limits.max_trajectories - limits.max_trajectories // 2 if limits.keep == "both" else 0
+    def _exceeds_totals(self, more_rows: int = 0, more_bytes: int = 0) -> bool:
+        return (self._max_rows is not None and self._rows + more_rows > self._max_rows) or (
+            self._max_bytes is not None and self.payload_bytes + more_bytes > self._max_bytes
+        )
+
+    def _surplus(self, ordinal: int) -> int:
+        """Return the row that leaves a prompt with one entry too many.
+
+        newest: the oldest leaves; best: the lowest reward, the oldest of equal ones; reservoir: the largest keyed hash.
+        """
+        if self._limits.prompt_keep == "newest":
+            return bisect_left(self._columns["id"], self._ids[ordinal][0])
+        rows: list[int] = self.rows([ordinal])[0].tolist()
+        if self._limits.prompt_keep == "best":
+            return min(rows, key=self._columns["reward"].__getitem__)
+        return max(rows, key=self._columns["key"].__getitem__)
+
+    def _oldest_row(self) -> int:
+        while self._columns["state"][self._oldest] == REMOVED:
+            self._oldest += 1
+        return self._oldest
+
+    def _largest_of_reservoir(self) -> int:
+        """Return the row of the largest rank, once what is too old for the newest half has entered the reservoir."""
+        state, rank = self._columns["state"], self._columns["rank"]
+        assert self._max_rows is not None
+        room = self._max_rows - self._max_rows // 2 if self._limits.keep == "both" else 0
         while self._fresh_count > room:
             if state[self._fresh] != REMOVED:
                 self._fresh_count -= 1
                 if rank[self._fresh] >= self._least:
-                    insort(self._leaving, (rank[self._fresh], self.columns.id[self._fresh]))
+                    insort(self._leaving, (rank[self._fresh], self._columns["id"][self._fresh]))
             self._fresh += 1
-        row = NONE
-        while row == NONE or state[row] == REMOVED:
+        while True:
             if not self._leaving:
                 self._sort_reservoir()
-            row = self.columns.find(self._leaving.pop()[1])
-        ordinal = self.columns.prompt[row]
-        previous, other = NONE, self._head[ordinal]
-        while other != row:
-            previous, other = other, self.columns.next[other]
-        self._remove(ordinal, previous, row)
-        self._note_change(ordinal)
+            if (row := self._find(self._leaving.pop()[1])) is not None:
+                return row
 
     def _sort_reservoir(self) -> None:
         """Find the entries of the reservoir with the largest ranks."""
-        assert self.columns.rank is not None
-        rows = np.flatnonzero(np.frombuffer(self.columns.state, np.uint8)[: self._fresh] != REMOVED)
-        ranks = np.frombuffer(self.columns.rank, np.uint64)[rows]
+        rows = np.flatnonzero(self.column("state")[: self._fresh] != REMOVED)
+        ranks = self.column("rank")[rows]
         found = len(rows) - 1 - len(rows) // _SORTED_SHARE
         self._least = int(np.partition(ranks, found)[found])
         # All of an equal rank: the order of those is that of their ids.
         chosen = rows[ranks >= self._least].tolist()
-        self._leaving = sorted((self.columns.rank[row], self.columns.id[row]) for row in chosen)
+        self._leaving = sorted((self._columns["rank"][row], self._columns["id"][row]) for row in chosen)
 
-    def _remove(self, ordinal: int, previous: int, row: int) -> None:
-        """Unlink a row from its prompt's list; `previous` is the row before it there, or NONE."""
-        after = self.columns.next[row]
-        if previous == NONE:
-            self._head[ordinal] = after
-        else:
-            self.columns.next[previous] = after
-        if after == NONE:
-            self._tail[ordinal] = previous
-        self.columns.state[row] = REMOVED
-        self._count[ordinal] -= 1
-        self._fresh_count -= self.columns.rank is not None and row >= self._fresh
+    def _remove(self, row: int) -> None:
+        columns = self._columns
+        ordinal = columns["prompt"][row]
+        self._ids[ordinal].remove(columns["id"][row])
+        columns["state"][row] = REMOVED
+        self._fresh_count -= self._with_ranks and row >= self._fresh
         self._rows -= 1
-        self.payload_bytes -= self.columns.payload_bytes[row]
-
-
-def surplus(columns: EntryColumns, head: int, keep: PromptKeep) -> tuple[int, int]:
-    """Return the entry that leaves a prompt with one entry too many: (the row before it or NONE, its row).
-
-    newest: the oldest leaves; best: the lowest reward, the oldest of equal ones; reservoir: the largest keyed hash.
-    """
-    if keep == "newest":
-        return NONE, head
-    if keep == "best":
-        return _least(columns, head, columns.reward, 1)
-    assert columns.key is not None
-    return _least(columns, head, columns.key, -1)
-
-
-def _least(columns: EntryColumns, head: int, values: "array[int] | array[float]", sign: int) -> tuple[int, int]:
-    found, least = (NONE, head), sign * values[head]
-    previous, row = head, columns.next[head]
-    while row != NONE:
-        if sign * values[row] < least:
-            found, least = (previous, row), sign * values[row]
-        previous, row = row, columns.next[row]
-    return found
+        self.payload_bytes -= columns["payload_bytes"][row]
+        self._note_change(ordinal)
 
 
 def keyed_hash(seed: int, id_: int) -> int:

@@ -27,16 +27,16 @@ Across prompts, the chance of one with flat rewards (all equal) is multiplied by
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from tba.buffer.sampling.entry_columns import UNTRAINED
-from tba.buffer.sampling.index import Entry, SamplingIndex
-from tba.buffer.sampling.rules import Priority, SamplingRules, Shortage
+from tba.buffer.sampling.index import UNTRAINED, Entry, SamplingIndex
+from tba.common.config.buffer import BufferSection
 from tba.common.errors import quantity
 
+Priority = Literal["uniform", "recency", "softmax", "rank"]
 NEVER = -(1 << 31)
 # Prompts that are read from the index together: their rows are a list of Python integers for a moment.
 _CHUNK = 1024
@@ -94,13 +94,10 @@ class PromptTable:
         self.flat = np.concatenate([self.flat, np.zeros(more, np.bool_)])
 
     def _summarise(self, prompts: npt.NDArray[np.intp]) -> None:
-        index, columns = self._index, self._index.columns
-        rows_of_each = [index.rows(ordinal) for ordinal in prompts.tolist()]
-        counts = np.array([len(rows) for rows in rows_of_each])
-        rows = np.fromiter(chain.from_iterable(rows_of_each), np.intp)
-        steps = np.frombuffer(columns.step, np.int32)[rows]
-        rewards = np.frombuffer(columns.reward, np.float64)[rows]
-        is_untrained = np.frombuffer(columns.state, np.uint8)[rows] == UNTRAINED
+        index = self._index
+        rows, counts = index.rows(prompts.tolist())
+        steps, rewards = index.column("step")[rows], index.column("reward")[rows]
+        is_untrained = index.column("state")[rows] == UNTRAINED
         ends = counts.cumsum()
         owners = np.repeat(np.arange(len(prompts)), counts)
 
@@ -129,6 +126,14 @@ _TABLES = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Shortage:
+    """The reason why no batch can be sampled yet, and how much of what it needs is there."""
+
+    reason: str
+    have: int
+
+
+@dataclass(frozen=True, slots=True)
 class Draw:
     """The groups of a batch. `recency_groups` came by recency; `recency_missed` have no data in the window (steps)."""
 
@@ -138,28 +143,28 @@ class Draw:
     recency_missed: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Ages:
-    """The recency window of a batch in optimiser steps, and the oldest step of each tier of age, newest first."""
-
-    window: int
-    tiers: list[int]
-
-
 class Sampler:
     """Draws batches from the index, which does not know it.
 
     Invariant: the same index, step and generator give the same batch, also after the index was rebuilt.
     """
 
-    def __init__(self, index: SamplingIndex, rules: SamplingRules, *, samples: int = 1) -> None:
-        """`samples` is the expected size of a group: its table is prepared, so that no batch waits for that."""
+    def __init__(self, index: SamplingIndex, rules: BufferSection, *, publish_every: int = 1, samples: int = 1) -> None:
+        """`samples` is the expected size of a group: its table is prepared, so that no batch waits for that.
+
+        `publish_every` is the trainer's: a recency window of "auto" depends on it.
+        """
         self.index = index
         self.rules = rules
+        self._publish_every = publish_every
         self._tables: dict[int, PromptTable] = {}
         # The last answer of `untrained_prompts`: each searcher that asks for leases needs the same one.
         self._untrained: tuple[tuple[int, int, int], npt.NDArray[np.int64]] = ((-1, 0, 0), np.empty(0, np.int64))
-        self._table(rules.need(samples))
+        self._table(self.need(samples))
+
+    def need(self, samples: int) -> int:
+        """Return how many entries make a prompt eligible for a group of `samples`."""
+        return samples if self.rules.replacement == "never" else 1
 
     def sample(self, *, step: int, groups: int, samples: int, rng: np.random.Generator) -> Draw | Shortage:
         """Draw `groups` different prompts with `samples` entries each, for an optimiser step, from which age counts."""
@@ -167,16 +172,16 @@ class Sampler:
         if len(self.index) < rules.min_fill:
             least = quantity(rules.min_fill, "trajectory", "trajectories")
             return Shortage(f"{len(self.index)} of {least} for the first fill", len(self.index))
-        table = self._table(rules.need(samples))
-        oldest = NEVER if rules.max_staleness is None else step - rules.max_staleness
+        table = self._table(self.need(samples))
+        oldest = NEVER if rules.max_staleness == "unbounded" else step - rules.max_staleness
         eligible = table.with_entries_since(oldest)
         if (found := int(np.count_nonzero(eligible))) < groups:
-            limit = "" if rules.max_staleness is None else f" at staleness <= {rules.max_staleness}"
+            limit = "" if rules.max_staleness == "unbounded" else f" at staleness <= {rules.max_staleness}"
             what = "trajectories" if table.need == 1 else f"{table.need} different trajectories"
             return Shortage(f"{found} of {quantity(groups, 'prompt has', 'prompts have')} {what}{limit}", found)
         fraction = rules.recency_fraction
         by_recency: list[bool] = (rng.random(groups) < fraction).tolist()
-        ages = self._ages(table, eligible, step)
+        window, ages = self._ages(table, eligible, step)
         prompts = self._draw_prompts(table, eligible, by_recency, ages, rng)
         recent = [prompt for prompt, is_recent in zip(prompts, by_recency, strict=True) if is_recent]
         return Draw(
@@ -184,9 +189,9 @@ class Sampler:
                 self._draw_group(prompt, is_recent, step, ages, samples, rng)
                 for prompt, is_recent in zip(prompts, by_recency, strict=True)
             ],
-            recency_window=ages.window,
+            recency_window=window,
             recency_groups=len(recent),
-            recency_missed=int(np.count_nonzero(table.newest_step[recent] < step - ages.window)),
+            recency_missed=int(np.count_nonzero(table.newest_step[recent] < step - window)),
         )
 
     def untrained_prompts(self, min_step: int, need: int) -> npt.NDArray[np.int64]:
@@ -197,17 +202,17 @@ class Sampler:
             self._untrained = (asked, np.array(self.index.prompt_ids, np.int64)[found])
         return self._untrained[1]
 
-    def _ages(self, table: PromptTable, eligible: Mask, step: int) -> _Ages:
-        """Return the tiers of age for a batch of this step."""
-        rules = self.rules
+    def _ages(self, table: PromptTable, eligible: Mask, step: int) -> tuple[int, list[int]]:
+        """Return the recency window of a batch in steps, and the oldest step of each tier of age, newest first."""
+        asked = self.rules.recency_window
         lag = max(0, step - int(table.newest_step[eligible].max()))
-        window = lag + rules.publish_every if rules.recency_window is None else rules.recency_window
+        window = lag + self._publish_every if asked == "auto" else asked
         newest = step - max(window, lag)
         tiers = [newest]
         # No data is of a step before 0: the last tier is all that is left.
         while tiers[-1] > 0:
             tiers.append(newest - (1 << len(tiers) - 1))
-        return _Ages(window, tiers)
+        return window, tiers
 
     def _table(self, need: int) -> PromptTable:
         """Return the summary of all prompts for groups of this need, refreshed."""
@@ -221,7 +226,7 @@ class Sampler:
     # ------------------------------------------------------------ across prompts
 
     def _draw_prompts(
-        self, table: PromptTable, eligible: Mask, by_recency: list[bool], ages: _Ages, rng: np.random.Generator
+        self, table: PromptTable, eligible: Mask, by_recency: list[bool], ages: list[int], rng: np.random.Generator
     ) -> list[int]:
         """Return the ordinals of different prompts, one for each group: by the recency rule, or by priority.
 
@@ -240,7 +245,7 @@ class Sampler:
         return list(drawn)
 
     def _order(
-        self, word: Priority, table: PromptTable, eligible: Mask, count: int, ages: _Ages, rng: np.random.Generator
+        self, word: Priority, table: PromptTable, eligible: Mask, count: int, ages: list[int], rng: np.random.Generator
     ) -> list[int]:
         """Return the first `count` prompts that a rule draws without replacement, in this order."""
         rules = self.rules
@@ -260,7 +265,7 @@ class Sampler:
                 break
         return found
 
-    def _tiers(self, word: Priority, table: PromptTable, eligible: Mask, ages: _Ages) -> Iterator[Mask]:
+    def _tiers(self, word: Priority, table: PromptTable, eligible: Mask, ages: list[int]) -> Iterator[Mask]:
         """Yield the eligible prompts in tiers: one has no chance while a prompt of an earlier tier is left.
 
         Only for ranks a later tier has chances, those of the lower ranks.
@@ -276,27 +281,28 @@ class Sampler:
     # ------------------------------------------------------------ within a prompt
 
     def _draw_group(
-        self, prompt: int, recent: bool, step: int, ages: _Ages, samples: int, rng: np.random.Generator
+        self, prompt: int, recent: bool, step: int, ages: list[int], samples: int, rng: np.random.Generator
     ) -> list[Entry]:
         index, rules = self.index, self.rules
         word: Priority = "recency" if recent else rules.trajectory_priority
-        rows, steps = index.rows(prompt), index.columns.step
-        if rules.max_staleness is not None:
-            rows = [row for row in rows if steps[row] >= step - rules.max_staleness]
+        rows, _ = index.rows([prompt])
+        steps = index.column("step")[rows]
+        if rules.max_staleness != "unbounded":
+            is_fresh = steps >= step - rules.max_staleness
+            rows, steps = rows[is_fresh], steps[is_fresh]
         if word == "recency":
-            needed = sorted((steps[row] for row in rows), reverse=True)[rules.need(samples) - 1]
-            least = next(tier for tier in ages.tiers if tier <= needed)
-            rows = [row for row in rows if steps[row] >= least]
-        rewards = np.array([index.columns.reward[row] for row in rows])
+            needed = np.sort(steps)[-self.need(samples)]
+            rows = rows[steps >= next(tier for tier in ages if tier <= needed)]
+        rewards = index.column("reward")[rows]
         replace = rules.replacement == "always" or len(rows) < samples
         picks = draw_positions(_log_weights(rewards, word, rules), samples, replace=replace, rng=rng)
-        return [index.entry(rows[pick]) for pick in picks.tolist()]
+        return [index.entry(row) for row in rows[picks].tolist()]
 
 
-def _by_age(table: PromptTable, eligible: Mask, ages: _Ages) -> Iterator[Mask]:
+def _by_age(table: PromptTable, eligible: Mask, ages: list[int]) -> Iterator[Mask]:
     """Yield the eligible prompts by tiers of age: in each, those with data in no batch yet, then the others."""
     left = eligible
-    for least in ages.tiers:
+    for least in ages:
         found = left & table.with_entries_since(least)
         unused = found & table.with_entries_since(least, untrained=True)
         yield unused
@@ -311,7 +317,7 @@ def _descending(score: Vector, members: Mask) -> Ordinals:
     return descending
 
 
-def _log_weights(rewards: Vector, word: Priority, rules: SamplingRules) -> Vector:
+def _log_weights(rewards: Vector, word: Priority, rules: BufferSection) -> Vector:
     """Return the logarithms of the chances of a prompt's trajectories (oldest first), up to a constant."""
     if word == "softmax":
         return rules.inverse_temperature * rewards

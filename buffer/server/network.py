@@ -6,7 +6,6 @@
 It needs no state of the run, so it works while the writer is in a transaction.
 """
 
-import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -112,13 +111,12 @@ class Network:
         return Arrival(peer, request.header, message, size, now, deadline)
 
     def _send_outbox(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                peer, frames = self._outbox.popleft()
-                if _is_large(frames) and peer in self._leaving:
-                    self._ahead[peer] = frames
-                else:
-                    self._send(peer, frames)
+        while self._outbox:
+            peer, frames = self._outbox.popleft()
+            if _is_large(frames) and peer in self._leaving:
+                self._ahead[peer] = frames
+            else:
+                self._send(peer, frames)
 
     def _send_ahead(self) -> None:
         """Send the large replies that had to wait for an earlier one of their peer."""

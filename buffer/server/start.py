@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 
 from tba.buffer.server.writer import BufferServer
 from tba.buffer.service.service import BufferService
-from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import record_of, refuse_other_runs
+from tba.buffer.store.starts import MODEL_WEIGHTS, model_weights, record_of, refuse_other_runs, refuse_other_work
 from tba.buffer.store.store import Store
 from tba.common.clock import SystemClock
 from tba.common.config import Config
@@ -70,10 +69,8 @@ def serve(config: Config, stop: Callable[[], bool], origins: Mapping[str, str] |
 
 def _bind(config: Config) -> ServerChannel:
     """Listen at the buffer's address. Raises AddressInUse, which names the run if the listener there is a buffer."""
-    address, keys = (
-        config.address,
-        server_keys(config.security.keys, config.address, "buffer.address", insecure=config.security.insecure),
-    )
+    address, security = config.address, config.security
+    keys = server_keys(security.keys, address, "buffer.address", insecure=security.insecure)
     make_socket_directory(address)
     try:
         return ServerChannel(address, keys=keys)

@@ -9,7 +9,6 @@ service and the database. Invariant: a reply leaves only after its transaction i
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from tba.buffer.server.mailbox import Arrival, Mailbox, Parked
@@ -37,13 +36,8 @@ _POLL_SECONDS = 0.1
 _STALLS_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    peer: Peer
-    id: int
-    body: ReplyBody
-
-
+# To whom, to which request, and what.
+_Reply = tuple[Peer, int, ReplyBody]
 # None: the request is parked.
 _Outcome = ReplyBody | Refused | None
 
@@ -138,8 +132,8 @@ class BufferServer:
             return
         run, state = self._service.state.run.uuid, self._service.state.for_replies()
         encoded = [
-            (reply.peer, encode_reply(reply.body.message, id=reply.id, run=run, state=state, frames=reply.body.frames))
-            for reply in replies
+            (peer, encode_reply(body.message, id=id_, run=run, state=state, frames=body.frames))
+            for peer, id_, body in replies
         ]
         self._network.send(encoded)
 
@@ -232,11 +226,11 @@ class BufferServer:
             outcome = self._service.timeout_reply(item.header, item.message)
         if isinstance(outcome, Refused):
             return self._rejection(item.peer, item.header.id, outcome.code, str(outcome))
-        return _Reply(item.peer, item.header.id, outcome)
+        return item.peer, item.header.id, outcome
 
     def _rejection(self, peer: Peer, id_: int, code: str, message: str) -> _Reply:
         self._service.counters.rejected[code] += 1
-        return _Reply(peer, id_, ReplyBody(messages.Failure(code=code, message=message[:4000])))
+        return peer, id_, ReplyBody(messages.Failure(code=code, message=message[:4000]))
 
     def _rebuild(self) -> None:
         try:

@@ -1,5 +1,6 @@
 """The clients of the buffer: when each was last seen, what it does, and when it counts as gone."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,25 +51,17 @@ class Client:
     duplicates: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Census:
-    """The living clients by role, and the addresses of those that serve snapshots, until a monotonic time."""
-
-    until: float
-    living: Counter[fields.Role]
-    nodes: list[str]
-
-
-class Clients:
+class Clients(dict[str, Client]):
     """The clients by sender. A sender's leases expire after `patience` seconds of silence."""
 
     def __init__(self, clock: Clock, patience: float) -> None:
+        super().__init__()
         self._clock = clock
         self._patience_seconds = patience
         self._opened = clock.monotonic()
-        self._by_sender: dict[str, Client] = {}
-        # Counted again when clients come and go, and now and then, because others fall silent.
-        self._census: _Census | None = None
+        # The living clients by role, and the addresses of those that serve snapshots, until a monotonic time. Counted
+        # again when clients come and go, and now and then, because others fall silent.
+        self._living, self._nodes, self._counted_until = Counter[fields.Role](), list[str](), -math.inf
         # Sender and host of the last trainer that was admitted: requests of earlier ones are refused.
         self._trainer = ("", "")
         self._replaced: set[str] = set()
@@ -77,19 +70,9 @@ class Clients:
         """Start counting the silence of senders now: they could not be received before."""
         self._opened = self._clock.monotonic()
 
-    def __contains__(self, sender: str) -> bool:
-        return sender in self._by_sender
-
-    def __getitem__(self, sender: str) -> Client:
-        return self._by_sender[sender]
-
-    def get(self, sender: str) -> Client | None:
-        """Return a client that is remembered."""
-        return self._by_sender.get(sender)
-
     def at_work(self, sender: str) -> Client | None:
         """Return a client that is neither gone nor silent."""
-        client = self._by_sender.get(sender)
+        client = self.get(sender)
         return None if client is None or client.activity == GONE or self.is_silent(sender) else client
 
     def mark_seen(self, sender: str, role: fields.Role, at: float | None = None, owner: bytes = b"") -> None:
@@ -100,11 +83,11 @@ class Clients:
         one that fell silent or that holds nothing: those at work are not harmed by a crowd of names, nor kept out.
         """
         at = self._clock.monotonic() if at is None else at
-        client = self._by_sender.get(sender)
+        client = self.get(sender)
         if client is None:
-            if len(self._by_sender) >= fields.MAX_CLIENTS and not self._forget_one():
+            if len(self) >= fields.MAX_CLIENTS and not self._forget_one():
                 return
-            client = self._by_sender[sender] = Client(role, at, at)
+            client = self[sender] = Client(role, at, at)
             self.recount()
         if client.role != role and (client.role, role) != ("trainer", "publisher"):
             client.role = role
@@ -116,34 +99,34 @@ class Clients:
 
     def show(self, sender: str, activity: str, reason: str = "") -> None:
         """Record what a sender does now."""
-        client = self._by_sender[sender]
+        client = self[sender]
         if activity != client.activity:
             client.activity_at = self._clock.monotonic()
         client.activity, client.reason = activity, reason
 
     def is_silent(self, sender: str) -> bool:
         """Whether the sender's leases expire. After a restart every sender has the full time to come back."""
-        client = self._by_sender.get(sender)
+        client = self.get(sender)
         seen_at = client.seen_at if client else self._opened
         return self._clock.monotonic() - seen_at > self._patience(client)
 
     def forget_long_gone(self) -> None:
         """Drop clients that have been silent for ten times their patience, and longer than any request is parked."""
         now = self._clock.monotonic()
-        for sender, client in list(self._by_sender.items()):
+        for sender, client in list(self.items()):
             if now - client.seen_at > max(10 * self._patience(client), 2 * fields.LONGEST_WAIT_SECONDS):
-                del self._by_sender[sender]
+                del self[sender]
 
     def _forget_one(self) -> bool:
         """Forget a client that nothing depends on. Returns False if there is none.
 
         Else the one without work that is heard least, whose next message brings it back, or one of too many names.
         """
-        for sender, client in self._by_sender.items():
+        for sender, client in self.items():
             if client.role in ("monitor", "importer") or client.activity == GONE or self.is_silent(sender):
-                del self._by_sender[sender]
+                del self[sender]
                 return True
-        others = {sender: client for sender, client in self._by_sender.items() if sender != self._trainer[0]}
+        others = {sender: client for sender, client in self.items() if sender != self._trainer[0]}
         owner, names = Counter(client.owner for client in others.values()).most_common(1)[0]
         chosen = [
             (client.has_worked, client.seen_at, sender)
@@ -151,7 +134,7 @@ class Clients:
             if not client.has_worked or (names > _NAMES_PER_OWNER and client.owner == owner)
         ]
         if chosen:
-            del self._by_sender[min(chosen)[2]]
+            del self[min(chosen)[2]]
         return bool(chosen)
 
     def replace_earlier(self, sender: str) -> None:
@@ -159,8 +142,8 @@ class Clients:
 
         If one is alive after all, two processes share a name, and both keep their leases.
         """
-        name, role = sender.rpartition(".")[0], self._by_sender[sender].role
-        for earlier, client in self._by_sender.items():
+        name, role = sender.rpartition(".")[0], self[sender].role
+        for earlier, client in self.items():
             if earlier != sender and client.role == role and earlier.rpartition(".")[0] == name:
                 client.replaced = True
 
@@ -170,7 +153,7 @@ class Clients:
         if last in ("", sender):
             return None
         now = self._clock.monotonic()
-        client = self._by_sender.get(last)
+        client = self.get(last)
         if client is None:
             unseen = Client("trainer", self._opened, self._opened, host=host)
             return unseen if now - self._opened < _RETURN_SECONDS else None
@@ -192,9 +175,11 @@ class Clients:
         Node i, numbered as they came, has node (i - 1) // 2 before it: none serves more than two, and no two wait for
         each other.
         """
-        if address not in self._count_living().nodes:
+        self._count_living()
+        if address not in self._nodes:
             self.recount()
-        nodes = self._count_living().nodes
+            self._count_living()
+        nodes = self._nodes
         # Its heartbeat waited here for longer than a sender may be silent.
         if address not in nodes:
             return []
@@ -207,7 +192,8 @@ class Clients:
 
     def living(self, role: fields.Role) -> int:
         """Return how many clients of a role are neither gone nor silent, as of the last second."""
-        return self._count_living().living[role]
+        self._count_living()
+        return self._living[role]
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -217,19 +203,15 @@ class Clients:
 
     def recount(self) -> None:
         """Count the living clients again at the next question: one has come or gone."""
-        self._census = None
+        self._counted_until = -math.inf
 
-    def _count_living(self) -> _Census:
+    def _count_living(self) -> None:
         now = self._clock.monotonic()
-        if self._census is None or now >= self._census.until:
-            living = [
-                client
-                for sender, client in self._by_sender.items()
-                if client.activity != GONE and not self.is_silent(sender)
-            ]
-            nodes = dict.fromkeys(client.serves for client in living if client.serves)
-            self._census = _Census(now + _CENSUS_SECONDS, Counter(client.role for client in living), list(nodes))
-        return self._census
+        if now < self._counted_until:
+            return
+        living = [client for sender, client in self.items() if client.activity != GONE and not self.is_silent(sender)]
+        self._nodes = list(dict.fromkeys(client.serves for client in living if client.serves))
+        self._living, self._counted_until = Counter(client.role for client in living), now + _CENSUS_SECONDS
 
     def status(self, leases_of: Callable[[str], int]) -> list[ClientStatus]:
         """Return what `tba status` shows. Replaced clients that fell silent are left out."""
@@ -250,7 +232,7 @@ class Clients:
                 activity_seconds=now - client.activity_at,
                 warning=client.warning,
             )
-            for sender, client in self._by_sender.items()
+            for sender, client in self.items()
             if not (client.replaced and self.is_silent(sender))
         ]
 

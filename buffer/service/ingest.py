@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tba.buffer.sampling.entry_columns import Block, context_of
+from tba.buffer.sampling.index import Block, context_of
 from tba.buffer.service.put_columns import PutColumns
 from tba.buffer.service.run_state import ReplyBody, RunState
 from tba.common.errors import Refused

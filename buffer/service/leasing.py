@@ -2,12 +2,14 @@
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tba.buffer.service.clients import GONE
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
 from tba.buffer.store.tables.prompts import OpenVisit
+from tba.buffer.store.tables.runs import Task
 from tba.common.config.root import check_batches
 from tba.common.errors import Refused, quantity
 from tba.common.wire import messages
@@ -63,7 +65,8 @@ class Leasing:
             new = slice(known - message.offset, None) if message.offset <= known else slice(0)
             self._refuse_repeated(message.task, message.keys[new])
             if task.name is None:
-                state.register_task(message.task, message.fingerprint, message.total)
+                state.task = Task(message.task, message.fingerprint, message.total)
+                state.store.runs.register_task(state.run, state.task)
             state.add_prompts(message.keys[new], message.texts[new], message.answers[new])
         known = len(state.prompt_ids)
         complete = known == state.task.prompts
@@ -90,13 +93,10 @@ class Leasing:
 
     def _refuse_repeated(self, task: str, keys: Sequence[str]) -> None:
         """Raise Refused if one of these new keys stands there twice, or is registered."""
-        known, seen = self._state.prompt_ids, set[str]()
-        for key in keys:
-            if key in known or key in seen:
-                raise Refused(
-                    "repeated_prompt", f"two prompts of task {task} have the key {key!r}: give every prompt its own key"
-                )
-            seen.add(key)
+        known, times = self._state.prompt_ids, Counter(keys)
+        if repeated := [key for key in keys if key in known or times[key] > 1]:
+            sentence = f"two prompts of task {task} have the key {repeated[0]!r}: give every prompt its own key"
+            raise Refused("repeated_prompt", sentence)
 
     # ------------------------------------------------------------ leases
 
@@ -160,10 +160,10 @@ class Leasing:
         The limits apply in this order: a finished run, none before the first fill, samples per insert, and staleness.
         """
         state = self._state
-        limit = state.rules.max_staleness
+        limit = state.config.max_staleness
         if state.finished:
             return _Room(0, "the run is finished")
-        if len(state.index) < state.rules.min_fill:
+        if len(state.index) < state.config.buffer.min_fill:
             return _Room(sys.maxsize)
         if (room := self._room_by_rate()) == 0:
             return _Room(0, "searchers are ahead of buffer.samples_per_insert")
@@ -187,7 +187,7 @@ class Leasing:
         state, leased = self._state, self._state.leases.leased_prompts
         if len(leased) >= enough:
             return len(leased)
-        need = state.rules.need(state.config.train.samples_per_prompt)
+        need = state.sampler.need(state.config.train.samples_per_prompt)
         untrained = state.sampler.untrained_prompts(oldest_useful, need)
         if len(untrained) >= enough:
             return len(untrained)
@@ -210,7 +210,7 @@ class Leasing:
     def _reason(self, shared: _Room, message: messages.LeasePrompts) -> str:
         if self._has_useful_weights(shared, message):
             return shared.reason
-        limit = self._state.rules.max_staleness
+        limit = self._state.config.max_staleness
         return f"weights v{message.weights_version} are too old for max_staleness {limit}"
 
     def _has_useful_weights(self, shared: _Room, message: messages.LeasePrompts) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from typing import Any
 
 from tba.buffer.sampling.sampler import Draw
 from tba.common.clock import Clock
@@ -45,15 +46,14 @@ class StepMetrics:
 class Pace:
     """Seconds since the last step and the last row, and of the trainer's wait, from the start of the server.
 
-    `waits_for` is why the trainer waits for a batch, or "". `rows_since_step` arrived since the last step,
-    `errors_since_step` of them with an error.
+    `waits_for` is why the trainer waits for a batch, or "". `rows_since_step` arrived since the last step.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.waits_for = ""
         self.steps = StepMetrics()
         self.rows_since_step = 0
-        self.errors_since_step = 0
+        self._errors_since_step = 0
         self._clock = clock
         self._waits_at = self._step_at = self._row_at = clock.monotonic()
         self._durations: deque[float] = deque(maxlen=_STEPS)
@@ -73,14 +73,6 @@ class Pace:
             self._grew_at, self._rows_then, self._left_then = now, self.rows_since_step, self._left
         self.waits_for = reason
 
-    @property
-    def fruitless(self) -> tuple[float, int, dict[str, int]]:
-        """Seconds, rows, and rows that left sampling by key of [buffer], since there was last more for the batch."""
-        if not self.waits_for:
-            return 0.0, 0, {}
-        seconds = self._clock.monotonic() - self._grew_at
-        return seconds, max(0, self.rows_since_step - self._rows_then), dict(self._left - self._left_then)
-
     def note_step(self, step: int, metrics: dict[str, float]) -> None:
         """Record that a step was reported, with its metrics."""
         self.steps.note(step, metrics)
@@ -89,7 +81,7 @@ class Pace:
         if self._has_step:
             self._durations.append(now - self._step_at)
         self._has_step, self._step_at = True, now
-        self.rows_since_step = self.errors_since_step = 0
+        self.rows_since_step = self._errors_since_step = 0
 
     def note_rows(self, count: int, errors: Sequence[str]) -> None:
         """Record that rows were stored, and the errors among them."""
@@ -97,33 +89,25 @@ class Pace:
             return
         self._row_at = self._clock.monotonic()
         self.rows_since_step += count
-        self.errors_since_step += len(errors)
+        self._errors_since_step += len(errors)
         self._errors.extend(error.partition("\n")[0][:_ERROR_CHARACTERS] for error in errors)
 
-    @property
-    def waits_seconds(self) -> float:
-        """How long the trainer has waited for a batch."""
-        return self._clock.monotonic() - self._waits_at if self.waits_for else 0.0
-
-    @property
-    def step_seconds(self) -> float:
-        """Time since the last step was reported."""
-        return self._clock.monotonic() - self._step_at
-
-    @property
-    def usual_step_seconds(self) -> float:
-        """Mean time between the last steps, 0 if unknown."""
-        return sum(self._durations) / max(1, len(self._durations))
-
-    @property
-    def row_seconds(self) -> float:
-        """Time since a row was stored."""
-        return self._clock.monotonic() - self._row_at
-
-    @property
-    def common_error(self) -> str:
-        """The most frequent of the last errors, empty without any."""
-        return Counter(self._errors).most_common(1)[0][0] if self._errors else ""
+    def fields(self) -> dict[str, Any]:
+        """Return what `Status` shows of it; `fruitless` counts since there was last more for the batch."""
+        now, waits = self._clock.monotonic(), bool(self.waits_for)
+        return {
+            "trainer_waits_for": self.waits_for,
+            "trainer_waits_seconds": now - self._waits_at if waits else 0.0,
+            "last_step_seconds": now - self._step_at,
+            "usual_step_seconds": sum(self._durations) / max(1, len(self._durations)),
+            "last_put_seconds": now - self._row_at,
+            "rows_since_step": self.rows_since_step,
+            "errors_since_step": self._errors_since_step,
+            "common_error": Counter(self._errors).most_common(1)[0][0] if self._errors else "",
+            "fruitless_seconds": now - self._grew_at if waits else 0.0,
+            "fruitless_rows": max(0, self.rows_since_step - self._rows_then) if waits else 0,
+            "left_sampling": dict(self._left - self._left_then) if waits else {},
+        }
 
 
 class Counters:
@@ -156,21 +140,18 @@ class Counters:
         self._puts.append((self._clock.monotonic(), stored))
         self._forget_old_puts()
 
-    @property
-    def uptime_seconds(self) -> float:
-        """Seconds since the service was made."""
-        return self._clock.monotonic() - self._started
-
-    @property
-    def puts_per_second(self) -> float:
-        """Rows stored per second, a mean over the last ten seconds."""
+    def fields(self) -> dict[str, Any]:
+        """Return what `Status` shows of it: puts as a mean over ten seconds, commits over the last transactions."""
         self._forget_old_puts()
-        return sum(rows for _, rows in self._puts) / _RATE_SECONDS
-
-    @property
-    def commit_seconds(self) -> float:
-        """Mean duration of the last transactions."""
-        return sum(self._commit_seconds) / max(1, len(self._commit_seconds))
+        return {
+            "uptime_seconds": self._clock.monotonic() - self._started,
+            "puts_per_second": sum(rows for _, rows in self._puts) / _RATE_SECONDS,
+            "commit_seconds": sum(self._commit_seconds) / max(1, len(self._commit_seconds)),
+            "duplicates": self.duplicates,
+            "queued_bytes": self.queued_bytes,
+            "stalled_seconds": self.stalled_seconds,
+            "rejected": dict(self.rejected),
+        }
 
     def _forget_old_puts(self) -> None:
         while self._puts and self._clock.monotonic() - self._puts[0][0] >= _RATE_SECONDS:

@@ -5,10 +5,8 @@ Invariant: the memory never holds more than what is committed. If a transaction 
 
 from dataclasses import dataclass, field
 
-from tba.buffer.sampling.entry_columns import Block, context_of
-from tba.buffer.sampling.index import SamplingIndex
+from tba.buffer.sampling.index import Block, SamplingIndex, context_of
 from tba.buffer.sampling.rate_limiter import RateLimiter
-from tba.buffer.sampling.rules import Limits, SamplingRules, from_section
 from tba.buffer.sampling.sampler import Sampler
 from tba.buffer.service.clients import Clients
 from tba.buffer.service.curriculum import Curriculum
@@ -45,15 +43,6 @@ class AsOf:
     policy_steps: dict[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What the run works on: name None before the first registration, and the number of prompts."""
-
-    name: str | None
-    fingerprint: str | None
-    prompts: int
-
-
 class RunState:
     """What the request handlers share. They write each change to the store and to this memory.
 
@@ -65,8 +54,6 @@ class RunState:
         self.run = run
         self.config = config
         self.clock = clock
-        self.rules = from_section(SamplingRules, config.buffer, publish_every=config.train.publish_every)
-        self._limits = from_section(Limits, config.buffer, seed=run.seed)
         self.as_of = as_of
         self.rate = RateLimiter(None if as_of else config.samples_per_insert, config.samples_per_insert_slack)
         self.clients = Clients(clock, config.buffer.lease_seconds)
@@ -89,7 +76,7 @@ class RunState:
         self.next_step = store.batches.recorded_steps(run)
         self.finished = store.runs.finished_step(run) is not None
         self.clients.admit_trainers(store.senders.trainers(run))
-        self.task = Task(*store.runs.task(run))
+        self.task = store.runs.task(run)
         self.prompt_ids = store.prompts.ids(run)
         self.prompt_keys = {id_: key for key, id_ in self.prompt_ids.items()}
         epoch, position = store.visits.next_position(run)
@@ -108,7 +95,8 @@ class RunState:
     def _rebuild_index(self) -> None:
         announced = {version: ref.step for version, ref in self.versions.items()}
         steps_of = self.as_of.policy_steps if self.as_of else announced
-        self.index = SamplingIndex(self._limits)
+        settings, train = self.config.buffer, self.config.train
+        self.index = SamplingIndex(settings, seed=self.run.seed)
         self.curriculum = Curriculum(self.config.curriculum, guided=self.config.search.guided > 0)
         for parts, (ids, versions, *columns) in self.store.trajectories.blocks(self.run):
             context = context_of(*parts)
@@ -118,7 +106,8 @@ class RunState:
             self.store.trajectories.answers(self.run) if self.curriculum.is_on else ()
         ):
             self.curriculum.note(prompt, [version], [reward], guided=guided is not None)
-        self.sampler = Sampler(self.index, self.rules, samples=self.config.train.samples_per_prompt)
+        samples, publish_every = train.samples_per_prompt, train.publish_every
+        self.sampler = Sampler(self.index, settings, publish_every=publish_every, samples=samples)
 
     def begin_epoch(self) -> None:
         """Begin the next epoch. It keeps at least the prompts of the batches that may be under way together."""
@@ -130,11 +119,6 @@ class RunState:
         if decisions:
             skipped, postponed = len(leases.skipped), len(leases.postponed)
             log.info("epoch begins", epoch=epoch, prompts=len(leases.prompts), skipped=skipped, postponed=postponed)
-
-    def register_task(self, name: str, fingerprint: str, prompts: int) -> None:
-        """Record which task the run works on."""
-        self.store.runs.register_task(self.run, name, fingerprint, prompts)
-        self.task = Task(name, fingerprint, prompts)
 
     def add_prompts(self, keys: list[str], texts: list[str | None], answers: list[str | None]) -> None:
         """Add the next prompts of the task, whose keys are new; `texts` and `answers` may be empty."""

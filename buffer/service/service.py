@@ -160,48 +160,30 @@ class BufferService:
 
     def status(self) -> Status:
         """Return counts, clients and the stall, as `tba status` shows them."""
-        state, counters, pace = self.state, self.counters, self.state.pace
-        size = state.store.database.size_bytes()
+        state = self.state
         free, total = state.store.database.disk_space()
-        fruitless_seconds, fruitless_rows, left_sampling = pace.fruitless
         status = Status(
             run_name=state.run.name,
             step=state.steps_done,
             finished=state.finished,
-            uptime_seconds=counters.uptime_seconds,
             epoch=state.leases.epoch,
             prompts=len(state.prompt_ids),
             trajectories=state.trajectories,
             errors=state.errors,
-            duplicates=counters.duplicates,
             sampleable=len(state.index),
-            puts_per_second=counters.puts_per_second,
-            database_bytes=size,
-            queued_bytes=counters.queued_bytes,
-            commit_seconds=counters.commit_seconds,
-            rejected=dict(counters.rejected),
-            trainer_waits_for=pace.waits_for,
+            database_bytes=state.store.database.size_bytes(),
             batches_without_recent_data=state.lag.batches,
             no_recent_data=state.lag.sentence,
             clients=state.clients.status(state.leases.held_by),
-            stalled_seconds=counters.stalled_seconds,
             newest_version=state.newest.version if state.newest else None,
             earlier_version=state.earlier_version,
-            trainer_waits_seconds=pace.waits_seconds,
-            last_step_seconds=pace.step_seconds,
-            usual_step_seconds=pace.usual_step_seconds,
-            last_put_seconds=pace.row_seconds,
-            refuses_puts=counters.storage_error or state.shortage_of_space(),
+            refuses_puts=self.counters.storage_error or state.shortage_of_space(),
             disk_bytes=total,
             free_bytes=free,
-            rows_since_step=pace.rows_since_step,
-            errors_since_step=pace.errors_since_step,
-            common_error=pace.common_error,
-            fruitless_seconds=fruitless_seconds,
-            fruitless_rows=fruitless_rows,
-            left_sampling=left_sampling,
             skipped_prompts=len(state.leases.skipped),
             postponed_prompts=len(state.leases.postponed),
+            **state.pace.fields(),
+            **self.counters.fields(),
         )
         return msgspec.structs.replace(status, stall=find_stall(status))
 

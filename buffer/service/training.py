@@ -8,9 +8,8 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from tba.buffer.sampling.rules import Shortage
+from tba.buffer.sampling.sampler import Shortage
 from tba.buffer.service.run_state import ReplyBody, RunState, refuse_beyond
-from tba.buffer.store.tables.batches import Recency
 from tba.common.errors import Refused, StorageError, quantity
 from tba.common.log import get_logger
 from tba.common.wire import messages
@@ -67,18 +66,18 @@ def draw_batch(state: RunState, message: messages.SampleBatch) -> Shortage | Non
         return draw
     entries = list(chain.from_iterable(draw.groups))
     ids = [entry.id for entry in entries]
-    # No frame is larger than all payloads together, so only a batch that may be too large costs a query.
-    if sum(entry.payload_bytes for entry in entries) > MAX_FRAME_BYTES:
-        _refuse_large_frames(state.store.trajectories.largest_frame(ids))
+    # No frame is larger than all payloads together, so only a batch that may be too large costs this query.
+    is_large = sum(entry.payload_bytes for entry in entries) > MAX_FRAME_BYTES
+    frame_bytes = state.store.trajectories.largest_frame(ids) if is_large else 0
     each = state.store.trajectories.header_bytes(list(set(ids)))
-    _refuse_oversize(ids, [each[id_] for id_ in ids])
+    _refuse_oversize(ids, frame_bytes, [each[id_] for id_ in ids])
     state.store.batches.record(
         state.run,
         message.step,
         prompts=message.prompts,
         trajectories=ids,
         staleness=[stale_from - entry.step for entry in entries],
-        recency=Recency(draw.recency_window, draw.recency_groups, draw.recency_missed),
+        recency=(draw.recency_window, draw.recency_groups, draw.recency_missed),
         now=state.clock.wall(),
     )
     state.index.mark_trained(ids)
@@ -88,18 +87,17 @@ def draw_batch(state: RunState, message: messages.SampleBatch) -> Shortage | Non
     return None
 
 
-def _refuse_large_frames(size: int) -> None:
-    """Raise Refused for a batch that fits no message: once recorded, it could never be handed out."""
-    if size > MAX_FRAME_BYTES:
+def _refuse_oversize(trajectories: Sequence[int], frame_bytes: int, header_bytes: Sequence[int]) -> None:
+    """Raise Refused for a batch that fits no message: once recorded, it could never be handed out.
+
+    If its header is too large, the trajectories that take the most of it are named.
+    """
+    if frame_bytes > MAX_FRAME_BYTES:
         raise Refused(
             "oversize",
-            f"a batch with {size} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
+            f"a batch with {frame_bytes} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
             "lower train.prompts_per_step or search.max_tokens",
         )
-
-
-def _refuse_oversize(trajectories: Sequence[int], header_bytes: Sequence[int]) -> None:
-    """Raise Refused for a batch whose header fits no message, with the trajectories that take the most of it."""
     size = sum(header_bytes)
     if size > _MAX_BATCH_HEADER:
         by_size = sorted(set(zip(header_bytes, trajectories, strict=True)), reverse=True)
@@ -152,7 +150,7 @@ class Training:
         state.may_skip_steps, state.next_step = False, max(state.next_step, message.step + 1)
         rows = state.store.batches.rows(state.run, message.step, message.reference)
         blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
-        recency = state.store.batches.recency(state.run, message.step)
+        window, groups, missed = state.store.batches.recency(state.run, message.step)
         turn_rewards = [_decoded(_turn_rewards, text, "turns") for text in rows["turn_rewards"]]
         if sum(map(len, blobs[KEPT])) > MAX_FRAME_BYTES:
             # They fit no message: the ratios of this batch are not known, in a repetition neither.
@@ -176,9 +174,9 @@ class Training:
             staleness=rows["staleness"],
             temperature=[one if is_known else 0.0 for one, is_known in zip(rows["temperature"], known, strict=True)],
             reference_logprobs=rows["reference_logprob"],
-            recency_window=recency.window,
-            recency_groups=recency.groups,
-            recency_missed=recency.missed,
+            recency_window=window,
+            recency_groups=groups,
+            recency_missed=missed,
             reuse_mean=sum(rows["times_used"]) / len(rows["id"]),
             turn_rewards=turn_rewards if any(turn_rewards) else None,
             explored=_flags(rows["explored"]),

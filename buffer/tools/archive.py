@@ -25,7 +25,7 @@ from tba.buffer.store.starts import choose_run
 from tba.buffer.store.store import Store
 from tba.buffer.tools.backup import replacing
 from tba.buffer.tools.export import OnProgress, archive_record, archive_schema
-from tba.buffer.tools.import_target import ImportTarget, ServerTarget, open_target
+from tba.buffer.tools.import_file import ImportTarget, open_target
 from tba.buffer.tools.prune import first_kept
 from tba.common import data_files
 from tba.common.config import Config
@@ -58,7 +58,7 @@ def archive(config: Config, destination: str, *, keep_steps: int, on_progress: O
         with open_target(config) as target:
             root = f"{root.rstrip('/')}/{config.run.name}-{uuid[:8]}"
             moved = _Mover(target, reader, system, root, since_step).move(on_progress)
-    if not isinstance(target, ServerTarget):
+    if not target.is_server:
         # Worth a try, after all was moved: a server may have started, and the disk may have no room.
         with contextlib.suppress(LockTaken, StorageError):
             _shrink(path)

@@ -1,6 +1,6 @@
 """OpenEnv's `TrainingTrace` v1, read and written: one episode of an agent, as the calls of the model that it made.
 
-    line ──► trace ──► checks ──► the calls that are trained on ──► the keys of one row (import_row.Line)
+    line ──► trace ──► checks ──► the calls that are trained on ──► the keys of one row (import_file.Line)
 
 The checks have the names and levels of OpenEnv's validator: a FATAL one refuses the file, a WARN is counted. A trace
 has no place for a reward: the result of OpenEnv's `verify` is in the metadata of its last call. Without one the row is

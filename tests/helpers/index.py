@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from tba.buffer.sampling.entry_columns import Block
-from tba.buffer.sampling.index import Entry, SamplingIndex
+from tba.buffer.sampling.index import Block, Entry, SamplingIndex
 
 NAMES = ("id", "step", "reward", "dedup_hash", "trained", "payload_bytes")
 

@@ -1,9 +1,9 @@
-"""The tables `batches` and `consumption_rows`: the trajectories of each training step."""
+"""The tables `batches`, `consumption_rows` and `reference_logprobs`: the trajectories of each training step."""
 
 import json
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import astuple
 
@@ -56,14 +56,6 @@ ORDER BY c.slot
 """
 
 
-class Recency(NamedTuple):
-    """The recency window of a batch in optimiser steps, the groups drawn by recency, and those without data in it."""
-
-    window: int
-    groups: int
-    missed: int
-
-
 class Batches:
     """The batches of the runs of a database."""
 
@@ -86,11 +78,14 @@ class Batches:
         *,
         trajectories: Sequence[int],
         staleness: Sequence[int],
-        recency: Recency,
+        recency: tuple[int, int, int],
         prompts: int,
         now: float,
     ) -> None:
-        """Record the batch of a step before it is handed out: trajectory ids, group by group, and their staleness."""
+        """Record the batch of a step before it is handed out: trajectory ids, group by group, and their staleness.
+
+        `recency` has the window in steps, the groups drawn by recency, and those without data in it.
+        """
         self._trajectories.flush()
         cursor = self._database.execute(
             "INSERT INTO batches (run, step, prompts, samples, handed_out_at, newest_trajectory, recency_window, "
@@ -102,10 +97,11 @@ class Batches:
         self._database.insert("consumption_rows", _CONSUMPTION_COLUMNS, columns)
         self._database.execute(_SUMMARISE, (cursor.lastrowid,))
 
-    def recency(self, run: Run, step: int) -> Recency:
-        """Return what the recency rule found for the recorded batch of a step."""
+    def recency(self, run: Run, step: int) -> tuple[int, int, int]:
+        """Return the `recency` of the recorded batch of a step."""
         query = "SELECT recency_window, recency_groups, recency_missed FROM batches WHERE run = ? AND step = ?"
-        return Recency(*self._database.one(query, run.id, step))
+        window, groups, missed = self._database.one(query, run.id, step)
+        return window, groups, missed
 
     def rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:
         """Return the recorded batch of a step as columns in slot order; `is_cut`: a part of the vocabulary was left."""
@@ -125,7 +121,11 @@ class Batches:
             (trajectory, message.reference, logprob)
             for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
         ]
-        self._trajectories.insert_references(rows)
+        self._database.execute_many(
+            "INSERT INTO reference_logprobs (trajectory, reference, logprob) VALUES (?, ?, ?) "
+            "ON CONFLICT (trajectory, reference) DO NOTHING",
+            rows,
+        )
 
     def _set_numbers(self, run: Run, step: int, numbers: RowNumbers) -> None:
         (batch,) = self._database.one("SELECT id FROM batches WHERE run = ? AND step = ?", run.id, step)

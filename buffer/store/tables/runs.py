@@ -8,7 +8,7 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tba.buffer.store.database import Table
 from tba.common.wire.messages import AnnounceSnapshot, PutEvaluation, WeightsRef
@@ -22,6 +22,14 @@ class Run:
     uuid: str
     name: str
     seed: int
+
+
+class Task(NamedTuple):
+    """What a run works on: no name before the first registration, and the number of prompts."""
+
+    name: str | None
+    fingerprint: str | None
+    prompts: int
 
 
 class Runs(Table):
@@ -53,18 +61,14 @@ class Runs(Table):
         """Return all runs in the file."""
         return [Run(*row) for row in self._database.all("SELECT id, uuid, name, seed FROM runs ORDER BY id")]
 
-    def task(self, run: Run) -> tuple[str | None, str | None, int]:
-        """Return (task, fingerprint, number of prompts) of a run: (None, None, 0) before the first registration."""
-        task, fingerprint, prompts = self._database.one(
-            "SELECT task, fingerprint, prompts FROM runs WHERE id = ?", run.id
-        )
-        return task, fingerprint, prompts or 0
+    def task(self, run: Run) -> Task:
+        """Return the task of a run."""
+        query = "SELECT task, fingerprint, COALESCE(prompts, 0) FROM runs WHERE id = ?"
+        return Task(*self._database.one(query, run.id))
 
-    def register_task(self, run: Run, task: str, fingerprint: str, prompts: int) -> None:
-        """Record the task of a run and the number of its prompts."""
-        self._database.execute(
-            "UPDATE runs SET task = ?, fingerprint = ?, prompts = ? WHERE id = ?", (task, fingerprint, prompts, run.id)
-        )
+    def register_task(self, run: Run, task: Task) -> None:
+        """Record the task of a run."""
+        self._database.execute("UPDATE runs SET task = ?, fingerprint = ?, prompts = ? WHERE id = ?", (*task, run.id))
 
     def finish(self, run: Run, step: int | None) -> None:
         """Set the last step of a finished run. None marks it as unfinished, when training continues."""

@@ -1,4 +1,4 @@
-"""The tables `trajectory_rows`, `payloads`, `kept_tokens` and `reference_logprobs`.
+"""The tables `trajectory_rows`, `payloads` and `kept_tokens`.
 
 The rows that a transaction adds are collected in memory; `flush` writes them with multi-row statements when it ends.
 """
@@ -124,14 +124,6 @@ class Trajectories:
             tokens, times = sum(rows["response_tokens"][part]), rows["received_at"][part]
             changes.append((len(errors), failed, tokens, sum(rewards), times[0], times[-1], sender))
         self._database.execute_many(_ADD_DELIVERED, changes)
-
-    def insert_references(self, rows: Sequence[tuple[int, str, float]]) -> None:
-        """Write (trajectory, reference, log-probability) rows now, except those that exist."""
-        self._database.execute_many(
-            "INSERT INTO reference_logprobs (trajectory, reference, logprob) VALUES (?, ?, ?) "
-            "ON CONFLICT (trajectory, reference) DO NOTHING",
-            rows,
-        )
 
     def next_sequence(self, sender: int) -> int:
         """Return the sequence number after the largest that is stored of a sender, 0 if there is none."""

@@ -95,12 +95,6 @@ def test_an_archive_elsewhere_needs_to_be_named_to_be_written_and_to_be_read(mov
         read_all(capped)
 
 
-def test_an_archive_that_ends_with_the_command_is_refused(move, capped):
-    refused = move("memory://bucket/old")
-    assert (refused.exit_code, "ends with this command" in refused.message) == (2, True)
-    assert len(ask(capped, PAYLOADS)) == 10
-
-
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
@@ -273,7 +267,12 @@ def test_a_file_that_cannot_be_read_is_named_everywhere(move, capped, tba_buffer
 
 
 @pytest.mark.parametrize(
-    ("destination", "sentence"), [("nope://x", "Protocol not known"), ("/proc/nowhere", "the archive /proc/nowhere")]
+    ("destination", "sentence"),
+    [
+        ("nope://x", "Protocol not known"),
+        ("/proc/nowhere", "the archive /proc/nowhere"),
+        ("memory://bucket/old", "ends with this command"),
+    ],
 )
 def test_a_destination_that_cannot_be_written_is_named_and_nothing_is_lost(move, capped, destination, sentence):
     refused = move(destination)

@@ -150,8 +150,7 @@ def test_a_trajectory_that_occurs_twice_in_a_file_is_an_error(tba_buffer, filled
 
 
 def test_nothing_is_imported_into_the_record_of_an_offline_run(tba_buffer, filled, target, tmp_path):
-    from tba.buffer.offline.offline_buffer import OfflineBuffer
-    from tba.buffer.offline.recorded_run import read_recorded_run
+    from tba.buffer.offline.offline_buffer import OfflineBuffer, read_recorded_run
     from tba.common.config import Config
 
     (tmp_path / "demos.jsonl").write_text(json.dumps(GOOD))
@@ -348,18 +347,18 @@ def test_a_refused_source_creates_no_database(source, words, tba_buffer, target,
 
 
 def test_a_failure_during_an_import_reports_the_rows_imported_so_far(tba_buffer, target, tmp_path, monkeypatch, ask):
-    from tba.buffer.tools import import_target
+    from tba.buffer.tools import import_file
     from tba.common.errors import StorageError
 
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(GOOD | {"reward": n}) + "\n" for n in range(100)))
-    put = import_target.LocalTarget.put
+    put = import_file.ImportTarget.put
 
     def full(self, sender, message, frames):
         if message.first_sequence:
             raise StorageError("the disk is full")
         return put(self, sender, message, frames)
 
-    monkeypatch.setattr(import_target.LocalTarget, "put", full)
+    monkeypatch.setattr(import_file.ImportTarget, "put", full)
     refused = tba_buffer("import", "many.jsonl", *target)
     assert refused.exit_code == 1
     assert refused.message == "the disk is full; 64 of 100 rows are imported, and running the import again is safe"
@@ -370,7 +369,7 @@ def test_a_failure_during_an_import_reports_the_rows_imported_so_far(tba_buffer,
 
 
 def test_a_database_in_use_without_a_server_is_reported(tba_buffer, target, tmp_path, monkeypatch):
-    monkeypatch.setattr("tba.buffer.tools.import_target._REPLY_SECONDS", 0.3)
+    monkeypatch.setattr("tba.buffer.tools.import_file._REPLY_SECONDS", 0.3)
     (tmp_path / "demos.jsonl").write_text(json.dumps(GOOD))
     store = Store(tmp_path / "other/buffer.sqlite", durability="process")
     refused = tba_buffer("import", "demos.jsonl", *target, "--set", "buffer.address=tcp://127.0.0.1:1")

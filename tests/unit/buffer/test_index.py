@@ -1,6 +1,7 @@
 """The sampling index, compared with a model of plain lists and with an index rebuilt from the same history."""
 
 import dataclasses
+import math
 import sys
 import tracemalloc
 from collections import defaultdict
@@ -12,33 +13,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tba.buffer.sampling.entry_columns import context_of
-from tba.buffer.sampling.index import Entry, SamplingIndex, keyed_hash
-from tba.buffer.sampling.rules import Limits, SamplingRules, Shortage
-from tba.buffer.sampling.sampler import Sampler
+from tba.buffer.sampling.index import Entry, SamplingIndex, context_of, keyed_hash
+from tba.buffer.sampling.sampler import Sampler, Shortage
+from tba.common.config.buffer import BufferSection
 from tba.common.wire.fields import MAX_PHASES, MAX_TOKENS
 from tba.tests.helpers.index import add, block_of
 from tba.tests.runner import size, slow
 
 
-def index_of(rows: list[tuple[int, float]], **limits: Any) -> SamplingIndex:
-    """Rows are (prompt, reward); ids count from 0, steps equal the ids, every payload is 10 bytes."""
-    index = SamplingIndex(Limits(**{"prompt_cap": 100, "dedup": False} | limits))
-    for id_, (prompt, reward) in enumerate(rows):
-        add(index, Entry(id_, prompt, id_, reward, dedup_hash=id_, payload_bytes=10))
-    return index
-
-
-def ids(index: SamplingIndex, prompt: int = 0) -> list[int]:
-    return [entry.id for entry in index.entries(prompt)]
-
-
 def test_a_reservoir_is_a_uniform_sample_of_all_that_arrived():
-    kept = [
-        id_
-        for seed in range(300)
-        for id_ in ids(index_of([(0, 0.0)] * 20, prompt_cap=4, prompt_keep="reservoir", seed=seed))
-    ]
+    kept: list[int] = []
+    for seed in range(300):
+        index = SamplingIndex(BufferSection(prompt_cap=4, prompt_keep="reservoir"), seed=seed)
+        for id_ in range(20):
+            add(index, Entry(id_, 0, id_, 0.0, dedup_hash=id_))
+        kept += kept_ids(index)
     counts = np.bincount(kept, minlength=20)
     assert counts.sum() == 1200
     # Chi-square with 19 degrees of freedom: p < 1e-5.
@@ -51,7 +40,7 @@ def group_hash(seed: int, entry: Entry) -> int:
 
 def visits(count: int, *, seed: int, **limits: Any) -> SamplingIndex:
     """Return an index of visits of 2 responses, each at a step of its own. Every fourth visit is of another prompt."""
-    index = SamplingIndex(Limits(**{"prompt_cap": 1000, "dedup": False, "seed": seed} | limits))
+    index = SamplingIndex(BufferSection(**{"prompt_cap": 1000, "dedup": False} | limits), seed=seed)
     for visit in range(count):
         entries = [Entry(2 * visit + n, visit % 4, visit, 0.0, 2 * visit + n) for n in range(2)]
         index.extend(block_of(entries))
@@ -84,7 +73,7 @@ def test_what_stays_of_the_run_is_a_uniform_sample_of_whole_visits_and_the_newes
 def test_groups_of_the_largest_contexts_stay_or_leave_together(keep):
     largest = context_of((1 << 32) - 1, MAX_TOKENS, MAX_PHASES)
     for seed in range(20):
-        index = SamplingIndex(Limits(prompt_cap=1000, dedup=False, seed=seed, max_trajectories=16, keep=keep))
+        index = SamplingIndex(BufferSection(prompt_cap=1000, max_trajectories=16, keep=keep), seed=seed)
         for visit in range(40):
             context = (1, context_of(1, 2, None), context_of(1, None, 0), largest)[visit % 4]
             index.extend(block_of([Entry(2 * visit + n, context, visit, 0.0, 2 * visit + n) for n in range(2)]))
@@ -96,8 +85,8 @@ def test_groups_of_the_largest_contexts_stay_or_leave_together(keep):
 @pytest.mark.parametrize("keep", ["newest", "reservoir", "both"])
 def test_what_left_the_run_may_be_missing_in_a_rebuild(keep):
     """Tokens that cannot be sampled are archived: an index without their rows goes on as one that had them."""
-    limits = Limits(prompt_cap=1000, dedup=False, max_trajectories=150, keep=keep, seed=1)
-    used, rebuilt = SamplingIndex(limits), SamplingIndex(limits)
+    limits = BufferSection(prompt_cap=1000, max_trajectories=150, keep=keep)
+    used, rebuilt = SamplingIndex(limits, seed=1), SamplingIndex(limits, seed=1)
     entries = [Entry(id_, id_ % 7, id_ // 5, 0.0, id_) for id_ in range(3000)]
     for entry in entries[:2000]:
         add(used, entry)
@@ -118,13 +107,16 @@ def test_what_left_the_run_may_be_missing_in_a_rebuild(keep):
 class Model:
     """The index written with plain lists: everything is recomputed from the whole history."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, limits: BufferSection, seed: int) -> None:
+        self.limits, self.seed = limits, seed
         self.history: list[Entry] = []
         self.trained: set[int] = set()
 
     def kept(self) -> list[Entry]:
-        limits: Limits = self.limits
+        limits: BufferSection = self.limits
+        most_rows, most_bytes = (
+            math.inf if limit == "unbounded" else limit for limit in (limits.max_trajectories, limits.max_payload_bytes)
+        )
         kept: list[Entry] = []
         first_safe = 0
         for entry in self.history:
@@ -136,21 +128,18 @@ class Model:
                 worst = {
                     "newest": lambda old: old.id,
                     "best": lambda old: (old.reward, old.id),
-                    "reservoir": lambda old: -keyed_hash(limits.seed, old.id),
+                    "reservoir": lambda old: -keyed_hash(self.seed, old.id),
                 }[limits.prompt_keep]
                 kept.remove(min(group, key=worst))
-            while (limits.max_trajectories is not None and len(kept) > limits.max_trajectories) or (
-                limits.max_payload_bytes is not None
-                and sum(old.payload_bytes for old in kept) > limits.max_payload_bytes
-            ):
+            while len(kept) > most_rows or sum(old.payload_bytes for old in kept) > most_bytes:
                 if limits.keep == "newest":
                     del kept[0]
                     continue
                 # The newest half of the room, or nothing, is safe. What has left it does not return.
-                safe = ((limits.max_trajectories or 0) + 1) // 2 if limits.keep == "both" else 0
+                safe = (int(most_rows) + 1) // 2 if limits.keep == "both" else 0
                 first_safe = max(first_safe, kept[-safe].id if safe else entry.id + 1)
                 old = [old for old in kept if old.id < first_safe]
-                kept.remove(max(old, key=lambda old: (group_hash(limits.seed, old), old.id)))
+                kept.remove(max(old, key=lambda old: (group_hash(self.seed, old), old.id)))
         return [dataclasses.replace(entry, trained=entry.id in self.trained) for entry in kept]
 
     def untrained(self, min_step: int, need: int) -> set[int]:
@@ -165,21 +154,19 @@ common = {
     "prompt_cap": st.integers(1, 4),
     "dedup": st.booleans(),
     "prompt_keep": st.sampled_from(["newest", "best", "reservoir"]),
-    "seed": st.integers(0, 3),
 }
 limits = st.builds(
-    Limits,
-    max_trajectories=st.none() | st.integers(1, 12),
-    max_payload_bytes=st.none() | st.integers(1, 60),
+    BufferSection,
+    max_trajectories=st.just("unbounded") | st.integers(1, 12),
+    max_payload_bytes=st.just("unbounded") | st.integers(1, 60),
     **common,
-) | st.builds(Limits, max_trajectories=st.integers(1, 12), keep=st.sampled_from(["reservoir", "both"]), **common)
+) | st.builds(BufferSection, max_trajectories=st.integers(1, 12), keep=st.sampled_from(["reservoir", "both"]), **common)
 sampling_rules = st.builds(
-    SamplingRules,
+    BufferSection,
     recency_fraction=st.sampled_from([0.0, 0.5, 1.0]),
-    recency_window=st.none() | st.integers(0, 3),
+    recency_window=st.just("auto") | st.integers(0, 3),
     inverse_temperature=st.sampled_from([0.0, 1.5, 1e9]),
-    max_staleness=st.none() | st.integers(0, 4),
-    min_fill=st.just(0),
+    max_staleness=st.just("unbounded") | st.integers(0, 4),
     prompt_priority=st.sampled_from(["uniform", "recency", "softmax", "rank"]),
     trajectory_priority=st.sampled_from(["uniform", "recency", "softmax", "rank"]),
     flat_group_weight=st.sampled_from([0.0, 0.3, 1.0]),
@@ -194,10 +181,10 @@ rows = st.tuples(prompts, st.integers(0, 3), st.integers(-1, 2), st.integers(-2,
 class IndexMachine(RuleBasedStateMachine):
     """Puts, trained marks, batches, compactions and restarts in any order, while the policy's step changes."""
 
-    @initialize(limits=limits, rules=sampling_rules, need=st.integers(1, 2))
-    def start(self, limits: Limits, rules: SamplingRules, need: int) -> None:
-        self.model, self.sampling, self.need = Model(limits), rules, need
-        self.sampler, self.step = Sampler(SamplingIndex(limits), rules), 0
+    @initialize(limits=limits, rules=sampling_rules, need=st.integers(1, 2), seed=st.integers(0, 3))
+    def start(self, limits: BufferSection, rules: BufferSection, need: int, seed: int) -> None:
+        self.model, self.sampling, self.need = Model(limits, seed), rules, need
+        self.sampler, self.step = Sampler(SamplingIndex(limits, seed=seed), rules), 0
         self.index = self.sampler.index
 
     @rule(rows=st.lists(rows, min_size=1, max_size=4))
@@ -268,7 +255,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert set(found) == self.model.untrained(self.step - 2, self.need)
 
     def rebuilt(self) -> SamplingIndex:
-        index = SamplingIndex(self.model.limits)
+        index = SamplingIndex(self.model.limits, seed=self.model.seed)
         for entry in self.model.history:
             add(index, dataclasses.replace(entry, trained=entry.id in self.model.trained))
         return index
@@ -276,7 +263,7 @@ class IndexMachine(RuleBasedStateMachine):
     def eligible(self, samples: int) -> dict[int, list[Entry]]:
         groups, limit = defaultdict[int, list[Entry]](list), self.sampling.max_staleness
         for entry in self.model.kept():
-            if limit is None or self.step - entry.step <= limit:
+            if limit == "unbounded" or self.step - entry.step <= limit:
                 groups[entry.prompt].append(entry)
         need = samples if self.sampling.replacement == "never" else 1
         return {prompt: group for prompt, group in groups.items() if len(group) >= need}
@@ -290,11 +277,11 @@ TestAnySequence = pytest.mark.slow(IndexMachine.TestCase)
 
 # ------------------------------------------------------------ scale
 
-RULES = SamplingRules(recency_fraction=0.5, recency_window=3, inverse_temperature=1.0, max_staleness=50, min_fill=0)
+RULES: dict[str, Any] = {"recency_fraction": 0.5, "recency_window": 3, "inverse_temperature": 1.0, "max_staleness": 50}
 
 
 def crowded(prompts: int, each: int, **changes: Any) -> SamplingIndex:
-    index = SamplingIndex(Limits(**{"prompt_cap": 100, "dedup": True} | changes))
+    index = SamplingIndex(BufferSection(**changes))
     for id_ in range(prompts * each):
         add(index, Entry(id_, 5000 + id_ % prompts, id_ * 40 // (prompts * each), id_ % 11 / 11, id_ * 7919 % 2**61))
     return index
@@ -304,7 +291,7 @@ def crowded(prompts: int, each: int, **changes: Any) -> SamplingIndex:
 @pytest.mark.parametrize(("limits", "rule"), [({"prompt_keep": "reservoir"}, "rank"), ({"prompt_cap": 8}, "softmax")])
 def test_a_trajectory_takes_at_most_100_bytes(limits, rule):
     """With 8 trajectories per prompt, including the sampler and the growth slack, as the allocator counts it."""
-    rules = dataclasses.replace(RULES, prompt_priority=rule)
+    rules = BufferSection(**RULES, prompt_priority=rule)
     tracemalloc.start()
     index = crowded(1500, 11 if "prompt_cap" in limits else 8, **limits)
     sampler = Sampler(index, rules)
@@ -338,7 +325,7 @@ def lines_run(sampler: Sampler, step: int) -> int:
 @pytest.mark.parametrize("rule", ["recency", "rank", *slow("uniform", "softmax")])
 def test_a_batch_has_no_python_loop_over_all_prompts_or_trajectories(rule):
     """With 16 times the data and the same number of changed prompts, it executes less than twice the lines."""
-    rules = dataclasses.replace(RULES, prompt_priority=rule)
+    rules = BufferSection(**RULES, prompt_priority=rule)
     work = []
     for prompts in (512, 8192):
         index = crowded(prompts, 2)

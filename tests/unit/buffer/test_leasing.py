@@ -33,14 +33,6 @@ def test_leases_whose_reply_was_lost_are_granted_again(harness):
     assert buffer.lease(3, held=[]).visits == lost
 
 
-def test_an_expired_lease_goes_to_another_searcher_unchanged(harness):
-    buffer = harness(buffer={"lease_seconds": 30}, fill=(4, 0))
-    visits = buffer.lease(4, sender="dead.1").visits
-    buffer.clock.advance(31)
-    buffer.service.expire_leases()
-    assert {v.lease for v in buffer.lease(4, sender="alive.1").visits} == {v.lease for v in visits}
-
-
 def open_leases(buffer) -> set[int]:
     """Return the ids of the visits that are open in the database."""
     return {visit.id for visit in buffer.store.visits.open(buffer.run)}

@@ -13,13 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba.buffer.offline.offline_buffer import OfflineBuffer
-from tba.buffer.offline.recorded_run import read_recorded_run
+from tba.buffer.offline.offline_buffer import OfflineBuffer, read_recorded_run
 from tba.buffer.server.start import serve
 from tba.buffer.service.service import BufferService
 from tba.buffer.store.archives import NAME_KEY
-from tba.buffer.store.recorded_work import MODEL_WEIGHTS, model_weights, refuse_other_work
-from tba.buffer.store.starts import IMPORT, as_recorded, changes_since_last_start, record_of, resolve_start
+from tba.buffer.store.starts import (
+    IMPORT,
+    MODEL_WEIGHTS,
+    as_recorded,
+    changes_since_last_start,
+    model_weights,
+    record_of,
+    refuse_other_work,
+    resolve_start,
+)
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
 from tba.buffer.tools.export import archive_record, archive_schema
@@ -404,15 +411,6 @@ def test_the_record_of_an_offline_run_passes_its_check(offline, source, tmp_path
     assert f"they are in {source.store.path}" in next(f["detail"] for f in findings if f["result"] == "note")
 
 
-@pytest.mark.slow
-def test_the_wal_of_a_long_run_does_not_grow(offline, tmp_path):
-    buffer = offline()
-    for step in range(600):
-        train(buffer, step)
-    # 36e6 without checkpoints.
-    assert (tmp_path / "offline/buffer.sqlite-wal").stat().st_size < 10e6
-
-
 OPTIONS: dict[str, Any] = {"task": {"name": "tasks/own.py:Own", "options": {"digits": 2}}}
 
 
@@ -452,7 +450,7 @@ def test_without_a_file_a_run_is_read_with_its_recorded_configuration(run, tmp_p
     start(config_of(run.run.dir, "here", **secret), lease=False)
     moved = run.run.dir.rename(tmp_path / "moved")
     sets = [f"run.dir={moved}", "search.max_tokens=7"]
-    found = as_recorded(resolve(None, environment={}, assignments=sets))
+    found = as_recorded(resolve(None, environment={}, assignments=sets)).config
     assert (found.run.dir, found.database, found.search.max_tokens) == (moved, moved / "buffer.sqlite", 7)
     assert (found.model.path, found.search.gpus, found.task.options) == ("here", "cpu", {"digits": 2})
     assert (found.reward_model.url, found.reward_model.api_key.get_secret_value()) == ("http://a", "")
@@ -463,7 +461,7 @@ def test_without_a_file_a_run_is_read_with_its_recorded_configuration(run, tmp_p
     assert (changes, key[1]) == ({"search.max_tokens": (Config().search.max_tokens, 7)}, "")
     file = tmp_path / "own.toml"
     file.write_text("[search]\nmax_tokens = 9\n")
-    assert as_recorded(resolve(file, environment={}, assignments=sets)).model.path == ""
+    assert as_recorded(resolve(file, environment={}, assignments=sets)).config.model.path == ""
 
 
 def test_the_settings_of_a_run_mean_in_every_directory_what_they_meant_in_that_of_its_start(

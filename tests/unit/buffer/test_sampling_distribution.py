@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tba.buffer.sampling.index import Entry, SamplingIndex
-from tba.buffer.sampling.rules import Limits, SamplingRules, Shortage
-from tba.buffer.sampling.sampler import Draw, Sampler
+from tba.buffer.sampling.sampler import Draw, Sampler, Shortage
+from tba.common.config.buffer import BufferSection
 from tba.tests.helpers.index import add
 from tba.tests.runner import slow
 
@@ -41,26 +41,19 @@ MEAN = {prompt: sum(reward for _, reward, _ in rows) / len(rows) for prompt, row
 ONE_PROMPT = [(10, 0.5, False), (3, 2.0, False), (9, -1.0, False), (9, 0.5, False), (2, 1.0, True)]
 
 
-def rules(**changes: Any) -> SamplingRules:
-    defaults: dict[str, Any] = {
-        "recency_fraction": 0.0,
-        "recency_window": 1,
-        "inverse_temperature": 1.3,
-        "max_staleness": None,
-        "min_fill": 0,
-    }
-    return SamplingRules(**{**defaults, **changes})
+def rules(**changes: Any) -> BufferSection:
+    return BufferSection(**{"recency_fraction": 0.0, "recency_window": 1, "inverse_temperature": 1.3} | changes)
 
 
 def index_of(history: Mapping[int, list[tuple[int, float, bool]]]) -> SamplingIndex:
-    index = SamplingIndex(Limits(prompt_cap=100, dedup=False))
+    index = SamplingIndex(BufferSection(dedup=False))
     rows = [(prompt, *row) for prompt, group in history.items() for row in group]
     for id_, (prompt, step, reward, trained) in enumerate(rows):
         add(index, Entry(id_, prompt, step, reward, id_, trained))
     return index
 
 
-def batches(history: Mapping[int, list[tuple[int, float, bool]]], rules: SamplingRules, *, groups: int, samples: int):
+def batches(history: Mapping[int, list[tuple[int, float, bool]]], rules: BufferSection, *, groups: int, samples: int):
     """Yield DRAWS batches."""
     sampler, rng = Sampler(index_of(history), rules), np.random.default_rng(1234)
     for _ in range(DRAWS):
@@ -210,26 +203,19 @@ def test_equal_rewards_are_drawn_alike_however_large_their_weights_are():
     assert_drawn_as_declared(drawn, dict.fromkeys(range(9), 1 / 9))
 
 
-def plain_rules(**changes: Any) -> SamplingRules:
-    defaults: dict[str, Any] = {
-        "recency_fraction": 1.0,
-        "recency_window": 3,
-        "inverse_temperature": 0.0,
-        "max_staleness": None,
-        "min_fill": 0,
-    }
-    return SamplingRules(**{**defaults, **changes})
+def plain_rules(**changes: Any) -> BufferSection:
+    return BufferSection(**{"recency_fraction": 1.0, "recency_window": 3} | changes)
 
 
-def index_with(rows: list[tuple[int, int, float]], *, cap: int = 100, dedup: bool = False) -> SamplingIndex:
+def index_with(rows: list[tuple[int, int, float]]) -> SamplingIndex:
     """Rows are (prompt, step, reward); ids count from 0."""
-    index = SamplingIndex(Limits(prompt_cap=cap, dedup=dedup))
+    index = SamplingIndex(BufferSection(dedup=False))
     for id_, (prompt, step, reward) in enumerate(rows):
         add(index, Entry(id_, prompt, step, reward, dedup_hash=id_))
     return index
 
 
-def draw(index: SamplingIndex, plain_rules: SamplingRules, seed: int = 0, **arguments: int):
+def draw(index: SamplingIndex, plain_rules: BufferSection, seed: int = 0, **arguments: int):
     settings = {"step": 0, "groups": 1, "samples": 2, **arguments}
     found = Sampler(index, plain_rules).sample(rng=np.random.default_rng(seed), **settings)
     return found.groups if isinstance(found, Draw) else found

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tba.buffer.store.starts import recorded_start
 from tba.common.errors import Refused, StorageError, WireError
 from tba.common.wire import messages
 from tba.common.wire.messages import GetStatus
@@ -207,12 +206,6 @@ def test_a_reader_of_a_malformed_value_shows_it_in_a_sentence(filled, tba_here, 
     arguments = {"show": ("buffer", "show", 5, "-b", filled), "report": ("report", filled)}
     done = tba_here(*arguments.get(command, ("buffer", "export", "rows.jsonl", "-b", filled)))
     assert (done.exit_code, words in done.message) == (1, True), done.message
-
-
-def test_settings_of_a_malformed_configuration_are_not_taken(filled):
-    change(filled, """UPDATE starts SET config = '{"task": 7}'""")
-    with pytest.raises(StorageError, match="has no section task, but a value"):
-        recorded_start(filled, "test")
 
 
 def test_a_batch_with_malformed_reward_parts_is_refused(harness, filled):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tba.buffer.tools.import_row import Parser
+from tba.buffer.tools.import_file import Parser
 from tba.buffer.tools.tokenizer import Tokenizer
 from tba.common.config import Config, TaskSection
 from tba.common.errors import TaskError, UsageError

@@ -15,8 +15,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from tba.buffer.offline.offline_buffer import OfflineBuffer
-from tba.buffer.offline.recorded_run import read_recorded_run
+from tba.buffer.offline.offline_buffer import OfflineBuffer, read_recorded_run
 from tba.buffer.tools.backup import backup
 from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, ConfigError, OutOfMemory, TrainingBroken, UsageError

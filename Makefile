@@ -122,10 +122,6 @@ docs-site: $(VENV)/installed-docs
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks
 
-# The trainer's step compared with TRL's and the paper's.
-bench-step: $(VENV)/installed-dev
-	$(BIN)/python -m benchmarks.step
-
 # The claims of docs/evidence.md that need no GPU, in a small form: about 15 minutes on two cores. Results: build/evidence.
 EVIDENCE := build/evidence/off_policy.jsonl
 evidence: $(VENV)/installed-dev
@@ -136,9 +132,7 @@ evidence: $(VENV)/installed-dev
 		--task copying-32 --objectives tb tb_stale tba_prime dr_grpo --columns fresh "D = 64"
 	$(BIN)/python -m benchmarks.off_policy ablations --results $(EVIDENCE) --budget-minutes 8 --seeds 1 --objectives tb
 	$(BIN)/python -m benchmarks.off_policy ess buffer long --results $(EVIDENCE) --budget-minutes 6 --seeds 1 --objectives tb_stale
-	$(BIN)/python -m benchmarks.redteam --seeds 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.wall_clock --searchers 3 --steps 12 --faster 20 --accuracy 0.45
-	$(BIN)/python -m benchmarks.trl_run --steps 60 --seeds 0 --set search.cpu_searchers=1 --set objective.kl=none
 
 # Stale data in full, with rates chosen for each cell: docs/evidence.md has the times. What is in the file of results is
 # not repeated.
@@ -147,10 +141,6 @@ bench-off-policy: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.off_policy staleness buffer long --sweep --results $(PUBLISHED)
 	$(BIN)/python -m benchmarks.off_policy staleness long --sweep --task copying-32 --results $(PUBLISHED)
 	$(BIN)/python -m benchmarks.off_policy ablations --results $(PUBLISHED)
-
-# The cost of a weight swap on vLLM.
-bench-swap: $(VENV)/installed-vllm
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.swap
 
 # One publication, trainer to engine: passes over the weights, and memcpys by stage.
 bench-publication: $(VENV)/installed-vllm

@@ -24,7 +24,7 @@ DEMO := runs/demo
 WORDS := runs/demo-words
 GAME := runs/demo-game
 
-.PHONY: demo demo-words words-start demo-game game-start bench-reuse quick test test-failed test-all test-fleet gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-swap bench-publication clean
+.PHONY: demo demo-words words-start demo-game game-start bench-reuse quick test test-failed test-all test-fleet gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-publication clean
 
 demo: $(VENV)/installed-$(ENGINE)
 	@rm -rf $(DEMO)
@@ -147,10 +147,6 @@ bench-off-policy: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.off_policy staleness buffer long --sweep --results $(PUBLISHED)
 	$(BIN)/python -m benchmarks.off_policy staleness long --sweep --task copying-32 --results $(PUBLISHED)
 	$(BIN)/python -m benchmarks.off_policy ablations --results $(PUBLISHED)
-
-# The cost of a weight swap on vLLM.
-bench-swap: $(VENV)/installed-vllm
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.swap
 
 # One publication, trainer to engine: passes over the weights, and memcpys by stage.
 bench-publication: $(VENV)/installed-vllm

@@ -23,7 +23,6 @@ from torch import Tensor
 from benchmarks.harness import print_table
 from benchmarks.off_policy.setting import objective_section
 from benchmarks.posterior import (
-    BETA,
     LENGTH,
     PREFIX_YT,
     PROMPTS,
@@ -37,7 +36,7 @@ from benchmarks.posterior import (
 )
 from tba.trainer.objectives.from_config import make_objective
 
-STALENESS = 4
+STALENESS, BETA = 4, 0.2
 UNLIKELY, RIGHT = 40, 4
 KINDS = ("none", "weak", "strong")
 OBJECTIVES = ("tb", "tb_stale", "tba_prime", "dr_grpo")
@@ -77,9 +76,9 @@ def run(name: str, kind: str, seed: int, steps: int) -> tuple[float, float, floa
         sampler_PYT = explorer_PYT if explorer_PYT is not None and is_explored else token_logprobs(past[0])
         own_PYT = token_logprobs(logits)
         optimizer.zero_grad()
-        loss_of_batch(
-            objective, own_PYT, own_PYT, sampler_PYT, reference_PYT, reward_PY, 0 if is_explored else STALENESS, rng
-        ).backward()
+        age, log_z_P1 = 0 if is_explored else STALENESS, torch.zeros(PROMPTS, 1, dtype=torch.float64)
+        sampled = own_PYT, own_PYT, sampler_PYT, reference_PYT, reward_PY
+        loss_of_batch(objective, *sampled, age, rng, BETA, log_z_P1).backward()
         optimizer.step()
         past.append(logits.detach().clone())
         if step in (steps // 4, steps):

@@ -14,7 +14,6 @@ The two alternate in which is first, and the files of each are deleted immediate
 pages that were never used, on a virtual machine many times.
 """
 
-import argparse
 import contextlib
 import random
 import sqlite3
@@ -47,31 +46,11 @@ def main() -> None:
     print_table(f"ingest, power-durable, median of {ROUNDS} rounds", headings, rows)
 
 
-def compare_keys() -> None:
-    """Print the rows per second, and per second of the server's CPU time, with keys relative to those without."""
-    rows = []
-    for kib, count in ((4, 32_768), (64, 4_096)):
-        ways = {keys: partial(served, kib << 10, 8, count, encrypted=keys) for keys in (True, False)}
-        rates = in_turns(ways, 2 * ROUNDS)
-        columns = (zip(*rates[keys], strict=True) for keys in (True, False))
-        rows.append([f"{kib} KB", *(f"{median_ratio(*pair):.2f}" for pair in zip(*columns, strict=True))])
-    print_table(f"ingest with keys, median of {2 * ROUNDS} pairs", ["row", "rows/s", "rows/CPU second"], rows)
-
-
 def served_rate(row_bytes: int, producers: int, count: int) -> float:
-    return served(row_bytes, producers, count)[0]
-
-
-def served(row_bytes: int, producers: int, count: int, *, encrypted: bool = False) -> tuple[float, float]:
-    """Return the rows per second that a new server acknowledges, and per second of its CPU time."""
-    with (
-        tempfile.TemporaryDirectory(prefix="tba-bench-") as folder,
-        Server(Path(folder, "run"), encrypted=encrypted) as server,
-    ):
+    """Return the rows per second that a new server acknowledges."""
+    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder, Server(Path(folder, "run")) as server:
         server.prepare(PROMPTS)
-        before = server.cpu_seconds()
-        rate = Load(server, producers, count, row_bytes).rows_per_second()
-        return rate, count / (server.cpu_seconds() - before)
+        return Load(server, producers, count, row_bytes).rows_per_second()
 
 
 # ---------------------------------------------------------------- the bare loop
@@ -131,6 +110,4 @@ def stored_row(row_bytes: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keys", action="store_true", help="compare encrypted connections with plain ones")
-    (compare_keys if parser.parse_args().keys else main)()
+    main()

@@ -2,13 +2,10 @@
 
 The batch is 512 trajectories x 2,048 tokens, a new one each time, requested while 8 producers put at the maximum rate.
 It is compared with a separate process that reads the same blobs by primary key from the same file at the same time.
-The difference is choosing, recording, syncing, queueing and sending. With `--keys` encrypted connections are compared
-with plain ones.
+The difference is choosing, recording, syncing, queueing and sending.
 """
 
-import argparse
 import contextlib
-import itertools
 import multiprocessing
 import sqlite3
 import statistics
@@ -18,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import Seconds, in_turns, median_ratio, p50_and_p99_ms, print_table, timed
+from benchmarks.harness import p50_and_p99_ms, print_table, timed
 from benchmarks.ingest import PAYLOAD
 from benchmarks.producers import PROMPTS, Load
 from benchmarks.serving import PATIENCE_SECONDS, Server
@@ -33,9 +30,6 @@ FILL = 8_192
 # A short step: a trainer of a real model takes longer, and waits for a smaller fraction of its time.
 STEP_SECONDS = 1.0
 STEPS = 30
-# With and without keys.
-PAIRS = 4
-PAIR_STEPS = 8
 WAIT_HEADINGS = ("wait p50 ms", "p99 ms", "fraction of the trainer's time")
 
 
@@ -48,13 +42,13 @@ class Trainer:
         self._server, self._step = server, 0
         self._client = server.client("trainer")
 
-    def batch(self) -> tuple[Seconds, list[int]]:
-        """Return the seconds of a request, with the CPU time of server and trainer, and the ids of the batch."""
+    def batch(self) -> tuple[float, list[int]]:
+        """Return the seconds of a request, and the ids of the batch."""
         call = partial(self._client.call, self._request(), messages.Batch, deadline_seconds=PATIENCE_SECONDS)
-        seconds, (batch, frames) = timed(call, lambda: self._server.cpu_seconds() + time.process_time())
+        seconds, (batch, frames) = timed(call)
         assert sum(frame.nbytes for frame in frames) > BATCH * ROW_BYTES
         self._report()
-        return seconds, batch.trajectory_ids
+        return seconds.wall, batch.trajectory_ids
 
     def batches_and_reads(self) -> list[str]:
         """Return latencies of batches, alternating with another process that reads as many blobs by key."""
@@ -63,7 +57,7 @@ class Trainer:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             for _ in range(BATCHES):
                 seconds, ids = self.batch()
-                batches.append(seconds.wall)
+                batches.append(seconds)
                 reads.append(pool.apply(read_by_key, (database, ids)))
         ratio = statistics.median(batches) / statistics.median(reads)
         return [*p50_and_p99_ms(batches), *p50_and_p99_ms(reads), f"{ratio:.2f}"]
@@ -126,33 +120,6 @@ def main() -> None:
     print_table(f"steps of {STEP_SECONDS:g} s with prefetch, while ingesting", WAIT_HEADINGS, [wait_row(waits)])
 
 
-def compare_keys() -> None:
-    """Print the latency and CPU time of a batch, and the wait of a trainer with prefetch, with keys and without.
-
-    Two servers with equal data take turns.
-    """
-    with tempfile.TemporaryDirectory(prefix="tba-bench-") as folder, contextlib.ExitStack() as open_:
-        trainers = {}
-        for keys in (True, False):
-            server = open_.enter_context(Server(Path(folder, f"{keys}"), encrypted=keys))
-            trainers[keys] = open_.enter_context(contextlib.closing(Trainer(server)))
-        batches = in_turns({keys: trainer.batch for keys, trainer in trainers.items()}, BATCHES)
-        waits = in_turns({keys: partial(waits_while_loaded, trainer) for keys, trainer in trainers.items()}, PAIRS)
-    seconds = [[one.wall for one, _ in batches[keys]] for keys in (True, False)]
-    cpu = [[one.cpu for one, _ in batches[keys]] for keys in (True, False)]
-    headings = ["median ratio of a pair", "ratio of CPU time"]
-    row = [f"{ratio:.2f}" for ratio in (median_ratio(*seconds), sum(cpu[0]) / sum(cpu[1]))]
-    print_table(f"{BATCHES} batches of {BATCH} x 2,048 tokens with keys", headings, [row])
-    rows = [["with keys" if keys else "without", *wait_row([*itertools.chain(*waits[keys])])] for keys in (True, False)]
-    title = f"steps of {STEP_SECONDS:g} s with prefetch, while ingesting, in {PAIRS} pairs"
-    print_table(title, ["", *WAIT_HEADINGS], rows)
-
-
-def waits_while_loaded(trainer: Trainer) -> list[float]:
-    with trainer.loaded():
-        return trainer.waits(PAIR_STEPS)
-
-
 def wait_row(waits: Sequence[float]) -> list[str]:
     """Return percentiles of the waits, and their share of the time of the steps."""
     return [*p50_and_p99_ms(waits), f"{sum(waits) / (sum(waits) + len(waits) * STEP_SECONDS):.2%}"]
@@ -184,6 +151,4 @@ def read_by_key(path: str, ids: Sequence[int]) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keys", action="store_true", help="compare encrypted connections with plain ones")
-    (compare_keys if parser.parse_args().keys else main)()
+    main()

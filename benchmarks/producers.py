@@ -20,8 +20,6 @@ from msgspec.structs import replace
 from benchmarks.serving import Server
 from tba.common.wire import messages
 from tba.common.wire.codec import Frames, encode_request
-from tba.common.wire.curve import encrypt_client
-from tba.common.wire.keys import ClientKeys
 from tba.common.wire.trajectory import Trajectory, pack
 
 # Trajectories in one put: S samples of a prompt.
@@ -45,7 +43,6 @@ class Work:
     """What all producers do. `rows` is per producer, `rate` in rows per second of all producers, 0 for the maximum."""
 
     address: str
-    keys: ClientKeys | None
     producers: int
     rows: int
     row_bytes: int
@@ -70,7 +67,7 @@ class Load:
         context = multiprocessing.get_context("spawn")
         self._taken = context.SimpleQueue()
         self._barrier = context.Barrier(count + 1)
-        work = Work(server.address, server.keys, producers, rows // producers, row_bytes, rate)
+        work = Work(server.address, producers, rows // producers, row_bytes, rate)
         each = (producers // count, work, self._barrier, self._taken)
         self._processes = [context.Process(target=produce, args=(n, *each), daemon=True) for n in range(count)]
 
@@ -182,8 +179,6 @@ class Producer:
         self._due = 0.0
         self._sent_at: dict[int, float] = {}
         self.acknowledged: list[Acknowledged] = []
-        if work.keys is not None:
-            encrypt_client(socket, work.keys)
         socket.setsockopt(zmq.RCVTIMEO, 1000 * PATIENCE_SECONDS)
         socket.connect(work.address)
         socket.send_multipart(self._encoded(0, messages.Hello(host="bench", pid=os.getpid())))

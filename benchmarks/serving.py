@@ -11,8 +11,6 @@ import psutil
 from benchmarks.harness import tba
 from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.curve import new_pair
-from tba.common.wire.keys import AUTHORIZED, KEY_ROLES, ClientKeys, buffer_key, write_pair, write_public
 from tba.common.wire.messages import GetStatus, Status
 
 WEIGHTS = messages.WeightsRef(version=0, step=0, path="/none", manifest_sha256="0" * 64)
@@ -28,16 +26,14 @@ def free_address() -> str:
 class Server:
     """The server of a run in `directory`, power-durable, over TCP. It runs from the creation to the end of a `with`.
 
-    `settings` are added to its configuration. `keys` are those of clients that may do everything, None without
-    encryption.
+    `settings` are added to its configuration.
     """
 
-    def __init__(self, directory: Path, *settings: str, encrypted: bool = False) -> None:
+    def __init__(self, directory: Path, *settings: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.address = directory, free_address()
-        self.keys = make_keys(directory / "keys") if encrypted else None
         own = [f"run.dir={directory}", f"buffer.address={self.address}", "buffer.durability=power"]
-        own += ["train.prompts_per_step=1", *([f"security.keys={directory / 'keys'}"] if encrypted else [])]
+        own.append("train.prompts_per_step=1")
         command = tba("buffer", "serve", settings=[*own, *settings])
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
@@ -50,13 +46,13 @@ class Server:
 
     def client(self, role: fields.Role) -> BufferClient:
         """Return a client that has said hello, when the server answers."""
-        client = BufferClient(self.address, role=role, name="bench", keys=self.keys)
+        client = BufferClient(self.address, role=role, name="bench")
         client.call(messages.Hello(host="bench", pid=1), messages.Welcome, deadline_seconds=PATIENCE_SECONDS)
         return client
 
     def status(self) -> Status:
         """Wait until the server answers. Returns its status."""
-        with contextlib.closing(BufferClient(self.address, role="monitor", name="bench", keys=self.keys)) as client:
+        with contextlib.closing(BufferClient(self.address, role="monitor", name="bench")) as client:
             return client.call(GetStatus(), Status, deadline_seconds=PATIENCE_SECONDS)[0]
 
     def prepare(self, prompts: int) -> None:
@@ -76,11 +72,3 @@ class Server:
     def cpu_seconds(self) -> float:
         """Return the CPU time that the server has used."""
         return sum(psutil.Process(self.process.pid).cpu_times()[:2])
-
-
-def make_keys(directory: Path) -> ClientKeys:
-    """Create the keys of a server's node, `security.keys`, and those of a client that may do everything."""
-    write_pair(directory, new_pair("server"))
-    own = new_pair("client")
-    write_public(directory / AUTHORIZED / "client.pub", public=own.public, roles=KEY_ROLES)
-    return ClientKeys(own, buffer_key(directory))

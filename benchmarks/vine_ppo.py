@@ -26,7 +26,7 @@ from benchmarks.off_policy.sampling import Response, as_batch, measure
 from benchmarks.off_policy.setting import REPORT_SEEDS, Setting, objective_section
 from benchmarks.off_policy.sources import Searcher
 from benchmarks.off_policy.tasks import Problem, Task, load_task
-from benchmarks.swap import publish
+from tba.common.weights.snapshot import Canary, Manifest, Snapshot
 from tba.searcher.engines.engine import Generation, Requests, SamplingSettings
 from tba.tests.helpers.engines import cpu_engine
 from tba.trainer.model.scorer import load_model
@@ -101,6 +101,17 @@ class Rollouts:
         }
 
 
+def publish(folder: Path, model: Any, version: int, canary: list[int]) -> Snapshot:
+    """Write a snapshot like the trainer's, without the hashes. The canary are token ids."""
+    path = folder / f"v{version:08d}"
+    model.save_pretrained(path)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([canary])).logits[0, :-1].float().log_softmax(-1)
+    right = logprobs.gather(1, torch.tensor(canary[1:])[:, None])[:, 0].tolist()
+    manifest = Manifest("bench", version, version, 0.0, {}, Canary([canary], [right]))
+    return Snapshot(path, manifest, [path / "model.safetensors"])
+
+
 def run(method: str, seed: int, steps: int) -> dict[str, Any]:
     """Train once. Returns expected reward and the tokens generated so far after each measured step."""
     torch.set_num_threads(1)
@@ -115,7 +126,7 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
     searcher, problems, tokens = Searcher(policy, task, setting), task.held_out[setting.part], 0
     found = [(0, 0, measure(policy, task, problems).reward)]
     with tempfile.TemporaryDirectory(prefix="tba-vine-") as folder:
-        rollouts, canary = Rollouts(task, samples, seed), [[*problems[0].prompt, *problems[0].answer]]
+        rollouts, canary = Rollouts(task, samples, seed), [*problems[0].prompt, *problems[0].answer]
         for step in range(steps):
             groups = searcher.groups(setting.prompts, setting.samples, step)
             batch, responses = as_batch(groups, step), [one for group in groups for one in group]

@@ -34,7 +34,8 @@ class Display:
         # A context manager: the display is live while it runs.
         redraws = console.is_terminal and not console.is_dumb_terminal
         self.live = Live(console=console, refresh_per_second=4) if redraws else contextlib.nullcontext()
-        self._eta = Eta(steps)
+        # The step and the time of the first status with a step.
+        self._first: tuple[int, float] | None = None
         self._line, self._line_at = "", -math.inf
         self._status: Status | None = None
 
@@ -52,12 +53,21 @@ class Display:
         text = Text(state.sentence, style="bold yellow" if state.name == "stalled" else "dim")
         if status is None:
             return self.live.update(text) if isinstance(self.live, Live) else self._print(state.sentence, last=last)
-        remaining = self._eta.remaining(status.step, self._clock.monotonic())
+        remaining = self._remaining(status.step)
         if isinstance(self.live, Live):
             numbers = _numbers(status, self._console.width)
             progress = _progress(status.step, self._steps, remaining)
             return self.live.update(Group(progress, numbers, text, clients_table(status)))
         return self._print(summary_line(facts, status, self._steps, remaining), last=last)
+
+    def _remaining(self, step: int) -> float | None:
+        """Return the remaining seconds by the rate since the first step shown, None if there is no rate yet."""
+        now = self._clock.monotonic()
+        if step and (self._first is None or step < self._first[0]):
+            self._first = (step, now)
+        if self._first is None or step <= self._first[0]:
+            return None
+        return (now - self._first[1]) / (step - self._first[0]) * (self._steps - step)
 
     def _print(self, line: str, *, last: bool) -> None:
         """Print a line, at most every few seconds; an unchanged line once a minute, to show that the run is alive."""
@@ -65,23 +75,6 @@ class Display:
         if (last and changed) or now - self._line_at >= (_LINE_SECONDS if changed else _SAME_LINE_SECONDS):
             self._line, self._line_at = line, now
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-class Eta:
-    """Estimates the remaining time from the rate since the first step it received."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._first: tuple[int, float] | None = None
-
-    def remaining(self, step: int, now: float) -> float | None:
-        """Return the remaining seconds, None if there is no rate yet."""
-        if step == 0:
-            return None
-        if self._first is None or step < self._first[0]:
-            self._first = (step, now)
-        done = step - self._first[0]
-        return (now - self._first[1]) / done * (self._steps - step) if done else None
 
 
 def summary_line(facts: Facts, status: Status, steps: int, remaining: float | None) -> str:

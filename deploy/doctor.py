@@ -7,7 +7,6 @@ TbaError. `tba.cli.checks` has the list of all checks.
 import importlib.metadata
 import json
 import os
-import platform
 import pwd
 import re
 import shutil
@@ -69,11 +68,6 @@ CHECKPOINT_BYTES = 12
 # Users below are system users (login.defs).
 _FIRST_USER = 1000
 _NETWORK_FILE_SYSTEMS = ("nfs", "lustre", "ceph", "beegfs", "gpfs", "cifs", "smb", "fuse.", "9p", "virtiofs", "wekafs")
-
-
-def check_python(_: Config) -> Result:
-    """Name Python and the system."""
-    return "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
 
 
 def check_packages(config: Config) -> Result:

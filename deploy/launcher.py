@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.common import run_files
-from tba.common.config import Config, LaunchSection, TaskSection
+from tba.common.config import Config, LaunchSection
 from tba.common.config.paths import asked_gpus, hub_models
 from tba.common.errors import EXIT_CONFIG, TaskError, TbaError
 from tba.common.evaluations import Row, is_measured, read_evaluations
@@ -22,12 +22,13 @@ from tba.common.wire.client import BufferClient
 from tba.deploy.child import Child, RestartPolicy, drain_seconds, ending, trainer_drain_seconds
 from tba.deploy.display import Display
 from tba.deploy.fleet import POLL_SECONDS, evaluator_child, one_thread_each, searcher_children
-from tba.deploy.plot import draw
-from tba.deploy.run_directory import holds_run, mark_ending, mark_evaluating, mark_failed
+from tba.deploy.plot import draw_curves, read_curve
+from tba.deploy.run_directory import ENDING, EVALUATES, FAILED, holds_run, mark
 from tba.deploy.supervisor import Supervisor
 
 _STATUS_SECONDS = 0.5
 _STATUS = "STATUS="
+_PICTURE = "run.png"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,9 @@ class Launcher:
 
     def __init__(self, config: Config, arguments: Sequence[str], *, resume: bool) -> None:
         self._config = config
-        roles = children_of(config, arguments, resume=resume)
-        self._buffer, self._trainer = roles.buffer, roles.trainer
-        self._searchers, self._evaluators = roles.searchers, roles.evaluators
-        for child in (*self._searchers, *self._evaluators, self._trainer):
-            child.after = self._buffer
+        self._roles = roles = children_of(config, arguments, resume=resume)
+        for child in roles.all[1:]:
+            child.after = roles.buffer
         self._supervisor = Supervisor(roles.all, config.launch)
 
     def run(self, stop: Callable[[], bool], display: Display) -> bool:
@@ -96,10 +95,11 @@ class Launcher:
                 evaluates = finished and self._config.eval.at_end
                 return finished
             except TbaError as error:
-                mark_failed(self._config, error)
+                mark(self._config, FAILED, str(error))
                 raise
             finally:
-                mark_evaluating(self._config) if evaluates else mark_ending(self._config)
+                told = (EVALUATES, "`tba run` evaluates the kept snapshots") if evaluates else (ENDING,)
+                mark(self._config, *told)
                 self._end()
 
     def _work(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> bool:
@@ -115,28 +115,30 @@ class Launcher:
 
     def _watch(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> None:
         asked_at = 0.0
-        while not (stop() or self._trainer.ended or self._supervisor.failed()):
+        while not (stop() or self._roles.trainer.ended or self._supervisor.failed()):
             self._supervisor.poll()
-            if self._buffer.exit_code == 0:
-                raise TbaError(f"the buffer was stopped before the run was done; its log is {self._buffer.log_file}")
+            if self._roles.buffer.exit_code == 0:
+                raise TbaError(
+                    f"the buffer was stopped before the run was done; its log is {self._roles.buffer.log_file}"
+                )
             if time.monotonic() - asked_at >= _STATUS_SECONDS:
                 asked_at = time.monotonic()
                 # First, so that the status holds it.
-                if self._buffer.ready:
+                if self._roles.buffer.ready:
                     self._supervisor.report_troubles(client)
                 display.show(self._facts(client))
             time.sleep(POLL_SECONDS)
 
     def _facts(self, client: BufferClient) -> Facts:
         # Until the buffer is ready, another one may answer at its address.
-        status = ask_status(client) if self._buffer.ready else None
+        status = ask_status(client) if self._roles.buffer.ready else None
         silent, failing = client.silent_seconds, self._supervisor.troubles()
-        return Facts(status, client.address, silent, failing, starting=not self._buffer.ready)
+        return Facts(status, client.address, silent, failing, starting=not self._roles.buffer.ready)
 
     def _what_is_saved(self) -> str:
         if not holds_run(self._config):
             return "nothing was trained yet"
-        return "the trainer saves a checkpoint" if self._trainer.ready else "there is nothing new to save"
+        return "the trainer saves a checkpoint" if self._roles.trainer.ready else "there is nothing new to save"
 
     def _end(self) -> None:
         """Stop the trainer first (it saves a checkpoint), the buffer last (it stores what the others deliver).
@@ -144,10 +146,10 @@ class Launcher:
         What is still loading has nothing to save, and may not react to SIGTERM: it is killed.
         """
         drain = drain_seconds(self._config)
-        loading = [child for child in (self._trainer, *self._searchers, *self._evaluators) if not child.ready]
-        self._supervisor.kill(loading)
-        self._supervisor.stop([self._trainer], drain_seconds=trainer_drain_seconds(self._config))
-        for children in (self._evaluators, self._searchers, [self._buffer]):
+        roles = self._roles
+        self._supervisor.kill([child for child in roles.all[1:] if not child.ready])
+        self._supervisor.stop([roles.trainer], drain_seconds=trainer_drain_seconds(self._config))
+        for children in (roles.evaluators, roles.searchers, [roles.buffer]):
             self._supervisor.stop(children, drain_seconds=drain)
 
 
@@ -156,7 +158,7 @@ def evaluate_at_end(config: Config, arguments: Sequence[str], stop: Callable[[],
     terminal.print("evaluating the kept snapshots on the held-out prompts")
 
     def tell(doing: str) -> None:
-        mark_evaluating(config, f"`tba run` {doing}")
+        mark(config, EVALUATES, f"`tba run` {doing}")
         terminal.print(doing)
 
     failure = None
@@ -168,7 +170,7 @@ def evaluate_at_end(config: Config, arguments: Sequence[str], stop: Callable[[],
     rows = read_evaluations(config.run.dir, config.run.name)
     # A judge that is down leaves a run whose picture is worth seeing.
     if failure is None or not all(map(is_measured, rows)):
-        picture = draw(config.run.dir, run=config.run.name)
+        picture = draw_curves([read_curve(config.run.dir, config.run.name)], config.run.dir / _PICTURE)
         terminal.print(before_and_after(rows), soft_wrap=True)
         terminal.print(f"picture: {picture}", soft_wrap=True)
     if failure is not None:
@@ -196,7 +198,7 @@ def evaluate_in_child(
     """
     log_file = config.run.dir / run_files.LOGS / "eval.log"
     environment = one_thread_each(config)
-    command, at_end = ["eval", "--all", *arguments], partial(mark_ending, config)
+    command, at_end = ["eval", "--all", *arguments], partial(mark, config, ENDING)
     child = _run_once("eval", command, log_file, environment, stop, at_end, tell)
     if child.last_code:
         raise child.failure()
@@ -248,14 +250,9 @@ def check_task_in_child(config: Config, arguments: Sequence[str], stop: Callable
         # Unbuffered, so that output of the task comes before the error sentence, which must be the last line.
         log_file, environment = Path(directory, "check.log"), {"PYTHONUNBUFFERED": "1"}
         child = _run_once("check", ["doctor", "--only", "task", "--strict", *arguments], log_file, environment, stop)
-        if child.last_code:
-            raise _task_failure(config.task, child.last_code, child)
-
-
-def _task_failure(task: TaskSection, code: int, child: Child) -> TbaError:
-    """Return a TaskError only if the check reported a wrong configuration: a lack of memory may pass by itself."""
-    sentence = child.last_error() if code > 0 else ""
-    if not sentence:
-        last = child.log_tail().rpartition("\n")[2] or "it wrote nothing"
-        sentence = f"task.name {task.name}: the process that loaded it {ending(code)}: {last}"
-    return (TaskError if code == EXIT_CONFIG else TbaError)(sentence)
+        if code := child.last_code:
+            last = child.log_tail().rpartition("\n")[2] or "it wrote nothing"
+            ended = f"task.name {config.task.name}: the process that loaded it {ending(code)}: {last}"
+            # A lack of memory may pass by itself.
+            error = TaskError if code == EXIT_CONFIG else TbaError
+            raise error((child.last_error() if code > 0 else "") or ended)

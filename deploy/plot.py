@@ -3,6 +3,7 @@
 Invariant: rows of `metrics.jsonl` are in the order of their steps, and the row of step s describes update s + 1.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from tba.common import run_files
 from tba.common.errors import MissingExtra, UsageError
 from tba.common.evaluations import Row, all_evaluations, read_evaluations, read_json_lines
 
-PICTURE_FILE = "run.png"
 AXES = {"steps": "optimiser step", "seconds": "seconds since the first step", "tokens": "trained tokens"}
 # The first of these that the evaluations have is drawn against the reward.
 _DIVERSITY = ("embedding_distance", "distinct_4", "distinct_2", "distinct_1")
@@ -33,11 +33,7 @@ class Curve:
             return [row["step"] for row in self.metrics]
         if kind == "seconds":
             return [row["time"] - self.metrics[0]["time"] for row in self.metrics]
-        total, sums = 0.0, []
-        for row in self.metrics:
-            total += row.get("tokens", 0.0)
-            sums.append(total)
-        return sums
+        return list(itertools.accumulate(row.get("tokens", 0.0) for row in self.metrics))
 
     def evaluated_x(self, kind: str) -> list[float]:
         """Return the position of each evaluation: where the last step before it is, 0 before the first."""
@@ -62,12 +58,7 @@ def read_curve(directory: Path, run: str | None = None) -> Curve:
     )
 
 
-def draw(directory: Path, *, run: str) -> Path:
-    """Draw `run.png` of a run in its directory. Raises UsageError if nothing was trained there."""
-    return draw_curves([read_curve(directory, run)], directory / PICTURE_FILE, x="steps")
-
-
-def draw_curves(curves: Sequence[Curve], picture: Path, *, x: str) -> Path:
+def draw_curves(curves: Sequence[Curve], picture: Path, *, x: str = "steps") -> Path:
     """Draw runs on one picture over an axis of `AXES`, and return its path. Raises MissingExtra, UsageError."""
     try:
         import matplotlib as mpl

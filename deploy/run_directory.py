@@ -17,7 +17,7 @@ from typing import Any
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.layers import ENVIRONMENT_PREFIX
-from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, TbaError, UsageError
+from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, UsageError
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
 from tba.common.run_status import check_address
@@ -27,9 +27,8 @@ from tba.deploy.child import drain_seconds, trainer_drain_seconds
 
 log = get_logger(__name__)
 
-_ENDING = "ending"
-_FAILED = "failed: "
-_EVALUATES = "evaluates: "
+# What a line of the lock file begins with.
+ENDING, FAILED, EVALUATES = "ending", "failed: ", "evaluates: "
 # The time a launcher needs in addition to that of its children, which it ends in three groups one after another.
 _MARGIN_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -85,19 +84,9 @@ def sole_launcher(config: Config) -> Iterator[None]:
         yield
 
 
-def mark_ending(config: Config) -> None:
-    """Record in the lock file that its holder, this process, is about to end."""
-    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "ab", _ENDING)
-
-
-def mark_evaluating(config: Config, doing: str = "`tba run` evaluates the kept snapshots") -> None:
-    """Record in the lock file what its holder, this process, does after the last step."""
-    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "ab", _EVALUATES + doing)
-
-
-def mark_failed(config: Config, error: TbaError) -> None:
-    """Record in the lock file why its holder, this process, gives up."""
-    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "ab", _FAILED + str(error).partition("\n")[0])
+def mark(config: Config, what: str, sentence: str = "") -> None:
+    """Record in the lock file that its holder, this process, is ENDING, has FAILED, or EVALUATES, with a sentence."""
+    _write_line(config.run.dir / run_files.LAUNCH_LOCK, "ab", what + sentence.partition("\n")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +110,8 @@ def last_launch(directory: Path) -> Launch | None:
     def after(start: str) -> str:
         return next((line.removeprefix(start) for line in reversed(lines) if line.startswith(start)), "")
 
-    ending = _ENDING in lines
-    return Launch(lines[0] if lines else "", ending, after(_FAILED), "" if ending else after(_EVALUATES))
+    ending = ENDING in lines
+    return Launch(lines[0] if lines else "", ending, after(FAILED), "" if ending else after(EVALUATES))
 
 
 def resume_command(directory: Path, more: Sequence[str] = (), *, secrets: Iterable[str] = ()) -> str:
@@ -187,8 +176,8 @@ def _write_line(path: Path, mode: str, line: str) -> None:
 
 def _holder(path: Path) -> tuple[str, bool]:
     """Return a description of the lock's holder, and whether it is about to end."""
-    launch = last_launch(path.parent) or Launch("", ending=False, failure="", evaluates="")
-    return launch.holder or "one that has just started", launch.ending
+    launch = last_launch(path.parent)
+    return (launch.holder if launch else "") or "one that has just started", launch is not None and launch.ending
 
 
 def _remove_unused(lock_file: Path, created: Sequence[Path]) -> None:

@@ -82,12 +82,8 @@ def home(request: Request) -> Response:
                 rows.append({"run": one, **run.describe(one, found)})
         except StorageError as error:
             # It hides no other run.
-            names = ("trained_at", "reward", "steps_done", "steps", "held_out", "objective", "model")
-            nothing = {
-                "totals": {"trajectories": None, "errors": None},
-                "about": {"created_at": 0},
-                **dict.fromkeys(names),
-            }
+            nothing = dict.fromkeys(("trained_at", "reward", "steps_done", "steps", "held_out", "objective", "model"))
+            nothing |= {"totals": dict.fromkeys(("trajectories", "errors")), "about": {"created_at": 0}}
             rows.append({"run": one, "state": "unreadable", "why": str(error), **nothing})
     rows.sort(key=lambda row: row["trained_at"] or row["about"]["created_at"], reverse=True)
     return site.page("runs.html", rows=rows)

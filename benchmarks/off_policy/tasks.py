@@ -174,7 +174,7 @@ def make_copying_model(out: Path, digits: int) -> None:
     save(model, tokenizer, out)
 
 
-def small_config(tokenizer: PreTrainedTokenizerFast, positions: int, **changes: int) -> LlamaConfig:
+def small_config(tokenizer: PreTrainedTokenizerFast, positions: int) -> LlamaConfig:
     """Return the configuration of a Llama that is trained within seconds."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
@@ -189,7 +189,6 @@ def small_config(tokenizer: PreTrainedTokenizerFast, positions: int, **changes: 
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **changes,
     )
 
 

@@ -2,6 +2,7 @@
 
 import html
 import re
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +17,14 @@ from tba.ui.app import make_app
 def client(*paths: Path, **options: Any) -> TestClient:
     """Return a browser of the interface over these directories and database files."""
     return TestClient(make_app(paths, **options), base_url="http://127.0.0.1:5780", follow_redirects=True)
+
+
+def copies(database: Path, folder: Path, *names: str) -> list[Path]:
+    """Copy a database into directories of runs of these names; return its copies."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        shutil.copyfile(database, folder / name / "buffer.sqlite")
+    return [folder / name / "buffer.sqlite" for name in names]
 
 
 def select(path: Path, sql: str) -> list[sqlite3.Row]:

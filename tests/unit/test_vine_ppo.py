@@ -35,7 +35,7 @@ def test_rollouts_estimate_the_exact_value_of_each_prefix_under_the_newest_weigh
         vine.Problem((5,), (3, 4, END)),
     )
     rollouts, policy = vine.Rollouts(task, SAMPLES, seed=0), tiny_model(seed=1)
-    rollouts.engine.load_weights(vine.publish(tmp_path, policy, 1, [[5, 3, 4, END]]))
+    rollouts.engine.load_weights(vine.publish(tmp_path, policy, 1, [5, 3, 4, END]))
     starts = [(), (3,), (3, 4), (6,), (6, 4)]
     found = rollouts.values([(problem, start) for start in [*starts, (3, 4), (3, 4)]])
 

@@ -70,10 +70,10 @@ FROM groups WHERE run = '{run}' AND done_at IS NOT NULL AND reward_variance = 0 
 def page(request: Request) -> Response:
     """Show a statement and its result, or the error that it raised."""
     run = run_of(request)
-    built_in, own = built_in_queries(run), own_queries(run)
+    saved = queries(run)
     with run.rows() as rows:
         schema = rows.all(_SCHEMA)
-    sql, name = _asked(request, {**built_in, **own})
+    sql, name = _asked(request, saved)
     result, sentence = None, ""
     if sql:
         try:
@@ -89,8 +89,8 @@ def page(request: Request) -> Response:
         numbers=_numbers(result.rows) if result is not None else {},
         sentence=sentence,
         name=name,
-        built_in=list(built_in),
-        own=list(own),
+        built_in=list(_BUILT_IN),
+        own=[name for name in saved if name not in _BUILT_IN],
         schema=schema,
         directory=run.directory / DIRECTORY,
         seconds=SECONDS,
@@ -112,7 +112,7 @@ def csv_file(request: Request) -> Response:
     """Return the result of a statement as CSV."""
     run = run_of(request)
     try:
-        sql, _ = _asked(request, {**built_in_queries(run), **own_queries(run)})
+        sql, _ = _asked(request, queries(run))
         result = _run(request, sql, MAX_QUERY_ROWS)
     except MemoryError as error:
         raise UsageError("the query needs too much memory") from error
@@ -154,17 +154,17 @@ def _run(request: Request, sql: str, rows: int) -> QueryResult:
         _turn.release()
 
 
-def built_in_queries(run: Run) -> dict[str, str]:
-    """Return the statements of tba by their names."""
-    return {name: _filled(text, run) for name, text in _BUILT_IN.items()}
+def queries(run: Run) -> dict[str, str]:
+    """Return the statements of tba, then those of the user by the names of their files.
 
-
-def own_queries(run: Run) -> dict[str, str]:
-    """Return the statements of the user by the names of their files: regular ones, since links could leak others."""
+    Only regular files are read, since links could leak others.
+    """
     folder = run.directory / DIRECTORY
     found = [] if folder.is_symlink() else sorted(folder.glob("*.sql"))[:_MOST_FILES]
-    texts = {path.stem: _text(path) for path in found if _FILE_NAME.fullmatch(path.name)}
-    return {name: _filled(text, run) for name, text in texts.items() if text is not None}
+    own = {path.stem: text for path in found if _FILE_NAME.fullmatch(path.name) and (text := _text(path)) is not None}
+    # A quote in the name of a run is doubled in SQL.
+    name = run.name.replace("'", "''")
+    return {title: text.replace("{run}", name) for title, text in (_BUILT_IN | own).items()}
 
 
 def _text(path: Path) -> str | None:
@@ -175,8 +175,3 @@ def _text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
-
-
-def _filled(text: str, run: Run) -> str:
-    # A quote in the name of a run is doubled in SQL.
-    return text.replace("{run}", run.name.replace("'", "''"))

@@ -115,15 +115,10 @@ def test_a_warning_of_the_trainer_is_shown_next_to_what_it_does():
     assert summary_line(Facts(waiting), waiting, 80, None).endswith(told)
     gone = make_status(5, clients=[make_client("trainer", warning=told, activity="gone")])
     assert told not in explain(Facts(gone))
+    stalled = make_status(5, clients=[make_client("trainer", warning=told)],
+                          stall={"reason": "publication", "sentence": "check it"})  # fmt: skip
+    assert explain(Facts(stalled)) == f"check it; {told}"
     assert told not in explain(Facts(msgspec.structs.replace(waiting, finished=True)))
-
-
-def test_a_run_that_stands_still_shows_the_warning_too():
-    told = "stale responses have lost 1.2 nats"
-    status = make_status(
-        5, clients=[make_client("trainer", warning=told)], stall={"reason": "publication", "sentence": "check it"}
-    )
-    assert explain(Facts(status)) == f"check it; {told}"
 
 
 def test_a_noun_agrees_with_its_number():

@@ -8,7 +8,7 @@ import pytest
 from tba.common import run_files
 from tba.common.evaluations import read_evaluations, read_json_lines, record_evaluations
 from tba.deploy.launcher import before_and_after
-from tba.deploy.plot import draw, draw_curves, read_curve
+from tba.deploy.plot import draw_curves, read_curve
 
 
 def row(version, accuracy, *, run="r", prompts=1000, prompt_set="all"):
@@ -59,7 +59,7 @@ def test_the_plot_shows_rewards_of_any_size(tmp_path, axes, rewards, fractions):
         for step, reward in enumerate(rewards)
     ]
     (tmp_path / run_files.METRICS).write_text("\n".join(map(json.dumps, lines)))
-    draw(tmp_path, run="r")
+    draw_curves([read_curve(tmp_path, "r")], tmp_path / "r.png")
     low, high = axes[0].get_ylim()
     assert low <= min(rewards) < max(rewards) <= high
     assert ((low, high) == (-0.02, 1.02)) == fractions

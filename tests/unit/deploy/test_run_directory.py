@@ -13,7 +13,7 @@ from tba.common.config import Config
 from tba.common.errors import ConfigError, RunTaken, UsageError
 from tba.deploy import run_directory
 from tba.deploy.launcher import evaluate_in_child
-from tba.deploy.run_directory import await_previous, last_launch, mark_ending, refuse_start, sole_launcher
+from tba.deploy.run_directory import ENDING, await_previous, last_launch, mark, refuse_start, sole_launcher
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_the_wait_for_the_previous_run_ends_after_a_deadline_and_is_reported_onc
     monkeypatch.setattr(run_directory, "_MARGIN_SECONDS", 1.7)
     reports: list[str] = []
     with sole_launcher(config):
-        mark_ending(config)
+        mark(config, ENDING)
         with pytest.raises(RunTaken, match="has not ended within 2 s: "):
             await_previous(config, never, reports.append)
     assert len(reports) == 1
@@ -54,7 +54,7 @@ def test_the_wait_for_the_previous_run_ends_after_a_deadline_and_is_reported_onc
 def test_a_stop_signal_ends_the_wait(config):
     reports: list[str] = []
     with sole_launcher(config):
-        mark_ending(config)
+        mark(config, ENDING)
         await_previous(config, lambda: bool(reports), reports.append)
     assert len(reports) == 1
 
@@ -62,7 +62,7 @@ def test_a_stop_signal_ends_the_wait(config):
 @pytest.mark.slow
 def test_the_next_holder_is_not_marked_as_ending(config):
     with sole_launcher(config):
-        mark_ending(config)
+        mark(config, ENDING)
     launch = last_launch(config.run.dir)
     assert launch is not None
     assert launch.ending

@@ -2,7 +2,6 @@
 
 import html
 import re
-import shutil
 import socket
 import threading
 import time
@@ -22,9 +21,10 @@ from tba.common.system.durable import exclusive_lock
 from tba.common.system.process import NotifySocket
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.deploy.run_directory import mark_ending, mark_evaluating, sole_launcher
+from tba.deploy.run_directory import ENDING, EVALUATES, mark, sole_launcher
 from tba.deploy.run_list import list_runs, local_state
 from tba.tests.helpers.browser import client as browse
+from tba.tests.helpers.browser import copies
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.nodes import wait_until
@@ -132,9 +132,7 @@ def test_a_database_with_odd_values_hides_no_other_run(filled, tmp_path):
         "c": "UPDATE batches SET trained_at = 1e300",
         "d": "UPDATE batches SET metrics = '{nope'",
     }
-    for name, sql in changes.items():
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        path = shutil.copy(filled, tmp_path / "runs" / name / "buffer.sqlite")
+    for path, sql in zip(copies(filled, tmp_path / "runs", *changes), changes.values(), strict=True):
         change(path, sql)
     rows = {Path(row["directory"]).name: row for row in list_runs(tmp_path / "runs", read_results)}
     found = {name: (row["state"], row["why"].partition(": ")[2]) for name, row in rows.items()}
@@ -278,9 +276,9 @@ def test_every_place_says_the_same_of_a_run_from_its_start_to_its_last_evaluatio
                 trainer.call(report, messages.Done, deadline_seconds=30)
                 trainer.call(messages.FinishRun(step=0), messages.Done, deadline_seconds=30)
                 walk.says("finished", "finished after 1 step")
-            mark_evaluating(walk.config, "`tba run` evaluates snapshot 3 of 9")
+            mark(walk.config, EVALUATES, "`tba run` evaluates snapshot 3 of 9")
             walk.says("evaluating", "finished after 1 step; `tba run` evaluates snapshot 3 of 9", served=False)
-            mark_ending(walk.config)
+            mark(walk.config, ENDING)
         assert not_none(local_state(walk.config, read_results))["state"] == "finished"
         with walk.serve():
             walk.says("finished", "finished after 1 step; the buffer serves it again")

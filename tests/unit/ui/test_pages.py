@@ -14,7 +14,7 @@ import pytest
 from tba.common.errors import UsageError
 from tba.common.system.durable import exclusive_lock
 from tba.common.wire import messages
-from tba.tests.helpers.browser import client, pages, select
+from tba.tests.helpers.browser import client, copies, pages, select
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import make_episode, numbers_of
 from tba.ui.pages.run import describe
@@ -49,7 +49,8 @@ def crawl(browser, start="/"):
         if address not in pages:
             pages[address] = page = browser.get(address)
             if page.headers.get("content-type", "").startswith("text/html"):
-                waiting += links(page)
+                # Each saved query is a process: test_queries.py opens them.
+                waiting += [link for link in links(page) if "?query=" not in link]
     return pages
 
 
@@ -267,6 +268,8 @@ def test_sql_returns_csv_in_which_no_text_is_a_formula(filled):
         "/r/test/prompts/99",
         "/r/test/trajectories/99999999999999999999999",
         "/r/test/held-out?evaluation=999",
+        "/r/test/compare?b=no",
+        "/?b=no&b=test",
     ],
 )
 def test_an_address_of_nothing_says_so(filled, address):
@@ -296,15 +299,11 @@ def test_the_changing_part_is_sent_only_after_a_change_and_when_the_run_has_ende
 
 def test_the_list_of_runs_has_the_newest_first_and_what_one_asks_of_each(filled, tmp_path):
     config = json.dumps({"objective": {"name": "rloo"}, "model": {"path": "models/small"}, "train": {"steps": 9}})
-    for folder, trained_at in (("a", 5), ("b", None), ("c", 9)):
-        (tmp_path / "runs" / folder).mkdir(parents=True)
-        copy = tmp_path / "runs" / folder / "buffer.sqlite"
-        copy.write_bytes(filled.read_bytes() if trained_at else b"no database" * 100)
-        if trained_at:
-            change(
-                copy, ("UPDATE batches SET trained_at = ?", [trained_at]), ("UPDATE starts SET config = ?", [config])
-            )
-    change(copy, EVALUATION.format(metrics='{"accuracy": 0.5}', not_measured="NULL"))
+    first, foreign, newest = copies(filled, tmp_path / "runs", *"abc")
+    foreign.write_bytes(b"no database" * 100)
+    for copy, trained_at in ((first, 5), (newest, 9)):
+        change(copy, ("UPDATE batches SET trained_at = ?", [trained_at]), ("UPDATE starts SET config = ?", [config]))
+    change(newest, EVALUATION.format(metrics='{"accuracy": 0.5}', not_measured="NULL"))
     said: list[str] = []
     browser = client(tmp_path / "runs", report=said.append)
     rows = browser.get("/").text.split("<tr>")[2:]
@@ -330,10 +329,7 @@ def test_the_list_of_runs_has_the_newest_first_and_what_one_asks_of_each(filled,
     ids=["model", "accuracy", "metrics", "no settings", "a section"],
 )
 def test_a_database_with_odd_values_hides_no_other_run_of_the_list(filled, tmp_path, odd):
-    for folder in ("a", "b"):
-        (tmp_path / "runs" / folder).mkdir(parents=True)
-        shutil.copy(filled, tmp_path / "runs" / folder / "buffer.sqlite")
-    change(tmp_path / "runs/b/buffer.sqlite", odd)
+    change(copies(filled, tmp_path / "runs", "a", "b")[1], odd)
     browser = client(tmp_path / "runs")
     listed = browser.get("/")
     assert (listed.status_code, listed.text.count('type="checkbox"')) == (200, 2)
@@ -460,21 +456,19 @@ def test_a_report_is_one_file_without_scripts(filled, tmp_path):
         write_report(filled, Path("/nowhere/x.html"), name=None)
 
 
-def test_a_copy_of_a_run_does_not_take_its_address(filled, tmp_path):
-    for folder in ("again", "test"):
-        (tmp_path / "runs" / folder).mkdir(parents=True)
-        shutil.copyfile(filled, tmp_path / "runs" / folder / "buffer.sqlite")
-    found = {run.key: run.directory.name for run in find_runs([tmp_path / "runs"], print)}
-    assert found == {"test": "test", "test~again": "again"}
-
-
-def test_a_copy_does_not_take_the_address_of_a_run_in_a_directory_of_another_name(filled, tmp_path):
-    change(filled, ("UPDATE starts SET config = ?", [json.dumps({"run": {"dir": "runs/target"}})]))
-    for folder in ("again", "target", "test"):
-        (tmp_path / "runs" / folder).mkdir(parents=True)
-        shutil.copyfile(filled, tmp_path / "runs" / folder / "buffer.sqlite")
-    found = {run.key: run.directory.name for run in find_runs([tmp_path / "runs"], print)}
-    assert found == {"test": "target", "test~test": "test", "test~again": "again"}
+@pytest.mark.parametrize(
+    ("folders", "recorded", "expected"),
+    [
+        (("again", "test"), "", {"test": "test", "test~again": "again"}),
+        (("again", "target", "test"), "runs/target", {"test": "target", "test~test": "test", "test~again": "again"}),
+    ],
+    ids=["by its name", "by the directory of its last start"],
+)
+def test_a_copy_of_a_run_does_not_take_its_address(filled, tmp_path, folders, recorded, expected):
+    if recorded:
+        change(filled, ("UPDATE starts SET config = ?", [json.dumps({"run": {"dir": recorded}})]))
+    copies(filled, tmp_path / "runs", *folders)
+    assert {run.key: run.directory.name for run in find_runs([tmp_path / "runs"], print)} == expected
 
 
 def test_settings_are_written_as_toml_and_runs_of_different_tasks_are_said_to_be_so(filled, tmp_path):

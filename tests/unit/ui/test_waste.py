@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tba.common.evaluations import record_evaluations
-from tba.tests.helpers.browser import client, select
+from tba.tests.helpers.browser import client, copies, select
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import log_ratios, numbers_of
 from tba.ui.pages.trajectories import strip
@@ -139,13 +139,10 @@ def test_a_strip_of_no_such_colour_step_or_token_is_refused(filled, query):
 @pytest.fixture
 def browser(filled, tmp_path):
     """A browser of three runs, `test`, `test~b` with another reward and learning rate, and `test~c`, as the first."""
-    for name in ("a", "b", "c"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "buffer.sqlite").write_bytes(filled.read_bytes())
-        sql = "UPDATE batches SET metrics = json_set(metrics, '$.reward_mean', ?)"
-        change(tmp_path / "runs" / name / "buffer.sqlite", (sql, [0.75 if name == "b" else 0.25]))
-    rate = "UPDATE starts SET config = json_set(config, '$.train.learning_rate', 0.125)"
-    change(tmp_path / "runs/b/buffer.sqlite", rate)
+    runs = copies(filled, tmp_path / "runs", "a", "b", "c")
+    for path, reward in zip(runs, [0.25, 0.75, 0.25], strict=True):
+        change(path, ("UPDATE batches SET metrics = json_set(metrics, '$.reward_mean', ?)", [reward]))
+    change(runs[1], "UPDATE starts SET config = json_set(config, '$.train.learning_rate', 0.125)")
     return client(tmp_path / "runs")
 
 
@@ -196,12 +193,6 @@ def test_charts_have_other_axes_restarts_and_the_metrics_that_the_address_asks_f
     found = browser.get("/r/test/charts.json").json()
     assert (found["steps"], found["last"], browser.get("/r/test/steps/3").status_code) == ([0, 1, 2, 3], 2, 404)
     assert 'data-evaluations="/r/test/held-out"' in page
-
-
-@pytest.mark.parametrize("address", ["/r/test/compare?b=no", "/?b=no&b=test"])
-def test_an_unknown_run_is_not_compared(browser, address):
-    page = browser.get(address)
-    assert (page.status_code, "there is no run no here" in page.text) == (404, True)
 
 
 def test_an_archived_trajectory_has_the_page_that_it_had_and_says_if_its_file_is_gone(trained_twice, tba_buffer):

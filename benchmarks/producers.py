@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from benchmarks.serving import Server
 from tba.common.wire import messages
+from tba.common.wire.channels import encrypt_client
 from tba.common.wire.codec import Frames, encode_request
-from tba.common.wire.curve import encrypt_client
 from tba.common.wire.keys import ClientKeys
 from tba.common.wire.trajectory import Trajectory, pack
 

@@ -10,8 +10,8 @@ import psutil
 
 from benchmarks.harness import tba
 from tba.common.wire import fields, messages
+from tba.common.wire.channels import new_pair
 from tba.common.wire.client import BufferClient
-from tba.common.wire.curve import new_pair
 from tba.common.wire.keys import AUTHORIZED, KEY_ROLES, ClientKeys, buffer_key, write_pair, write_public
 from tba.common.wire.messages import GetStatus, Status
 

@@ -24,9 +24,9 @@ from tba.buffer.tools.export import OPENENV, PARQUET, OnProgress, format_of, ope
 from tba.buffer.tools.import_row import Parser
 from tba.buffer.tools.import_target import ImportTarget
 from tba.buffer.tools.tokenizer import Tokenizer
-from tba.common import jsonl
 from tba.common.config import Config
 from tba.common.config.layers import is_database
+from tba.common.data_files import json_lines
 from tba.common.errors import BufferFault, StorageError, UsageError, quantity
 from tba.common.system.durable import sha256_of
 from tba.common.weights.model_files import model_here, vocabulary_size
@@ -143,7 +143,7 @@ def read_rows(
 
 def _file_rows(source: Path, format_: str, importing: str, senders: Collection[str]) -> Iterator[SourceRow]:
     is_parquet = format_ == PARQUET
-    lines = enumerate(read_parquet(source), 1) if is_parquet else jsonl.read(source, malformed=UsageError)
+    lines = enumerate(read_parquet(source), 1) if is_parquet else json_lines(source, malformed=UsageError)
     # A file of lines may have grown; a Parquet file is another one then.
     origins = [(0, f"file {sha256_of(source)}")] if is_parquet else _origins(source, importing, senders)
     for sequence, (number, value) in enumerate(lines):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tba.buffer.service.put_columns import to_columns
 from tba.buffer.tools.tokenizer import Tokenizer
 from tba.common.data_files import require_unicode
-from tba.common.errors import UsageError, WireError, first_problem
+from tba.common.errors import UsageError, WireError, problems
 from tba.common.wire import fields, messages
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import ROW_FIELDS, STOP_EOS, Trajectory, pack
@@ -184,7 +184,7 @@ def _check(trajectory: Trajectory) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    field, reason = first_problem(error)
+    field, reason = problems(error)[0]
     if field and field[0] not in Line.model_fields:
         near = difflib.get_close_matches(field[0], Line.model_fields, 1)
         hint = f"did you mean {near[0]}?" if near else "other data goes into metadata"

@@ -55,8 +55,6 @@ from tba.searcher.weights.follower import FixedWeights, Preparation, WeightsFoll
 log = get_logger(__name__)
 
 _HEARTBEAT_SECONDS = 1.0
-# Of the spool of one searcher. When it is full, the searcher pauses until the buffer is back.
-_SPOOL_MIB = 512.0
 # The buffer answers as soon as there is room or newer weights.
 _LEASE_WAIT_SECONDS = 5.0
 _IDLE_SECONDS = 0.05
@@ -195,7 +193,9 @@ class Searcher:
         parts = engine, clock, Preparation(config, clock, engine.prepare)
         policy = config.search.policy
         self._weights = FixedWeights(*parts, policy) if policy else WeightsFollower(*parts)
-        self._delivery = Delivery(client, run_name=config.run.name, root=config.spool, limit_mib=_SPOOL_MIB)
+        self._delivery = Delivery(
+            client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
+        )
         generation = GenerationStage(
             engine,
             loaded.task,

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.common import data_files, run_files
 from tba.common.clock import Clock, SystemClock
-from tba.common.config import Config, LoraSection, ReferenceSection
+from tba.common.config import Config, LoraSection, MetricsSection, ReferenceSection
 from tba.common.errors import CheckpointError, ConfigError, TaskError, TrainingBroken, UsageError
 from tba.common.log import get_logger
 from tba.common.rendering import Message, PromptRenderer, as_map, message_of, variables_of
@@ -189,7 +189,7 @@ class Job:
         self._train = config.train.model_copy(update={"steps": self.steps})
         # The whole model is trained, without a reference policy.
         own = {"train": self._train, "lora": LoraSection(), "reference": ReferenceSection()}
-        config = config.model_copy(update=own)
+        config = config.model_copy(update=own | {"metrics": MetricsSection(entropy=False)})
         self.learner, self._unwrapped = build(config, files, device, ranks, report, objective=_OBJECTIVE)
         if found is not None:
             checkpoint.restore(found, self.learner)

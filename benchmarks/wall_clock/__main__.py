@@ -83,6 +83,7 @@ def _settings(searchers: int, steps: int, seed: int, *, synchronous: bool) -> li
         "task.reward_workers=0",
         "train.checkpoint_every=1000000",
         "objective.name=tba_prime",
+        "metrics.tensorboard=false",
     ]
 
 

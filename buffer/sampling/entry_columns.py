@@ -70,7 +70,7 @@ class EntryColumns:
     `prompt` is the prompt's ordinal in the index, `next` the row of the same prompt's next entry.
     """
 
-    def __init__(self, *, with_ranks: bool) -> None:
+    def __init__(self, *, with_keys: bool, with_ranks: bool) -> None:
         self.id = array("q")
         self.prompt = array("i")
         self.step = array("i")
@@ -79,6 +79,7 @@ class EntryColumns:
         self.payload_bytes = array("I")
         self.state = array("B")
         self.next = array("i")
+        self.key = array("Q") if with_keys else None
         self.rank = array("Q") if with_ranks else None
 
     def __len__(self) -> int:
@@ -107,7 +108,7 @@ class EntryColumns:
         """Drop the removed rows. Return the new row of each old one, for `renumbered`."""
         live = np.frombuffer(self.state, np.uint8) != REMOVED
         new_rows = np.cumsum(live, dtype=np.int32) - 1
-        for name in (*_COLUMNS, "rank"):
+        for name in (*_COLUMNS, "key", "rank"):
             if (column := getattr(self, name)) is None:
                 continue
             rows = np.frombuffer(column, dtype=column.typecode)[live]

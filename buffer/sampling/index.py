@@ -4,12 +4,13 @@
                                                                  the row stays in the database
 
 Invariant: the index is a function of the history, in the order of its ids, and of the limits alone. So after any
-sequence of puts and batches it equals one that is rebuilt from the database.
+sequence of puts and batches it equals one that is rebuilt from the database. Which entries leave a prompt with too many
+depends on ids, rewards and the seed alone.
 
 An entry is a row of flat typed columns (`EntryColumns`), linked to the next row of its prompt. A prompt has an
 ordinal: its position in the order of first appearance.
 
-The oldest of a prompt leave at `prompt_cap`. Which entries leave at `max_trajectories` is decided by `keep`:
+Which entries leave at `max_trajectories` is decided by `keep`:
 
     newest      the oldest
     reservoir   those of the largest rank, a hash of the seed, the prompt and the step: what stays is a uniform sample
@@ -31,7 +32,7 @@ import numpy.typing as npt
 import xxhash
 
 from tba.buffer.sampling.entry_columns import NONE, REMOVED, TRAINED, Block, EntryColumns, renumbered
-from tba.buffer.sampling.rules import Limits
+from tba.buffer.sampling.rules import Limits, PromptKeep
 
 # The share of a reservoir that is sorted at once, to find what leaves it next.
 _SORTED_SHARE = 64
@@ -59,7 +60,7 @@ class SamplingIndex:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.columns = EntryColumns(with_ranks=limits.keep != "newest")
+        self.columns = EntryColumns(with_keys=limits.prompt_keep == "reservoir", with_ranks=limits.keep != "newest")
         # Columns by the ordinal of the prompt: its id, the rows of its oldest and newest entry, the number of its
         # entries, and the value that `changes` had after its last change.
         self.prompt_ids = array("q")
@@ -72,6 +73,8 @@ class SamplingIndex:
         self._rows = 0
         # How many have left, by the key of [buffer] that removed them, since this index was made.
         self.left: Counter[str] = Counter()
+        # Payload of all entries.
+        self.payload_bytes = 0
         # All rows before this one are removed.
         self._oldest = 0
         # With a reservoir: its rows are those before `_fresh`, and `_fresh_count` is the number of entries after them.
@@ -96,7 +99,11 @@ class SamplingIndex:
         together, which takes half the time: if none has to leave, or only the oldest of the prompt.
         """
         ordinal, limits = self._ordinal(block.prompt), self.limits
-        if len(block) > 1 and self._is_over(len(block)):
+        is_crowded = self._count[ordinal] + len(block) > limits.prompt_cap
+        if len(block) > 1 and (
+            (is_crowded and limits.prompt_keep != "newest")
+            or self._exceeds_totals(len(block), sum(block.payload_bytes))
+        ):
             for entry in block.single_entries():
                 self.extend(entry)
             return
@@ -108,9 +115,10 @@ class SamplingIndex:
         self._append(ordinal, block)
         while self._count[ordinal] > limits.prompt_cap:
             self.left["prompt_cap"] += 1
-            self._remove(ordinal, NONE, self._head[ordinal])
-        while self._is_over():
-            self.left["max_trajectories"] += 1
+            self._remove(ordinal, *surplus(self.columns, self._head[ordinal], limits.prompt_keep))
+        while self._rows and self._exceeds_totals():
+            is_full = limits.max_trajectories is not None and self._rows > limits.max_trajectories
+            self.left["max_trajectories" if is_full else "max_payload_bytes"] += 1
             if limits.keep == "newest":
                 self._remove_oldest()
             else:
@@ -191,6 +199,8 @@ class SamplingIndex:
 
     def _append(self, ordinal: int, block: Block) -> None:
         first = self.columns.extend(ordinal, block)
+        if self.columns.key is not None:
+            self.columns.key.extend(keyed_hash(self.limits.seed, id_) for id_ in block.id)
         if self.columns.rank is not None:
             self.columns.rank.extend(keyed_hash(self.limits.seed, block.prompt << 32 | step) for step in block.step)
             self._fresh_count += len(block)
@@ -201,6 +211,7 @@ class SamplingIndex:
         self._tail[ordinal] = first + len(block) - 1
         self._count[ordinal] += len(block)
         self._rows += len(block)
+        self.payload_bytes += sum(block.payload_bytes)
 
     def _remove_duplicates(self, ordinal: int, hashes: set[int]) -> None:
         held, links = self.columns.dedup_hash, self.columns.next
@@ -212,9 +223,11 @@ class SamplingIndex:
                 previous = row
             row = links[row]
 
-    def _is_over(self, more: int = 0) -> bool:
-        most = self.limits.max_trajectories
-        return most is not None and self._rows + more > most
+    def _exceeds_totals(self, more_rows: int = 0, more_bytes: int = 0) -> bool:
+        rows, size = self.limits.max_trajectories, self.limits.max_payload_bytes
+        return (rows is not None and self._rows + more_rows > rows) or (
+            size is not None and self.payload_bytes + more_bytes > size
+        )
 
     def _remove_oldest(self) -> None:
         state = self.columns.state
@@ -273,9 +286,33 @@ class SamplingIndex:
         self._count[ordinal] -= 1
         self._fresh_count -= self.columns.rank is not None and row >= self._fresh
         self._rows -= 1
+        self.payload_bytes -= self.columns.payload_bytes[row]
+
+
+def surplus(columns: EntryColumns, head: int, keep: PromptKeep) -> tuple[int, int]:
+    """Return the entry that leaves a prompt with one entry too many: (the row before it or NONE, its row).
+
+    newest: the oldest leaves; best: the lowest reward, the oldest of equal ones; reservoir: the largest keyed hash.
+    """
+    if keep == "newest":
+        return NONE, head
+    if keep == "best":
+        return _least(columns, head, columns.reward, 1)
+    assert columns.key is not None
+    return _least(columns, head, columns.key, -1)
+
+
+def _least(columns: EntryColumns, head: int, values: "array[int] | array[float]", sign: int) -> tuple[int, int]:
+    found, least = (NONE, head), sign * values[head]
+    previous, row = head, columns.next[head]
+    while row != NONE:
+        if sign * values[row] < least:
+            found, least = (previous, row), sign * values[row]
+        previous, row = row, columns.next[row]
+    return found
 
 
 def keyed_hash(seed: int, id_: int) -> int:
-    """Hash a seed, and the context and step of a group, to 64 bits."""
+    """Hash a seed and an id, or the context and step of a group, to 64 bits."""
     # A context of guided responses, or of a phase, has more than 32 bits: see `context_of`.
     return xxhash.xxh3_64_intdigest(id_.to_bytes(8 if id_ < 1 << 64 else 16, "little"), seed)

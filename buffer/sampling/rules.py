@@ -7,6 +7,7 @@ from tba.common.config.buffer import BufferSection
 
 Priority = Literal["uniform", "recency", "softmax", "rank"]
 Replacement = Literal["if_needed", "never", "always"]
+PromptKeep = Literal["newest", "best", "reservoir"]
 Keep = Literal["newest", "reservoir", "both"]
 
 
@@ -19,8 +20,10 @@ class Limits:
 
     prompt_cap: int
     dedup: bool
+    prompt_keep: PromptKeep = "newest"
     max_trajectories: int | None = None
     keep: Keep = "newest"
+    max_payload_bytes: int | None = None
     seed: int = 0
 
 

@@ -11,9 +11,6 @@ from tba.buffer.store.tables.prompts import Decision
 from tba.common.config import CurriculumSection
 from tba.common.wire.fields import NO_POLICY
 
-# A solved prompt is still visited in one of this many epochs, so that forgetting is noticed.
-REVISIT_EVERY = 4
-
 
 class Curriculum:
     """The newest answers of each prompt, and what they mean for an epoch. Without settings it does nothing.
@@ -60,7 +57,7 @@ class Curriculum:
             passed = bits.bit_count()
             if settings.solved != "off" and passed / count >= settings.solved:
                 # Prompts are revisited in different epochs, not all in the same one.
-                if (epoch + prompt) % REVISIT_EVERY:
+                if (epoch + prompt) % settings.revisit_every:
                     solved.append(Decision(prompt, "skipped", passed, count))
             elif settings.unsolved_last and not passed:
                 unsolved.append(Decision(prompt, "postponed", passed, count))

@@ -51,6 +51,7 @@ _REMEDIES = {
     "dedup": "set buffer.dedup = false, raise search.temperature or lower buffer.min_fill",
     "prompt_cap": "raise buffer.prompt_cap or lower buffer.min_fill",
     "max_trajectories": "raise buffer.max_trajectories",
+    "max_payload_bytes": "raise buffer.max_payload_bytes",
 }
 # A transaction takes milliseconds.
 _SLOW_COMMIT_SECONDS = 2.0

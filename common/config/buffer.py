@@ -58,13 +58,17 @@ class BufferSection(Section):
     """How many trajectories searchers may be ahead of `samples_per_insert`; auto is twice the minimum. If few responses
     are much longer than the others, set four batches (docs/evidence.md)."""
     prompt_cap: Positive = 100
-    """Maximum number of sampleable trajectories per prompt, the newest; the others stay in history."""
+    """Maximum number of sampleable trajectories per prompt; the others stay in history."""
+    prompt_keep: Literal["newest", "best", "reservoir"] = "newest"
+    """Which trajectories of a prompt stay sampleable: the newest, those of highest reward, or a uniform sample."""
     max_trajectories: Positive | Literal["unbounded"] = "unbounded"
     """Maximum number of sampleable trajectories; `keep` says which ones leave. They stay in history."""
     keep: Literal["newest", "reservoir", "both"] = "newest"
     """Which trajectories of the run stay sampleable at max_trajectories. newest; reservoir: a uniform sample of the
     whole history, in which fresh data becomes rare; both: the newest in one half, a sample of all older ones in the
     other. A sample keeps the responses of a prompt at one optimiser step together."""
+    max_payload_bytes: Positive | Literal["unbounded"] = "unbounded"
+    """Maximum bytes of sampleable token ids, log-probabilities and masks; the oldest trajectories leave."""
     dedup: bool = True
     """Sample only the newest of identical responses to a prompt. Set it to false where answers are short and repeat."""
 
@@ -75,6 +79,11 @@ class BufferSection(Section):
         what = f'buffer.keep = "{self.keep}"'
         if self.max_trajectories == "unbounded":
             raise ValueError(f"{what} is about what leaves at buffer.max_trajectories: set that to a number")
+        if self.max_payload_bytes != "unbounded":
+            raise ValueError(
+                f"{what} samples trajectories alike, and a limit in bytes would prefer short ones: remove "
+                "buffer.max_payload_bytes, and set buffer.max_trajectories alone"
+            )
         if self.keep == "reservoir" and self.max_staleness != "unbounded":
             raise ValueError(
                 f"{what} runs out of data within buffer.max_staleness = {self.max_staleness}: ever fewer of the sample "
@@ -87,13 +96,15 @@ class CurriculumSection(Section):
     """Prompts that an epoch skips or postpones, by the pass rate of their newest answers (docs/tasks.md)."""
 
     solved: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = "off"
-    """Pass rate, such as 0.95, from which on a prompt is solved: three of four epochs skip it. off skips none."""
+    """Pass rate, such as 0.95, from which on a prompt is solved: epochs skip it. off skips none."""
     unsolved_last: bool = False
     """Whether prompts of which none of the newest answers passed come at the end of an epoch."""
     answers: Annotated[int, Field(ge=1, le=10_000)] = 32
     """Number of newest answers that the pass rate of a prompt is taken over; one with fewer keeps its place."""
     pass_reward: float = 1.0
     """Reward from which on an answer passes."""
+    revisit_every: Annotated[int, Field(ge=2)] = 4
+    """A solved prompt is still visited in one of this many epochs, so that forgetting is noticed."""
 
     @property
     def is_on(self) -> bool:

@@ -43,12 +43,14 @@ def check_paths(config: Config, *, here: bool = True) -> list[str]:
 
 def model_paths(config: Config) -> dict[str, str]:
     """Return the settings that name models, with their values: directories, or names of the hub."""
-    models = {
-        "reward_model.path": config.reward_model.path,
-        "reference.path": config.reference.path,
-        "eval.embedder": config.eval.embedder,
-    }
-    return {"model.path": config.model.path, **{key: path for key, path in models.items() if path}}
+    models = {"model.path": config.model.path}
+    if config.reward_model.path:
+        models["reward_model.path"] = config.reward_model.path
+    if config.reference.path:
+        models["reference.path"] = config.reference.path
+    if config.eval.embedder:
+        models["eval.embedder"] = config.eval.embedder
+    return models
 
 
 def asked_packages(config: Config) -> list[tuple[str, str, str]]:
@@ -110,11 +112,16 @@ def _check_engine_arguments(config: Config) -> list[str]:
 
 def check_data(task: TaskSection) -> None:
     """Raise ConfigError for a file of prompts that does not exist. Other names are hub ids."""
-    for source in filter(lambda source: source.reads_files, task.sources):
-        for key, path in (("task.train", source.train), ("task.test", source.test)):
-            # Unlike Path.exists, this is False in a directory that this user may not enter.
-            if is_data_file(path) and not os.path.exists(path):
-                raise ConfigError(f"{key} {path} does not exist")
+    named = [
+        (key, path)
+        for source in task.sources
+        if source.reads_files
+        for key, path in (("task.train", source.train), ("task.test", source.test))
+    ]
+    for key, path in named:
+        # Unlike Path.exists, this is False in a directory that this user may not enter.
+        if is_data_file(path) and not os.path.exists(path):
+            raise ConfigError(f"{key} {path} does not exist")
 
 
 def hub_data(task: TaskSection) -> list[str]:

@@ -234,6 +234,13 @@ def _check_rates(config: Config) -> None:
         )
 
 
+# Of a trajectory: one token of the prompt, one of the response with its log-probability, and one version.
+_LEAST_BYTES = 20
+# Bytes per token of a response, and those of a prompt, that a limit which is recommended has room for.
+_BYTES_PER_TOKEN = 9
+_PROMPT_BYTES = 4096
+
+
 def check_batches(config: Config, prompts: int | None = None) -> None:
     """Raise ValueError, with the keys and a value that works, for settings under which no batch can ever be sampled.
 
@@ -254,6 +261,12 @@ def check_batches(config: Config, prompts: int | None = None) -> None:
         }[buffer.keep]
         raise ValueError(
             f"buffer.max_trajectories = {most} is less than the {least} that a batch needs, {why}: set at least {least}"
+        )
+    if buffer.max_payload_bytes != "unbounded" and buffer.max_payload_bytes < least * _LEAST_BYTES:
+        roomy = least * (_BYTES_PER_TOKEN * config.search.max_tokens + _PROMPT_BYTES)
+        raise ValueError(
+            f"buffer.max_payload_bytes = {buffer.max_payload_bytes} has no room for the {least} trajectories that a "
+            f"batch needs: with prompts of up to 1,000 tokens, {roomy} has"
         )
     each = 1 if _repeats(config) else buffer.prompt_cap
     if prompts is not None and buffer.min_fill > prompts * each:

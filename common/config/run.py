@@ -42,6 +42,8 @@ class EvalSection(Section):
     """Sampled answers per held-out prompt, besides the greedy one: for pass@k, diversity and the KL. 0 is none."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Temperature of the sampled responses."""
+    stored_responses: NonNegative = 500
+    """Held-out prompts whose greedy response is stored with each evaluation, from the first; 0 stores none."""
     kl: bool = False
     """Measure the KL divergence of the sampled responses from model.path, of which a frozen copy is loaded."""
     embedder: str = ""

@@ -77,6 +77,8 @@ class SearchSection(Section):
     """What ends a response besides the model's end tokens: strings or token ids, such as `["Question:", 13]`."""
     spool_dir: Path | None = None
     """Directory of the trajectories that the buffer has not acknowledged; by default `spool` in run.dir."""
+    spool_mib: PositiveFloat = 512.0
+    """Maximum size of one searcher's spool in MiB. When it is full, the searcher pauses until the buffer is back."""
     canary_tolerance: PositiveFloat | None = None
     """Maximum absolute difference of the canary's log-probabilities from the trainer's after a hot reload: by default
     1e-3 in float32, and 0.5 in bfloat16. The mean may be a quarter of it (docs/vllm.md)."""

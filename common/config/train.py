@@ -137,6 +137,8 @@ class ObjectiveSection(Section):
     """Policy gradients (reinforce to cispo, tb_stale, tba_prime): the anchor of the KL term in the reward. reference:
     the reference policy; ema: a moving average of the weights, without a forward pass; none: no KL term. auto is
     reference for tb_stale and tba_prime, and none for the others."""
+    clip_high: PositiveFloat = 0.2
+    """grpo, dr_grpo, ppo_clip, ppo, proximal_rloo, flowrl: a ratio above 1 + this is clipped, and one below 0.8."""
     truncation: PositiveFloat | Literal["off"] = 8.0
     """tb_stale, tba_prime, distill: the maximum importance weight of a token; off gives every token weight 1."""
     mean_kl: Literal["sampler", "policy"] = "sampler"
@@ -193,16 +195,24 @@ class ObjectiveSection(Section):
         return anchored or self.anchor == "reference"
 
     @model_validator(mode="after")
-    def _check_keys(self) -> Self:
+    def _check_kl(self) -> Self:
         if self.kl != "auto" and self.name in _ANCHORED:
             raise ValueError(
                 f"objective.kl has no effect for {self.name}, whose formula includes its anchor: remove it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_log_z(self) -> Self:
         if self.log_z == "turn" and (self.name != "tb" or self.imitation_weight or self.taper != "off"):
             raise ValueError(
                 f'objective.log_z = "turn" is for tb without imitation and taper: remove it, or set objective.name = '
                 f'"tb" ({self.name} has no log Z, or only one of the prompt), imitation = 0 and taper = "off"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stale(self) -> Self:
         if self.imitation_weight and self.name not in _CENTRED:
             raise ValueError(
                 f"objective.imitation has no meaning for {self.name}, whose advantage is not the reward minus the mean "
@@ -258,11 +268,15 @@ class ReferenceSection(Section):
     token ids or more. Empty is model.path."""
     every: Positive = 50
     """reset, ema: steps between two references. Log-probabilities under each are computed once per trajectory."""
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """ema: the fraction of the old reference in the new one."""
 
 
 class MetricsSection(Section):
-    """Destinations of the trainer's metrics besides metrics.jsonl and TensorBoard in run.dir (docs/metrics.md)."""
+    """Destinations of the trainer's metrics in addition to metrics.jsonl. docs/metrics.md describes each metric."""
 
+    tensorboard: bool = True
+    """Write TensorBoard events to run.dir/tensorboard."""
     wandb: str = ""
     """Project on Weights & Biases (extra `wandb`; WANDB_MODE=offline writes only to run.dir); empty sends nothing."""
     trackio: str = ""
@@ -271,3 +285,5 @@ class MetricsSection(Section):
     """PORT or HOST:PORT (127.0.0.1 by default) where the buffer serves the numbers of all roles to Prometheus."""
     trace_answers: Annotated[int, Field(ge=0, le=256)] = 0
     """Answers of each step that Weights & Biases and Trackio get as a table; 0 sends none."""
+    entropy: bool = True
+    """Measure the entropy of the policy, in the same pass as the log-probabilities."""

@@ -59,9 +59,7 @@ log = get_logger(__name__)
 # Keys of [task] that change neither prompts nor scores, or are part of the prompts' own hash.
 _NOT_SCORING = {"train", "test", "limit", "held_out_limit", "reward_workers", "reward_concurrency", "phases"}
 _OF_CLASSIFIER, _OF_SERVER = {"path", "weight", "template"}, {"url", "api", "served_model"}
-_NOT_MEASURED = {"at_end", "gpu"}
-# Held-out prompts, from the first, whose greedy response is stored with each evaluation.
-_STORED_RESPONSES = 500
+_NOT_MEASURED = {"at_end", "gpu", "stored_responses"}
 _REFERENCE_ROWS = 256
 _HASH_DIGITS = 16
 # The sampled answers of an evaluation have seeds of their own, as those of an epoch do.
@@ -340,7 +338,7 @@ def open_evaluator(
         evaluator = Evaluator(
             config=config,
             subject=subject,
-            texts=[subject.renderer.text(prompt) for prompt in subject.prompts[:_STORED_RESPONSES]],
+            texts=[subject.renderer.text(prompt) for prompt in subject.prompts[: config.eval.stored_responses]],
             engine=engine,
             answering=Answering(config, loaded, subject.prompts, engine, rewards, questions(config, subject)),
             references=references,

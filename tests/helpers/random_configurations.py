@@ -17,8 +17,10 @@ def draw_sections(rng: random.Random) -> dict[str, dict[str, Any]]:
     unbounded = "unbounded"
     buffer = {
         "max_trajectories": rng.choice([unbounded, unbounded, *range(1, 60, 4)]),
+        "max_payload_bytes": rng.choice([unbounded, unbounded, 100, 700, 2000, 9000]),
         "keep": rng.choice(["newest", "newest", "reservoir", "both"]),
         "prompt_cap": rng.choice([100, 1, 2, 4, 8]),
+        "prompt_keep": rng.choice(["newest", "best", "reservoir"]),
         "min_fill": rng.choice([0, 0, 5, 16, 50]),
         "dedup": rng.random() < 0.7,
         "replacement": rng.choice(["if_needed", "never", "always"]),

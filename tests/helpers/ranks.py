@@ -59,7 +59,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
         4,
     ),
     "reset": ({"reference": ReferenceSection(kind="reset", every=1), "sharding": "all"}, 3),
-    "ema": ({"reference": ReferenceSection(kind="ema", every=1)}, 3),
+    "ema": ({"reference": ReferenceSection(kind="ema", every=1, decay=0.5)}, 3),
     "grpo": ({"name": "grpo", "micro_batch_tokens": 40}, 4),
     "lora": ({"lora": LoraSection(rank=2), "sharding": "all"}, 4),
     "lora_recomputed": ({"lora": LoraSection(rank=2), "gradient_checkpointing": True}, 4),

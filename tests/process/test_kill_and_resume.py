@@ -102,7 +102,7 @@ def two_runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[K
         run.close()
 
 
-MOVING = {"reference": {"kind": "ema", "every": 4}}
+MOVING = {"reference": {"kind": "ema", "every": 4, "decay": 0.5}}
 
 
 @pytest.mark.parametrize("two_runs", [MOVING], indirect=True)

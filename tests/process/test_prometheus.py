@@ -31,7 +31,7 @@ def test_roles_started_by_hand_in_any_order_report_to_systemd_and_every_metric_o
 ):
     """tests/process/test_fleet.py has several searchers."""
     port = free_port()
-    metrics = {"prometheus": port}
+    metrics = {"prometheus": port, "tensorboard": False}
     run = make_config(**arithmetic(metrics=metrics, train={"steps": 100_000}, buffer={"max_staleness": 4}))
     heard: dict[tuple[str, ...], list[str]] = {}
     sockets = {}

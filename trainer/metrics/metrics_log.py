@@ -23,10 +23,9 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
-from tba.common import run_files
+from tba.common import jsonl, run_files
 from tba.common.config import Config
 from tba.common.errors import CheckpointError, TbaError, quantity
-from tba.common.evaluations import read_json_lines
 from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.system.durable import open_regular, write_text
@@ -268,13 +267,15 @@ def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
         tokenizer = load_tokenizer(model_directory(config.model.path))
     run = directory, config.run.name, config.model_dump(mode="json"), tokenizer
     sinks = []
+    if metrics.tensorboard:
+        sinks.append(BackgroundSink("tensorboard", partial(TensorBoardSink, directory / "tensorboard", first_step)))
     if metrics.wandb:
         need("wandb", "wandb")
         sinks.append(BackgroundSink("wandb", partial(WandbSink, metrics.wandb, *run)))
     if metrics.trackio:
         need("trackio", "trackio")
         sinks.append(BackgroundSink("trackio", partial(TrackioSink, metrics.trackio, *run)))
-    return [BackgroundSink("tensorboard", partial(TensorBoardSink, directory / "tensorboard", first_step)), *sinks]
+    return sinks
 
 
 class MetricsLog:
@@ -371,4 +372,5 @@ class MetricsLog:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of the file, without lines that a crash has damaged."""
-    return [row for row in read_json_lines(path) if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    rows = [row for _, row in jsonl.read(path, skip_malformed=True)] if path.is_file() else []
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]

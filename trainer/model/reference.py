@@ -20,9 +20,6 @@ from tba.trainer.batch.batch import Row
 from tba.trainer.model.adapters import without_adapters
 from tba.trainer.model.scorer import Scorer, Scores, weights_of
 
-# ema: the fraction of the old reference in the new one.
-_DECAY = 0.9
-
 
 class Reference:
     """Scores with the reference policy, and updates it.
@@ -44,9 +41,9 @@ class Reference:
     def description(self) -> str:
         """What determines the weights of each version. A checkpoint can be restored only under the same description."""
         config = self._config
-        every = f" every {config.every} steps"
+        every, decay = f" every {config.every} steps", f" with decay {config.decay:g}"
         frozen = "frozen" if self._initial == INITIAL_REFERENCE else f"frozen {self._initial}"
-        return {"frozen": frozen, "reset": f"reset{every}", "ema": f"ema{every} with decay {_DECAY:g}"}[config.kind]
+        return {"frozen": frozen, "reset": f"reset{every}", "ema": f"ema{every}{decay}"}[config.kind]
 
     def name_at(self, step: int) -> str:
         """Return the name of the reference with which a step is trained."""
@@ -63,7 +60,7 @@ class Reference:
         """Become the reference of the next step. `steps_done` includes the update just made."""
         if self.name_at(steps_done) == self.name_at(steps_done - 1):
             return
-        kept = _DECAY if self._config.kind == "ema" else 0.0
+        kept = self._config.decay if self._config.kind == "ema" else 0.0
         weights = weights_of(policy)
         for name, own in weights_of(self.scorer.model).items():
             if kept and own.is_floating_point():

@@ -31,8 +31,7 @@ from tba.trainer.objectives.balance import (
 from tba.trainer.objectives.responses import Responses, Terms, row_totals
 
 # A ratio below 1 - this is clipped.
-# A ratio above 1 + this, or below 1 - this, is clipped.
-_CLIP = 0.2
+_CLIP_LOW = 0.2
 # The maximum importance weight of a token.
 _CISPO_CAP = 5.0
 # Decay rate per optimiser step of the moving average that `kl = "ema"` anchors to.
@@ -90,7 +89,7 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
     """Return the objective that the configuration names. `longest_response` is in tokens."""
     floor = config.reward_floor if config.imitation_weight and config.reward_floor != "group" else -math.inf
     objective = partial(Objective, name=config.name, needs_reference=config.uses_reference)
-    own, low, high = config.value_beta, _CLIP, _CLIP
+    own, low, high = config.value_beta, _CLIP_LOW, config.clip_high
     balance = partial(
         trajectory_balance, imitation_weight=config.imitation_weight, floor=config.reward_floor, taper_kind=config.taper
     )
@@ -126,7 +125,7 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
 
 
 def _policy_gradient(config: ObjectiveSection, longest_response: int) -> _PolicyGradient:
-    low, high = _CLIP, _CLIP
+    low, high = _CLIP_LOW, config.clip_high
     bounds = 1 - low, 1 + high
     cap = None if config.truncation == "off" else config.truncation
     on_tokens = _PolicyGradient(partial(pg.truncated_importance, cap=cap), centred, None if cap is None else (0.0, cap))
@@ -150,7 +149,7 @@ def _policy_gradient(config: ObjectiveSection, longest_response: int) -> _Policy
 
 def _with_critic(config: ObjectiveSection, responses: Responses, beta: float) -> Terms:
     return_bK = responses.reward_bK - kl_penalty(responses, beta, config.anchor, _EMA_DECAY)
-    return pg.ppo(responses, return_bK, low=_CLIP, high=_CLIP)
+    return pg.ppo(responses, return_bK, low=_CLIP_LOW, high=config.clip_high)
 
 
 def _with_advantage(config: ObjectiveSection, chosen: _PolicyGradient, responses: Responses, beta: float) -> Terms:

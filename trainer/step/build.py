@@ -53,7 +53,7 @@ _NOT_DETERMINING = {
 _NOT_IN_LINEAGE: dict[str, Any] = {"train": _NOT_DETERMINING, "model": {"path"}, "reference": {"path"}}
 # Sections that are the same on all nodes of one trainer, and keys in them that may differ.
 _COMMON: dict[str, Any] = dict.fromkeys(("model", "train", "sft", "objective", "lora", "reference"), True) | {
-    "run": {"seed"}, "search": {"max_tokens", "stop"},
+    "run": {"seed"}, "search": {"max_tokens", "stop"}, "metrics": {"entropy"},
 }  # fmt: skip
 _OWN = {
     "model": {"path"},
@@ -138,8 +138,6 @@ def build(
     preflight's; `objective` is by default the one that the configuration names. `watch` and `copies` as in `Learner`.
     Raises ConfigError, OutOfMemory.
     """
-    # The entropy is a metric of reinforcement learning: not of an objective that is passed, as by `tba sft`.
-    measured = Measured(objective is None, end_ids(config, files))
     objective = objective or make_objective(config.objective, longest_response=config.search.max_tokens)
     # FSDP moves each layer's shard to the GPU; the whole model is never there, and only rank 0 loads it.
     host = torch.device("cpu" if ranks.rank == 0 else "meta")
@@ -176,6 +174,7 @@ def build(
         masters=masters,
         adapter=adapter,
     )
+    measured = Measured(config.metrics.entropy, end_ids(config, files))
     learner = Learner(
         models, config.train, objective, ranks=ranks, report=report, measured=measured, watch=watch, copies=copies
     )

@@ -3,7 +3,6 @@
 import pytest
 from msgspec.structs import replace
 
-from tba.buffer.service import curriculum as curriculum_module
 from tba.buffer.service.curriculum import Curriculum
 from tba.buffer.tools.check import check
 from tba.buffer.tools.prune import prune_run, prune_tokens
@@ -276,13 +275,7 @@ def test_new_weights_wake_every_waiting_searcher_once(harness):
 
 
 ANSWERS = 4
-ON = {"solved": 0.75, "unsolved_last": True, "answers": ANSWERS}
-
-
-@pytest.fixture(autouse=True)
-def no_revisits(monkeypatch):
-    """Solved prompts are skipped in all epochs of a test."""
-    monkeypatch.setattr(curriculum_module, "REVISIT_EVERY", 1000)
+ON = {"solved": 0.75, "unsolved_last": True, "answers": ANSWERS, "revisit_every": 1000}
 
 
 class Searching:
@@ -376,7 +369,7 @@ def test_answers_that_were_compacted_still_count(harness, tmp_path):
 
 def test_a_prompt_with_exactly_the_pass_rate_is_solved():
     # In binary, 0.28 * 25 is a little more than 7.
-    curriculum = Curriculum(CurriculumSection(solved=0.28, answers=25))
+    curriculum = Curriculum(CurriculumSection(solved=0.28, answers=25, revisit_every=1000))
     curriculum.note(7, [0] * 25, [1.0] * 7 + [0.0] * 18)
     assert [one.decision for one in curriculum.decide(1, [7], least=0)] == ["skipped"]
 
@@ -400,9 +393,8 @@ def test_a_failed_transaction_takes_back_the_epoch_that_it_began(harness):
     assert "p1" not in searching.visit(7)
 
 
-def test_a_solved_prompt_is_revisited_and_comes_back_when_it_is_forgotten(harness, monkeypatch):
-    monkeypatch.setattr(curriculum_module, "REVISIT_EVERY", 3)
-    buffer = start(harness)
+def test_a_solved_prompt_is_revisited_and_comes_back_when_it_is_forgotten(harness):
+    buffer = start(harness, revisit_every=3)
     searching = Searching(buffer, {"p1": 4})
     searching.visit(8)
     state = buffer.service.state

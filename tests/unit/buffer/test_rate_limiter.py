@@ -178,6 +178,7 @@ def refusal_of(prompts: int, sections: dict[str, dict[str, Any]]) -> str:
 NEVER = {"replacement": "never"}
 GREEDY = {"temperature": 0}
 IMPOSSIBLE: list[tuple[int, dict[str, Any], str]] = [
+    (40, {"buffer": {"max_payload_bytes": 100}}, "no room for the 13 trajectories"),
     (40, {"buffer": {"max_trajectories": 12}}, "set at least 13"),
     (40, {"buffer": {"max_trajectories": 54}, "search": {"samples_per_prompt": 9}, "train": {"prompts_per_step": 7}},
      "set at least 55"),
@@ -186,6 +187,7 @@ IMPOSSIBLE: list[tuple[int, dict[str, Any], str]] = [
     (40, {"buffer": {"max_trajectories": 30, "keep": "reservoir", "prompt_cap": 10}}, "set at least 31"),
     (40, {"buffer": NEVER | {"max_trajectories": 141, "keep": "reservoir", "prompt_cap": 10}}, "set at least 142"),
     (40, {"buffer": {"keep": "both"}}, "set that to a number"),
+    (40, {"buffer": {"keep": "both", "max_trajectories": 40, "max_payload_bytes": 9000}}, "would prefer short ones"),
     (40, {"buffer": {"keep": "reservoir", "max_trajectories": 900, "max_staleness": 4}}, 'Set buffer.keep = "both"'),
     (40, {"buffer": {"prompt_cap": 1, "min_fill": 50}}, "at most 40 sampleable"),
     (5, {"buffer": {"prompt_cap": 2, "min_fill": 16}}, "at most 10 sampleable"),

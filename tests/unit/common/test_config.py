@@ -58,10 +58,16 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path):
     assert origins == ["command line", "TBA_TRAIN__LEARNING_RATE", str(file), "default"]
 
 
+def test_set_assigns_values_parsed_as_toml():
+    resolved = resolve(None, environment={}, assignments=["train.adam_betas=[0.8, 0.9]", "search.gpus=cpu"])
+    assert resolved.config.train.adam_betas == (0.8, 0.9)
+    assert resolved.config.search.gpus == "cpu"
+
+
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("train.spool_dir", "did you mean search.spool_dir?"),
+        ("train.spool_mib", "did you mean search.spool_mib?"),
         ("trian.learning_rate", "did you mean train.learning_rate?"),
         ("train.warmup_step", "did you mean train.warmup_steps?"),
         ("train.objective", "`tba config show` lists all keys"),
@@ -77,6 +83,11 @@ def test_the_hint_names_a_similar_key_or_none(key, hint):
     with pytest.raises(ConfigError) as error:
         resolve(None, environment={}, assignments=[f"{key}=1"])
     assert str(error.value) == f"unknown key {key} (--set): {hint}"
+
+
+def test_a_python_file_in_the_place_of_the_configuration_is_named_as_a_task():
+    with pytest.raises(ConfigError, match=r"pass a task as --set task\.name=doubling\.py"):
+        resolve(Path("doubling.py"), environment={})
 
 
 @pytest.mark.parametrize(
@@ -130,10 +141,7 @@ def test_the_largest_group_that_fits_a_message_is_accepted():
     resolve(None, environment={}, assignments=["search.samples_per_prompt=1024", "search.max_tokens=8192"])
 
 
-def test_something_else_in_the_place_of_a_configuration_is_refused_with_what_to_type(tmp_path):
-    sqlite3.connect(tmp_path / "b.sqlite").execute("CREATE TABLE t (a)").connection.close()
-    assert f"`tba buffer stats {tmp_path}/b.sqlite`" in refusal(tmp_path / "b.sqlite")
-    assert "pass a task as --set task.name=doubling.py" in refusal(Path("doubling.py"))
+def test_a_directory_or_a_variable_in_the_wrong_place_is_refused_with_what_to_type(tmp_path):
     assert f"name the TOML file of the run, and the directory with --set run.dir={tmp_path}" in refusal(tmp_path)
     assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
 
@@ -203,6 +211,11 @@ def test_a_directory_whose_name_the_locale_does_not_have_is_refused_with_the_rem
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True)
     assert b"ConfigError: run.dir '" in done.stderr
     assert b"file names are ascii: set PYTHONUTF8=1" in done.stderr
+
+
+def test_a_database_in_place_of_a_configuration_is_named_as_such(tmp_path):
+    sqlite3.connect(tmp_path / "b.sqlite").execute("CREATE TABLE t (a)").connection.close()
+    assert f"`tba buffer stats {tmp_path}/b.sqlite`" in refusal(tmp_path / "b.sqlite")
 
 
 def test_engine_arguments_pass_through_as_a_table_from_every_layer(tmp_path):
@@ -314,6 +327,11 @@ def test_prompt_files_are_checked_only_for_a_task_that_reads_them():
     check_data(Config.model_validate({"task": keys | {"name": "my.own:task"}}).task)
     with pytest.raises(ConfigError, match=r"task.train missing.jsonl does not exist"):
         check_data(Config.model_validate({"task": keys | {"name": "gsm8k"}}).task)
+
+
+def test_a_directory_that_cannot_be_created_is_found_before_a_start():
+    with pytest.raises(ConfigError, match=r"run\.dir /proc/x "):
+        check_directories(Config.model_validate({"run": {"dir": "/proc/x"}}))
 
 
 @pytest.mark.parametrize("value", [True, 3, 1e-05, 'a "b"', [1, "x"], {"a": {"b": False}, "c": ["d"]}, {}])

@@ -276,21 +276,18 @@ def test_every_row_of_the_engine_is_busy_and_a_group_is_put_when_it_is_complete_
 
 
 @pytest.mark.slow
-def test_generation_pauses_when_the_spool_is_full(search, monkeypatch):
+def test_generation_pauses_when_the_spool_is_full(search):
+    engine, client = search(steps=600, put_delay=10**9, spool_mib=0.02)
     roomy, _ = search(steps=600, put_delay=10**9)
-    monkeypatch.setattr("tba.searcher.loop._SPOOL_MIB", 0.02)
-    engine, client = search(steps=600, put_delay=10**9)
     assert len(engine.in_flight_at_steps) < len(roomy.in_flight_at_steps) / 2
     # A put takes a block of the disk, however small it is.
     assert 5 <= len(client.puts) <= 5 + ROWS // SAMPLES
 
 
 @pytest.mark.slow
-def test_requests_are_answered_while_generation_pauses_and_take_no_row_of_the_run(search, monkeypatch):
+def test_requests_are_answered_while_generation_pauses_and_take_no_row_of_the_run(search):
     agent = Agent()
-    with monkeypatch.context() as small:
-        small.setattr("tba.searcher.loop._SPOOL_MIB", 0.02)
-        _, client = search(steps=600, put_delay=10**9, endpoint=agent)
+    _, client = search(steps=600, put_delay=10**9, spool_mib=0.02, endpoint=agent)
     assert len(agent.answers) > 30
     assert len(client.puts) <= 5 + 6 * ROWS // SAMPLES
     assert agent.closed

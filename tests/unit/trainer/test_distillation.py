@@ -188,7 +188,6 @@ def test_the_model_of_reference_path_is_the_reference(tmp_path, lora, name):
     scores = Scorer(load_model(path, torch.device("cpu"))).score(batch.rows).logprob_R
     expected = sequence_logprobs(scores, batch.rows).tolist()
     assert [result.reference[row.id] for row in batch.rows] == pytest.approx(expected, abs=1e-4)
-    assert result.metrics["entropy"] > 0
 
 
 def test_a_run_does_not_resume_with_another_teacher(tmp_path):

@@ -194,7 +194,7 @@ def guided_rows(directory: Any, guided: float, **search: Any) -> list[Any]:
     """Return the rows of eight visits of each of two prompts, of which the second has no demonstration."""
     task, tokenizer, keys = WithSolutions("345", ""), Digits(), {"guided": guided, "max_tokens": 6, **search}
     config = Config.model_validate({"search": {"engine": "transformers", **keys}, "task": {"reward_workers": 0}})
-    renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), (9,))
+    renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), (9,))  # type: ignore[arg-type]
     exploration, engine = Exploration(config.search, run_seed=3, searcher="s"), cpu_engine(directory)
     guide = Guide(exploration.guide, stopping, None)
     stage = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, 2, guide=guide)
@@ -354,13 +354,13 @@ def test_no_group_mixes_rewards_of_two_phases_also_after_a_restart(harness, tmp_
 
 
 def test_guided_answers_solve_no_prompt_and_answers_of_no_policy_of_the_run_do_not_count():
-    curriculum = Curriculum(CurriculumSection(answers=4, solved=1.0), guided=True)
+    curriculum = Curriculum(CurriculumSection(answers=4, solved=1.0, revisit_every=1000), guided=True)
     curriculum.note(7, [0] * 6, [0.0, 1.0, 1.0, 1.0, 1.0, 1.0], guided=True)
     curriculum.note(7, [NO_POLICY], [0.0], guided=True)
     assert (curriculum.guide(7), curriculum.guide(8)) == (0.0, 1.0)
     assert curriculum.decide(1, [7], least=0) == []
     curriculum.note(7, [0] * 4, [1.0] * 4)
-    assert [one.decision for one in curriculum.decide(2, [7], least=0)] == ["skipped"]
+    assert [one.decision for one in curriculum.decide(1, [7], least=0)] == ["skipped"]
 
 
 def test_a_demonstration_is_part_of_what_searchers_must_have_in_common():

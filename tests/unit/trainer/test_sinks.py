@@ -197,7 +197,9 @@ def test_trackio_has_one_run_over_two_starts_and_no_step_twice(tmp_path, trackio
 
 def test_a_missing_package_of_a_sink_is_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "metrics": {"wandb": "project"}})
+    config = Config.model_validate(
+        {"run": {"dir": str(tmp_path)}, "metrics": {"tensorboard": False, "wandb": "project"}}
+    )
     with pytest.raises(MissingExtra, match=r"wandb is not installed: in the clone of tba, pip install '\.\[wandb\]'"):
         open_sinks(config, 0)
 

@@ -6,11 +6,10 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tba.common import jsonl
 from tba.common.errors import MissingExtra, TaskError, UsageError, first_line
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
@@ -39,13 +38,38 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
                 return
             plain: Any = gzip.GzipFile(fileobj=file) if magic.startswith(_GZIP) else file
             separator = _SEPARATORS.get(Path(path.name.removesuffix(".gz")).suffix.lower())
-            lines = _csv(plain, path, separator) if separator else jsonl.parse(plain, path, malformed=TaskError)
+            lines = _csv(plain, path, separator) if separator else _json_lines(plain, path, TaskError)
             yield from ((f"{path}:{number}", row) for number, row in lines)
     except IsADirectoryError:
         inside = sorted(one.name for one in path.rglob("*") if one.name.removesuffix(".gz").endswith(_SUFFIXES))
         raise TaskError(f"{path} is a directory: name one data file in it; it has {inside[:3] or 'none'}") from None
     except (OSError, EOFError, zlib.error) as error:
         raise TaskError(f"{path} cannot be read: {getattr(error, 'strerror', '') or first_line(error)}") from error
+
+
+def json_lines(path: Path, *, malformed: type[Exception] | None) -> Iterator[tuple[int, Any]]:
+    """Yield (line number from 1, value) of each line of a file of JSON lines that is not blank. Raises OSError.
+
+    What is not JSON, such as a last line in writing, is dropped, or `malformed` is raised, with its place.
+    """
+    # Iterating bytes splits at \n only. Text would also be split at other line ends that JSON strings may contain.
+    with path.open("rb") as file:
+        yield from _json_lines(file, path, malformed)
+
+
+def _json_lines(lines: Iterable[bytes], path: Path, malformed: type[Exception] | None) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        # json raises RecursionError for deeply nested values.
+        except (ValueError, RecursionError) as error:
+            if malformed is None:
+                continue
+            shown = line[:60].decode("utf-8", "replace").strip()
+            raise malformed(f"{path}:{number}: the line is not JSON: {error}; it begins {shown!r}") from error
+        yield number, value
 
 
 def _csv(file: Any, path: Path, separator: str) -> Iterator[tuple[int, dict[str, str]]]:

@@ -68,13 +68,8 @@ class TbaError(Exception):
     exit_code = EXIT_FAILED
 
 
-def first_problem(error: "ValidationError") -> tuple[tuple[str, ...], str]:
-    """Return the path of the first invalid field that pydantic found (empty for the whole object), and the reason."""
-    return problems(error)[0]
-
-
 def problems(error: "ValidationError") -> list[tuple[tuple[str, ...], str]]:
-    """Return (path, reason) of every invalid field that pydantic found, as `first_problem`."""
+    """Return (path, reason) of every invalid field that pydantic found; the path of a whole object is empty."""
     found: list[tuple[tuple[str, ...], str]] = []
     last: tuple[int | str, ...] | None = None
     for one in error.errors(include_url=False, include_context=False, include_input=False):

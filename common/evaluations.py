@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.common import jsonl, run_files
+from tba.common import run_files
+from tba.common.data_files import json_lines
 from tba.common.system.durable import open_lock, write_text
 from tba.common.wire.messages import HeldOutResponse, PutEvaluation
 
@@ -64,7 +65,7 @@ def read_json_lines(path: Path) -> list[Row]:
     """Return the rows of a JSON-lines file, [] if there is none. An unfinished last line is skipped."""
     if not path.is_file():
         return []
-    return [row for _, row in jsonl.read(path, skip_malformed=True)]
+    return [row for _, row in json_lines(path, malformed=None)]
 
 
 def all_evaluations(directory: Path) -> list[Row]:

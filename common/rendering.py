@@ -38,6 +38,8 @@ _PROBE = "a7f3"
 _SAID = ("tools", "tool_calls", "function_call", "name")
 # Of the response. Templates leave the thoughts of earlier turns out on purpose.
 _THOUGHT = ("reasoning_content", "reasoning", "thinking")
+# A tokenizer of transformers, which the core does not import.
+Tokenizer = Any
 # The function by which templates write the date. As a variable, it is a date.
 _CLOCK = "strftime_now"
 # How many prompts are searched for unknown tokens.
@@ -91,32 +93,6 @@ def variables_of(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"`tools` is {tools!r:.60}: write a list of objects")
     return {**variables, "tools": tools} if tools else dict(variables)
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that renders prompts and reads responses."""
-
-    chat_template: Any
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, Any]: ...
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    @property
-    def unk_token_id(self) -> int | None: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool, **variables: Any
-    ) -> Any: ...
 
 
 class Content(Protocol):

@@ -115,9 +115,9 @@ class ConfigOptions:
             )
         return resolved
 
-    def resolve_start(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
+    def resolve_start(self, overrides: dict[str, Any] | None = None) -> "Resolved":
         """As `resolve`, for a run or a role that starts. Raises UsageError if nothing configures it."""
-        resolved = self.resolve(overrides, unless=unless)
+        resolved = self.resolve(overrides)
         if not resolved.configured:
             raise UsageError(f"{NO_FILE}, or write one with `tba init`")
         return resolved

@@ -33,7 +33,7 @@ def new(
     """Create the key pair of this node in security.keys, or that of another one; --role authorises it here."""
     options = ConfigOptions.next_to(name, config, sets)
     directory = _directory(options.resolve().config)
-    from tba.common.wire.curve import new_pair
+    from tba.common.wire.channels import new_pair
     from tba.common.wire.keys import BUFFER, buffer_key, check_name, write_pair, write_public
 
     roles = _checked(role)

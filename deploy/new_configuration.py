@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tba.common.config import Config
 from tba.common.config.task import FROM_FILES, TASKS
 from tba.common.data_files import is_data_file
-from tba.common.errors import HubUnavailable, MissingExtra, TbaError, UsageError, first_problem
+from tba.common.errors import HubUnavailable, MissingExtra, TbaError, UsageError, problems
 from tba.common.system.devices import list_gpus
 from tba.common.terminal import note
 from tba.common.weights.model_files import check_hub, check_model, is_hub_name
@@ -190,7 +190,7 @@ def _check(text: str) -> None:
     try:
         Config.model_validate(tomllib.loads(text))
     except ValidationError as error:
-        field, message = first_problem(error)
+        field, message = problems(error)[0]
         raise UsageError(f"{'.'.join(field[:2])}: {message}; nothing was written") from error
 
 

@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 from tba.buffer.service.pace import StepMetrics
 from tba.common.log import get_logger
 from tba.common.run_status import is_silent, live_trainer, name_of
-from tba.common.wire.fields import Role
-from tba.common.wire.messages import STALL_REASONS, ClientStatus, Status
+from tba.common.wire.fields import STALL_REASONS, Role
+from tba.common.wire.messages import ClientStatus, Status
 
 log = get_logger(__name__)
 

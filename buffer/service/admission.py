@@ -10,12 +10,11 @@ from tba.buffer.service.clients import Clients
 from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.wire import messages
-from tba.common.wire.archive_messages import Archive
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.fields import Role
 from tba.common.wire.keys import AuthorizedKeys
-from tba.common.wire.messages import GetStatus, PutEvaluation
+from tba.common.wire.messages import Archive, GetStatus, PutEvaluation
 
 log = get_logger(__name__)
 

@@ -28,9 +28,8 @@ from tba.common.config import Config
 from tba.common.errors import Refused
 from tba.common.log import get_logger
 from tba.common.wire import fields, messages
-from tba.common.wire.archive_messages import MAX_ARCHIVED, Archive, Movable
 from tba.common.wire.codec import RequestHeader
-from tba.common.wire.messages import GetStatus, PutEvaluation, Status
+from tba.common.wire.messages import MAX_ARCHIVED, Archive, GetStatus, Movable, PutEvaluation, Status
 
 log = get_logger(__name__)
 

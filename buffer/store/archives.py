@@ -20,7 +20,7 @@ import numpy as np
 from tba.common import data_files
 from tba.common.errors import StorageError, TbaError, first_line
 from tba.common.system.durable import open_regular
-from tba.common.wire.archive_messages import FILE_URL, MAX_ARCHIVED
+from tba.common.wire.messages import FILE_URL, MAX_ARCHIVED
 from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE
 
 # The key in the metadata of a file under which it has its name.

@@ -31,7 +31,7 @@ from tba.common import data_files
 from tba.common.config import Config
 from tba.common.errors import LockTaken, StorageError, UsageError
 from tba.common.system import durable
-from tba.common.wire.archive_messages import MAX_ARCHIVED, Archive, Movable
+from tba.common.wire.messages import MAX_ARCHIVED, Archive, Movable
 from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE
 
 # Bytes of tokens that are read together, and how many such groups are in a file.

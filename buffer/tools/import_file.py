@@ -35,11 +35,10 @@ from tba.buffer.store.store import Store
 from tba.buffer.tools import training_trace
 from tba.buffer.tools.export import OPENENV, PARQUET, OnProgress, format_of, open_records, read_parquet
 from tba.buffer.tools.tokenizer import Tokenizer
-from tba.common import jsonl
 from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.config.layers import is_database
-from tba.common.data_files import require_unicode
+from tba.common.data_files import json_lines, require_unicode
 from tba.common.errors import (
     BufferFault,
     BufferUnavailable,
@@ -47,7 +46,7 @@ from tba.common.errors import (
     StorageError,
     UsageError,
     WireError,
-    first_problem,
+    problems,
     quantity,
 )
 from tba.common.run_identity import refuse_other_server
@@ -306,7 +305,7 @@ def _check_row(trajectory: Trajectory) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    field, reason = first_problem(error)
+    field, reason = problems(error)[0]
     if field and field[0] not in Line.model_fields:
         near = difflib.get_close_matches(field[0], Line.model_fields, 1)
         hint = f"did you mean {near[0]}?" if near else "other data goes into metadata"
@@ -418,7 +417,7 @@ def read_rows(
 
 def _file_rows(source: Path, format_: str, importing: str, senders: Collection[str]) -> Iterator[SourceRow]:
     is_parquet = format_ == PARQUET
-    lines = enumerate(read_parquet(source), 1) if is_parquet else jsonl.read(source, malformed=UsageError)
+    lines = enumerate(read_parquet(source), 1) if is_parquet else json_lines(source, malformed=UsageError)
     # A file of lines may have grown; a Parquet file is another one then.
     origins = [(0, f"file {sha256_of(source)}")] if is_parquet else _origins(source, importing, senders)
     for sequence, (number, value) in enumerate(lines):

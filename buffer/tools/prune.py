@@ -25,7 +25,7 @@ from tba.common import run_files
 from tba.common.clock import Clock
 from tba.common.config import Config
 from tba.common.errors import StorageError, UsageError
-from tba.common.wire.archive_messages import Archive, Movable
+from tba.common.wire.messages import Archive, Movable
 
 # Trajectories per transaction.
 _ROWS = 1000

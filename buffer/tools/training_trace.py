@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
-from tba.common.errors import UsageError, first_problem
+from tba.common.errors import UsageError, problems
 from tba.common.wire.episode import SampledTurn, join_turns
 from tba.common.wire.fields import MAX_TURN_MESSAGES, MAX_TURN_TEXT
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH
@@ -201,7 +201,7 @@ def read(fields: Any, where: str, run: str) -> tuple[dict[str, Any], list[str]]:
     try:
         calls = Trace.model_validate(fields).turns
     except ValidationError as error:
-        path, reason = first_problem(error)
+        path, reason = problems(error)[0]
         place = f"turn {int(path[1]) + 1}: {'.'.join(path[2:])}" if path[1:] else ".".join(path)
         raise UsageError(f"{where}: {place}: {reason}") from error
     findings = find(calls)

@@ -19,8 +19,9 @@ from tba.common.errors import ConfigError, LockTaken
 
 _KERNEL_COPY_BYTES = 1 << 30
 _COPY_BYTES = 4 << 20
-_LOCK_ATTEMPTS = 3
-_LOCK_PAUSE_SECONDS = 0.01
+_LOCK_POLL_SECONDS = 0.01
+# `is_locked` holds a lock for a moment.
+_LOCK_SECONDS = 2 * _LOCK_POLL_SECONDS
 _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 
 
@@ -128,19 +129,26 @@ def open_lock(path: Path) -> IO[bytes]:
         raise ConfigError(f"{path.parent} is not a writable directory: {error.strerror}") from error
 
 
+def lock_within(descriptor: int, seconds: float) -> None:
+    """Lock an open file or directory. Raises BlockingIOError if another process keeps the lock, or another OSError."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_LOCK_POLL_SECONDS)
+
+
 @contextlib.contextmanager
 def exclusive_lock(path: Path, sentence: str) -> Iterator[None]:
     """Hold a lock file in the block. Raises LockTaken with the sentence if it is held, ConfigError as `open_lock`."""
     with open_lock(path) as file:
-        for attempt in range(_LOCK_ATTEMPTS):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                # `is_locked` holds it for a moment.
-                if attempt == _LOCK_ATTEMPTS - 1:
-                    raise LockTaken(sentence) from None
-                time.sleep(_LOCK_PAUSE_SECONDS)
+        try:
+            lock_within(file.fileno(), _LOCK_SECONDS)
+        except BlockingIOError:
+            raise LockTaken(sentence) from None
         # The previous holder has removed the file, and another process may have created a new one: a lock on the
         # removed file would exclude no one.
         if not os.fstat(file.fileno()).st_nlink:

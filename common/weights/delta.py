@@ -4,15 +4,15 @@ A delta is a safetensors file in a Zstandard frame. For a tensor NAME with few c
 order of the elements:
 
     difference/NAME [changes]   new minus old bits, unsigned and wrapping, labelled with the type of the weights
-    position/NAME   [changes]   the position within a block of 2^8 or 2^16 elements of the flat tensor: U8 or U16
-    count/NAME      [blocks]    the number of changes in each block: U16 or U32
+    position/NAME   [changes]   the position within a block of 256 elements of the flat tensor: U8
+    count/NAME      [blocks]    the number of changes in each block: U16
 
 and for a tensor that would not be smaller in that form
 
     whole/NAME      in its shape
 
-A position takes one or two bytes, where plain int32 indices take four, and decoding needs no search. Most differences
-of a small step are one unit in the last place, 1 or -1: they compress to a fraction of the new values' size. Unchanged
+A position takes one byte, where plain int32 indices take four, and decoding needs no search. Most differences a
+small step are one unit in the last place, 1 or -1: they compress to a fraction of the new values' size. Unchanged
 tensors are absent. Comparisons are on bits.
 
 Zstandard (RFC 8878) keeps a block that would not shrink as it is. Its frame declares the size of its content, which
@@ -20,8 +20,7 @@ must be the one that the manifest states: `unpack_delta` writes no more.
 """
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,24 +42,8 @@ ChunkPositions = npt.NDArray[np.uint32]
 
 # Elements compared at a time: the old and new chunk and the mask fit in a core's cache.
 _CHUNK = 1 << 19
-_BLOCK_BITS = (8, 16)
-_POSITION = {8: "U8", 16: "U16"}
-# One size larger than a position: a block of 256 elements may hold 256 changes.
-_COUNT = {8: "U16", 16: "U32"}
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The change of one tensor.
-
-    `positions` [changes] index the flat tensor, ascending, and `bits` [changes] are added there. Without positions
-    `bits` [elements] replace all.
-    """
-
-    name: str
-    dtype: str
-    positions: Positions | None
-    bits: Bits
+# Elements of a block: 2^8, each with a position of one byte, and a count of two, as all of them may have changed.
+_BLOCK_BITS = 8
 
 
 def build_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor], *, max_bytes: float) -> dict[str, Tensor] | None:
@@ -107,64 +90,61 @@ def unpack_delta(path: Path, target: Path, size: int) -> None:
         raise SnapshotError(f"{path}: {error.strerror}") from error
 
 
-def read_delta(path: Path) -> Iterator[Change]:
-    """The changes in an unpacked delta. Raises SnapshotError if there is none, SnapshotCorrupt if it is malformed."""
-    tensors = map_tensors(path)
-    for key, tensor in tensors.items():
-        kind, _, name = key.partition("/")
-        if kind == "whole":
-            yield Change(name, tensor.dtype, None, tensor.bits)
-        elif kind == "difference":
-            try:
-                positions = _positions(tensors[f"position/{name}"], tensors[f"count/{name}"])
-            except KeyError as error:
-                raise SnapshotCorrupt(f"{path} has differences of {name!r} but no {error}") from error
-            if len(positions) != len(tensor.bits):
-                found = (
-                    f"{quantity(len(tensor.bits), 'difference')} of {name!r}, {quantity(len(positions), 'position')}"
-                )
-                raise SnapshotCorrupt(f"{path} has {found}")
-            yield Change(name, tensor.dtype, positions, tensor.bits)
-
-
 def apply_delta(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Apply an unpacked delta in place, once. Raises SnapshotError if it is unreadable or belongs to another model."""
-    for change in read_delta(path):
-        tensor = weights.get(change.name)
+    tensors = map_tensors(path)
+    for key, change in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind not in ("whole", "difference"):
+            continue
+        tensor = weights.get(name)
         if tensor is None or tensor.dtype != change.dtype:
-            raise SnapshotCorrupt(
-                f"{path} changes {change.name!r} of type {change.dtype}, which the weights do not have"
-            )
-        if change.positions is None:
+            raise SnapshotCorrupt(f"{path} changes {name!r} of type {change.dtype}, which the weights do not have")
+        if kind == "whole":
             if len(change.bits) != len(tensor.bits):
-                raise SnapshotCorrupt(f"{path} replaces {change.name!r} by {quantity(len(change.bits), 'element')}")
+                raise SnapshotCorrupt(f"{path} replaces {name!r} by {quantity(len(change.bits), 'element')}")
             tensor.bits[:] = change.bits
-        elif len(change.positions):
-            # Ascending: the last is the largest.
-            if change.positions[-1] >= len(tensor.bits):
-                raise SnapshotCorrupt(f"{path} changes element {change.positions[-1]} of {change.name!r}")
-            tensor.bits[change.positions] += change.bits
+            continue
+        try:
+            positions = _positions(tensors[f"position/{name}"].bits, tensors[f"count/{name}"].bits)
+        except KeyError as error:
+            raise SnapshotCorrupt(f"{path} has differences of {name!r} but no {error}") from error
+        if len(positions) != len(change.bits):
+            found = f"{quantity(len(change.bits), 'difference')} of {name!r}, {quantity(len(positions), 'position')}"
+            raise SnapshotCorrupt(f"{path} has {found}")
+        # Ascending: the last is the largest.
+        if len(positions) and positions[-1] >= len(tensor.bits):
+            raise SnapshotCorrupt(f"{path} changes element {positions[-1]} of {name!r}")
+        tensor.bits[positions] += change.bits
+
+
+def _positions(in_block: Bits, count: Bits) -> Positions:
+    """Return positions in the flat tensor, ascending; none if the counts do not add up, which the caller notices."""
+    counts = count.astype(np.int64)
+    if int(counts.sum()) != len(in_block):
+        return np.empty(0, np.int64)
+    return np.repeat(np.arange(len(count), dtype=np.int64) << _BLOCK_BITS, counts) + in_block
 
 
 def _change_of(name: str, old: Tensor, new: Tensor, max_bytes: float) -> dict[str, Tensor] | None:
     """What a delta file holds of one tensor: nothing, the changed elements, or all. None if it exceeds the limit."""
     whole, width = new.bits.nbytes, ITEM_BYTES[new.dtype]
+    blocks = -(-len(new.bits) >> _BLOCK_BITS)
     chunks: list[ChunkPositions] = []
     changes = 0
     for start in range(0, len(new.bits), _CHUNK):
         chunk = _differing(old.bits[start : start + _CHUNK], new.bits[start : start + _CHUNK])
         chunks.append(chunk)
         changes += len(chunk)
-        # Too many changes for any encoding of single elements.
+        # Too many changes for an encoding of single elements.
         if changes * (width + 1) > min(whole, max_bytes):
             break
     if not changes:
         return {}
-    sizes = {bits: changes * (width + bits // 8) + _blocks(new, bits) * (bits // 4) for bits in _BLOCK_BITS}
-    bits = min(_BLOCK_BITS, key=sizes.__getitem__)
-    if min(whole, sizes[bits]) > max_bytes:
+    size = changes * (width + 1) + 2 * blocks
+    if min(whole, size) > max_bytes:
         return None
-    return {f"whole/{name}": new} if whole <= sizes[bits] else _encoded(name, old, new, chunks, bits)
+    return {f"whole/{name}": new} if whole <= size else _encoded(name, old, new, chunks, blocks)
 
 
 def _differing(old: Bits, new: Bits) -> ChunkPositions:
@@ -184,39 +164,22 @@ def _differing(old: Bits, new: Bits) -> ChunkPositions:
     return joined
 
 
-def _encoded(name: str, old: Tensor, tensor: Tensor, chunks: Sequence[ChunkPositions], bits: int) -> dict[str, Tensor]:
-    """The three arrays of a tensor. Every chunk but the last consists of whole blocks of 2^bits elements."""
+def _encoded(
+    name: str, old: Tensor, tensor: Tensor, chunks: Sequence[ChunkPositions], blocks: int
+) -> dict[str, Tensor]:
+    """The three arrays of a tensor. Every chunk but the last consists of whole blocks."""
     parts = [slice(start, start + _CHUNK) for start in range(0, len(tensor.bits), _CHUNK)]
-    differences = [
-        np.take(tensor.bits[part], chunk) - np.take(old.bits[part], chunk)
-        for part, chunk in zip(parts, chunks, strict=True)
-    ]
-    difference = np.concatenate(differences)
+    pairs = list(zip(parts, chunks, strict=True))
+    difference = np.concatenate([tensor.bits[part][chunk] - old.bits[part][chunk] for part, chunk in pairs])
     # The conversion keeps the low bits: the position within the block.
-    position = np.concatenate([chunk.astype(f"<u{bits // 8}") for chunk in chunks])
-    counts = [np.bincount(chunk >> bits, minlength=_CHUNK >> bits) for chunk in chunks]
-    count = np.concatenate(counts)[: _blocks(tensor, bits)].astype(f"<u{bits // 4}")
+    position = np.concatenate([chunk.astype(np.uint8) for chunk in chunks])
+    counts = np.concatenate([np.bincount(chunk >> _BLOCK_BITS, minlength=_CHUNK >> _BLOCK_BITS) for chunk in chunks])
+    count = counts[:blocks].astype("<u2")
     return {
-        f"position/{name}": Tensor(_POSITION[bits], position.shape, position),
-        f"count/{name}": Tensor(_COUNT[bits], count.shape, count),
+        f"position/{name}": Tensor("U8", position.shape, position),
+        f"count/{name}": Tensor("U16", count.shape, count),
         f"difference/{name}": Tensor(tensor.dtype, difference.shape, difference),
     }
-
-
-def _blocks(tensor: Tensor, bits: int) -> int:
-    return -(-len(tensor.bits) >> bits)
-
-
-def _positions(in_block: Tensor, count: Tensor) -> Positions:
-    """Positions in the flat tensor; none if the counts do not add up, so that the caller sees unequal lengths."""
-    bits = 8 * in_block.bits.itemsize
-    starts = np.arange(len(count.bits), dtype=np.int64) << bits
-    counts = count.bits.astype(np.int64)
-    if int(counts.sum()) != len(in_block.bits):
-        return np.empty(0, np.int64)
-    positions: Positions = np.repeat(starts, counts)
-    positions += in_block.bits
-    return positions
 
 
 FOLDER = "deltas"

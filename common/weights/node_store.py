@@ -72,11 +72,6 @@ def mark_verified(directory: Path, manifest_sha256: str) -> None:
     (directory / VERIFIED).write_text(_mark(manifest_sha256), encoding="ascii")
 
 
-def unmark_verified(directory: Path) -> None:
-    """Have the next user hash the files again."""
-    (directory / VERIFIED).unlink(missing_ok=True)
-
-
 def is_verified(directory: Path, manifest_sha256: str) -> bool:
     """Whether a process of this user has recorded, since the last boot, that the files are those of this manifest."""
     try:

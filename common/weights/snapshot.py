@@ -246,7 +246,7 @@ def choose_snapshots(directory: Path, memory: Path, named: Path | None, *, every
         if not (named / MANIFEST).is_file():
             raise UsageError(f"{named} is neither a snapshot, with a {MANIFEST}, nor a model directory")
         return [named]
-    found = [path for path in list_snapshots(directory) if not _is_only_base(path)]
+    found = [path for path in list_snapshots(directory) if not ((manifest := _readable(path)) and manifest.only_base)]
     if not found:
         raise UsageError(
             f"{directory} has no snapshots: train first, or name a snapshot or the configuration of a run (-c FILE)"
@@ -279,14 +279,6 @@ def collect(directory: Path, *, keep_last: int, keep_every: int, keep: Iterable[
     removable = {path for path in manifests.keys() - kept if not path.is_symlink()}
     # From the newest, so that at every moment each readable snapshot has its base.
     return [path for path in reversed(found) if path in removable and _delete(path)]
-
-
-def _is_only_base(path: Path) -> bool:
-    """False for one that cannot be read, so that the error is raised where the snapshot is used."""
-    try:
-        return read(path).manifest.only_base
-    except SnapshotError:
-        return False
 
 
 def _readable(path: Path) -> Manifest | None:

@@ -30,7 +30,6 @@ ITEM_BYTES = {
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
-_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 # The limit of the safetensors package.
 _MAX_HEADER_BYTES = 100 << 20
 _ALIGNMENT = 8
@@ -97,7 +96,7 @@ def layout_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
 
 def unsigned(dtype: str) -> np.dtype[Any]:
     """The numpy type for the bits of a safetensors dtype. Raises KeyError for an unknown one."""
-    return _UNSIGNED[ITEM_BYTES[dtype]]
+    return np.dtype(f"<u{ITEM_BYTES[dtype]}")
 
 
 def read_layout(path: Path) -> Layout:
@@ -129,7 +128,7 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
 def content_of(tensors: Mapping[str, Tensor]) -> list[memoryview]:
     """Return the bytes of a safetensors file, part by part: the header, then each tensor without a copy of it."""
     layout = layout_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-    return [memoryview(layout.prefix), *(_bytes(tensors[name].bits) for name in layout.spans)]
+    return [memoryview(layout.prefix), *(tensors[name].bits.view(np.uint8).data for name in layout.spans)]
 
 
 def _spans(header: dict[str, Any], data_start: int, size: int) -> dict[str, Span]:
@@ -155,11 +154,6 @@ def _check_cover(spans: Iterable[Span], data_start: int, size: int) -> None:
         reached = span.end
     if reached != size:
         raise ValueError(f"the tensors end at byte {reached}, the file at {size}")
-
-
-def _bytes(bits: Bits) -> memoryview:
-    # A memoryview without elements cannot be cast.
-    return bits.data.cast("B") if len(bits) else memoryview(b"")
 
 
 def blake3_of(path: Path) -> str:

@@ -14,9 +14,6 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from tba.common.errors import Oversize, VersionMismatch, WireError, quantity
-
-# The module `archive_messages` adds to the subclasses below.
-from tba.common.wire import archive_messages as _archive_messages  # noqa: F401
 from tba.common.wire import messages
 from tba.common.wire.fields import Id, Name, Role
 from tba.common.wire.messages import PROTOCOL_VERSION, Chunk, FetchChunk, Message, PutTrajectories, RunState

@@ -1,7 +1,7 @@
 """The types of message fields, and their limits: no list, map, name or text of a message is unbounded."""
 
 import sys
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 from msgspec import Meta
 
@@ -80,6 +80,30 @@ ErrorKind = Literal[
     "group",
     "imported",
 ]
+# Why a run stands still.
+StallReason = Literal[
+    "buffer_silent",
+    "buffer_refuses",
+    "process_fails",
+    "no_trainer",
+    "trainer_silent",
+    "trainer_hangs",
+    "publication",
+    "checkpoint",
+    "no_searcher",
+    "searcher_silent",
+    "weights_refused",
+    "weights_missing",
+    "weights_old",
+    "only_errors",
+    "spool",
+    "rewards",
+    "unacknowledged",
+    "limits",
+    "no_growth",
+    "no_data",
+]
+STALL_REASONS: tuple[StallReason, ...] = get_args(StallReason)
 Column = Annotated[list[T], Meta(max_length=MAX_ROWS)]
 PutColumn = Annotated[list[T], Meta(max_length=MAX_PUT_ROWS)]
 Temperature = Annotated[float, Meta(ge=0, le=sys.float_info.max)]

@@ -12,7 +12,7 @@ of those already held. The envelope and its checks are in `codec`. `FetchChunk` 
 snapshot server, whose replies carry no run state: a server does not decide which snapshot is the newest.
 """
 
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
@@ -43,6 +43,7 @@ from tba.common.wire.fields import (
     Seconds,
     Sentence,
     Sha256,
+    StallReason,
     StopReason,
     Temperature,
     UnixTime,
@@ -455,30 +456,6 @@ class PutEvaluation(Request, frozen=True):
 
 # ---------------------------------------------------------------- status
 
-StallReason = Literal[
-    "buffer_silent",
-    "buffer_refuses",
-    "process_fails",
-    "no_trainer",
-    "trainer_silent",
-    "trainer_hangs",
-    "publication",
-    "checkpoint",
-    "no_searcher",
-    "searcher_silent",
-    "weights_refused",
-    "weights_missing",
-    "weights_old",
-    "only_errors",
-    "spool",
-    "rewards",
-    "unacknowledged",
-    "limits",
-    "no_growth",
-    "no_data",
-]
-STALL_REASONS: tuple[StallReason, ...] = get_args(StallReason)
-
 
 class Stall(Struct, frozen=True):
     """Why a run stands still: a reason for machines and a sentence for people, printable on a terminal."""
@@ -588,3 +565,36 @@ class Chunk(Message, frozen=True):
     RAW = True
     offset: Id
     file_bytes: Id
+
+
+# ---------------------------------------------------------------- the archive
+
+# A file of `tba buffer archive` at any place. URLs with `::` chain file systems, of which some run code.
+FILE_URL = r"(?!.*::)(?!.*/\.\.?/)[a-z][a-z0-9+.-]*://.+/\d{12}-[0-9a-f]{8}\.parquet"
+# The trajectories of a message: their tokens are dropped in one transaction, which others wait for.
+MAX_ARCHIVED = 1 << 10
+_ArchivedIds = Annotated[list[Id], Meta(max_length=MAX_ARCHIVED)]
+
+
+class Archive(Request, frozen=True):
+    """`tba buffer archive` -> buffer, while it looks for old trajectories, and when a file is complete. Reply: Movable.
+
+    Old are those that have left sampling and are in no batch that is not trained yet, nor in one from `since_step` on.
+    Without a `url`, asks for those after the id `after`. With it, drops the tokens of the old ones of `trajectories`,
+    which this file has, and records that in the same transaction. `complete`: the rest of the file was dropped before.
+    """
+
+    TYPE = "archive"
+    since_step: Id
+    after: Id = 0
+    url: Annotated[Sentence, Meta(pattern=rf"^(|{FILE_URL})\Z")] = ""
+    trajectories: _ArchivedIds = field(default_factory=list)
+    complete: bool = False
+
+
+class Movable(Reply, frozen=True):
+    """Reply to Archive: those asked for, and the id to ask `after` for more, None at the end; or those dropped."""
+
+    TYPE = "movable"
+    trajectories: _ArchivedIds
+    after: Id | None = None

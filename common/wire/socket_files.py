@@ -2,20 +2,18 @@
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tba.common.errors import ConfigError
+from tba.common.system.durable import lock_within
 
 # Binding holds the directory lock for milliseconds; another program may hold it indefinitely.
 _LOCK_SECONDS = 2.0
-_LOCK_RETRY_SECONDS = 0.02
 # Of struct sockaddr_un, without the terminating zero (unix(7)).
 _LONGEST_PATH = 107
 # Every user writes there; the directory below it is checked.
@@ -100,19 +98,13 @@ def _locked(directory: Path) -> Iterator[None]:
     except PermissionError:
         yield
         return
-    deadline = time.monotonic() + _LOCK_SECONDS
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-            # Some network file systems cannot lock directories.
-            except OSError:
-                break
-            time.sleep(_LOCK_RETRY_SECONDS)
+        try:
+            lock_within(descriptor, _LOCK_SECONDS)
+        # Some network file systems cannot lock directories.
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                raise
         yield
     finally:
         os.close(descriptor)

@@ -78,7 +78,8 @@ class Stopping:
 
     def whole_text(self, tokens: Sequence[int]) -> str:
         """Return the text of an episode: replies, observations and special tokens."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False).encode("utf-8", "replace").decode()
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text.encode("utf-8", "replace").decode()
 
 
 def read_stopping(config: Config, tokenizer: Tokenizer) -> Stopping:

@@ -31,6 +31,7 @@ from tba.common.weights import delta
 from tba.common.weights.node_store import (
     DELETED,
     SNAPSHOT,
+    VERIFIED,
     PinnedSnapshot,
     delete,
     is_named,
@@ -40,7 +41,6 @@ from tba.common.weights.node_store import (
     modified_at,
     pin_path,
     try_lock,
-    unmark_verified,
 )
 from tba.common.weights.snapshot import (
     DELTA,
@@ -94,7 +94,7 @@ class NodeCache:
             self._check(key, pinned.path, trust=trust)
         except SnapshotError as error:
             # If it is in use it stays, and no other process may trust it.
-            unmark_verified(pinned.path)
+            (pinned.path / VERIFIED).unlink(missing_ok=True)
             pinned.release()
             log.warning("cached weights are damaged", path=pinned.path, reason=str(error))
             if not delete(pinned.path):

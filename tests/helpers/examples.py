@@ -1,8 +1,7 @@
 """An example of each message that may be sent."""
 
 from tba.common.wire import messages
-from tba.common.wire.archive_messages import Archive, Movable
-from tba.common.wire.messages import GetStatus, HeldOutResponse, PutEvaluation
+from tba.common.wire.messages import Archive, GetStatus, HeldOutResponse, Movable, PutEvaluation
 from tba.common.wire.trajectory import RowNumbers
 
 REF = messages.WeightsRef(version=7, step=14, path="/s/v00000007", manifest_sha256="ab" * 32)

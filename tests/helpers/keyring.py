@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tba.common.wire.curve import new_pair
+from tba.common.wire.channels import new_pair
 from tba.common.wire.keys import AUTHORIZED, ClientKeys, ServerKeys, buffer_key, server_keys, write_pair, write_public
 
 

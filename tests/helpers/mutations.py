@@ -8,9 +8,8 @@ import msgpack
 import numpy as np
 
 from tba.common.wire import messages
-from tba.common.wire.archive_messages import Archive
 from tba.common.wire.codec import encode_request
-from tba.common.wire.messages import GetStatus, PutEvaluation
+from tba.common.wire.messages import Archive, GetStatus, PutEvaluation
 from tba.tests.helpers.puts import make_episode, make_trajectory, numbers_of, put_message, reference
 
 Frames = list[bytes]

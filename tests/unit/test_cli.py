@@ -40,8 +40,12 @@ def test_a_removed_command_is_refused_with_what_is_in_its_place(tba_here):
             assert (done.exit_code, done.message) == (2, f"there is no `tba {command}` any more: {instead}")
 
 
-def test_version_is_printed(tba_here):
+def test_what_is_wrong_with_arguments_is_named_first(tba_here):
     assert tba_here("--version").output.startswith("tba ")
+    refused(tba_here("sft", "nope.jsonl", "--out", "x"), 2, "nope.jsonl does not exist: name a jsonl file")
+    refused(tba_here("sft", "/dev/null", "--held-out", "no.jsonl", "--out", "x"), 2, "no.jsonl does not exist")
+    twice = ("config", "show", "one.toml", "--config", "two.toml")
+    refused(tba_here(*twice), 2, "FILE one.toml and --config two.toml exclude")
 
 
 @NO_GPU
@@ -145,6 +149,7 @@ def broken(tmp_path_factory):
         ({"reward_model.path": "./nothing"}, "reward_model.path ./nothing does not exist"),
         ({"task.name": "gsm8k", "task.train": "missing.jsonl"}, "task.train missing.jsonl does not exist"),
         ({"run.dir": "TMP/file/run"}, "file is not a directory"),
+        ({"run.dir": "/proc/x"}, "/proc/x "),
         ({"search.weights_dir": "TMP/file"}, "file is not a directory"),
         ({"search.weights_dir": "/proc/self"}, "/proc/self is not writable"),
         ({"search.weights_dir": "TMP/taken"}, "is not a directory of this user"),
@@ -190,17 +195,6 @@ def test_doctor_says_first_that_it_has_no_configuration(tba_here, example_model)
     lines = [line.strip() for line in tba_here("buffer", "prune", "--help").output.splitlines()]
     assert "rewards, texts and history stay, and the settings that the run was last served" not in lines
     assert "no ./tba.toml" not in tba_here(*only, *settings(model__path=example_model)).message
-
-
-def test_missing_data_is_named_first(tba_here):
-    refused(tba_here("sft", "nope.jsonl", "--out", "x"), 2, "nope.jsonl does not exist: name a jsonl file")
-    refused(tba_here("sft", "/dev/null", "--held-out", "no.jsonl", "--out", "x"), 2, "no.jsonl does not exist")
-
-
-def test_a_configuration_given_twice_is_a_usage_error(tba_here):
-    refused(
-        tba_here("config", "show", "one.toml", "--config", "two.toml"), 2, "FILE one.toml and --config two.toml exclude"
-    )
 
 
 def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:

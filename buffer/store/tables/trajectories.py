@@ -14,7 +14,7 @@ from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.runs import Run
 from tba.buffer.store.views import EXPLORED
 from tba.common.errors import Refused, quantity
-from tba.common.wire.archive_messages import Archive
+from tba.common.wire.messages import Archive
 from tba.common.wire.trajectory import ARRAY_KINDS, KEPT, ROW_FIELDS
 
 # A prompt may have very many trajectories: the index receives them in blocks of at most this size at a start.

@@ -17,8 +17,8 @@ from tba.common.config import Config
 from tba.common.errors import BufferUnavailable, ConfigError, Refused, SnapshotError
 from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire import messages
+from tba.common.wire.channels import new_pair
 from tba.common.wire.client import BufferClient
-from tba.common.wire.curve import new_pair
 from tba.common.wire.keys import OWN, KeyPair, own_pair, server_keys, write_pair
 from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.weights.fetch import Fetcher, Progress

@@ -36,7 +36,7 @@ from tba.common.config.layers import resolve
 from tba.common.errors import ConfigError, Refused, StorageError, UsageError
 from tba.common.terminal import ConfigOptions
 from tba.common.wire import messages
-from tba.common.wire.archive_messages import Archive
+from tba.common.wire.messages import Archive
 from tba.tests.helpers.buffer import ServiceHarness, change
 from tba.tests.helpers.buffer import ask as ask_file
 from tba.tests.helpers.puts import make_trajectory

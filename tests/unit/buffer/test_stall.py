@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from tba.buffer.service.stall import StallWatch, find_stall
-from tba.common.wire.messages import STALL_REASONS, Stall, Status
+from tba.common.wire.fields import STALL_REASONS
+from tba.common.wire.messages import Stall, Status
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.statuses import make_client, make_status

@@ -87,22 +87,13 @@ def test_a_socket_file_that_cannot_be_created_is_a_configuration_error(tmp_path,
         ServerChannel(f"ipc://{tmp_path}/{path}")
 
 
-def opened(server: ServerChannel, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
-    """Open a connection, and return when the server's monitor has announced it to `receive`."""
-    client = context.socket(zmq.DEALER)
-    client.setsockopt(zmq.LINGER, 0)
-    client.connect(address)
-    assert server._connections.events.poll(60_000)
-    return client
-
-
 def test_a_connection_that_opens_does_not_end_the_wait_for_a_message(tmp_path):
     address = f"ipc://{tmp_path}/socket"
-    with (
-        closing(ServerChannel(address)) as server,
-        zmq.Context() as context,
-        opened(server, context, address) as client,
-    ):
+    with closing(ServerChannel(address)) as server, zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(address)
+        # The server's monitor has announced it to `receive`.
+        assert server._connections.events.poll(60_000)
 
         def send_when_the_connection_is_noted() -> None:
             wait_until(lambda: server._connections._open)
@@ -112,7 +103,6 @@ def test_a_connection_that_opens_does_not_end_the_wait_for_a_message(tmp_path):
         sender.start()
         ((_, frames),) = server.receive(60, 1)
         sender.join()
-        client.close()
         assert bytes(frames[0]) == b"request"
 
 
@@ -184,24 +174,21 @@ def test_the_socket_of_a_run_is_in_its_directory_or_in_memory_if_the_path_is_too
     assert short != socket_of(Path("/runs", "y" * 100))
 
 
-def test_a_socket_directory_in_memory_that_others_can_use_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("make", [make_socket_directory, lambda address: ClientChannel(address).close()])
+def test_a_socket_directory_in_memory_is_taken_before_another_user_can_and_refused_if_one_has(
+    tmp_path, monkeypatch, make
+):
     monkeypatch.setattr("tba.common.wire.socket_files._MEMORY", tmp_path)
-    address = f"ipc://{tmp_path}/tba-7/x.socket"
-    make_socket_directory(address)
-    (tmp_path / "tba-7").chmod(0o755)
+    address, directory = f"ipc://{tmp_path}/tba-7/x.socket", tmp_path / "tba-7"
+    make(address)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    directory.chmod(0o755)
     with pytest.raises(ConfigError, match="other users have access"):
-        make_socket_directory(address)
-    with pytest.raises(ConfigError, match="other users have access"):
-        ClientChannel(address)
-
-
-def test_a_client_takes_the_socket_directory_in_memory_before_another_user_can(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba.common.wire.socket_files._MEMORY", tmp_path)
-    with closing(ClientChannel(f"ipc://{tmp_path}/tba-7/x.socket")):
-        assert stat.S_IMODE((tmp_path / "tba-7").stat().st_mode) == 0o700
+        make(address)
+    directory.chmod(0o700)
     monkeypatch.setattr("os.getuid", lambda: 12345)
     with pytest.raises(ConfigError, match="other users have access"):
-        ClientChannel(f"ipc://{tmp_path}/tba-7/x.socket")
+        make(address)
 
 
 def test_a_peer_of_the_oldest_protocol_does_not_end_the_server():

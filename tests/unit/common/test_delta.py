@@ -37,8 +37,10 @@ def through_a_file(old: dict[str, Tensor], new: dict[str, Tensor], folder: Path)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F64", "U8"])
-@pytest.mark.parametrize("fraction", [0.0, 1e-5, 0.01, 0.3, 1.0])
-@pytest.mark.parametrize("elements", [1, 255, 256, 300_001])
+@pytest.mark.parametrize(
+    ("fraction", "elements"),
+    [(0.0, 300_001), (1e-5, 300_001), (0.01, 600_001), (0.3, 255), (0.3, 256), (1.0, 1), (1.0, 600_001)],
+)
 def test_the_result_has_the_new_bits(tmp_path, dtype, fraction, elements):
     width = {"BF16": np.uint16, "F32": np.uint32, "F64": np.uint64, "U8": np.uint8}[dtype]
     old = random_bits(elements, width)

@@ -128,18 +128,15 @@ def test_a_process_whose_name_is_not_utf_8_has_a_session():
 AUTOGROUP = Path("/proc/self/autogroup")
 
 
-@pytest.mark.parametrize("processes", range(1, 9))
-def test_the_parts_are_disjoint_and_complete_and_sizes_differ_by_at_most_one(processes, monkeypatch):
+def test_the_parts_are_disjoint_and_complete_and_sizes_differ_by_at_most_one(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3, 11)))
-    parts = partition_cores(processes)
-    assert len(parts) == processes
-    assert sorted(core for part in parts for core in part) == list(range(3, 11))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-def test_more_processes_than_cores_get_all_of_them(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert partition_cores(3) == [[0, 1]] * 3
+    for processes in range(1, 9):
+        parts = partition_cores(processes)
+        assert len(parts) == processes
+        assert sorted(core for part in parts for core in part) == list(range(3, 11))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    # More processes than cores.
+    assert partition_cores(9) == [[*range(3, 11)]] * 9
 
 
 def test_a_child_starts_on_its_cores_and_the_parent_keeps_its_own():
@@ -225,22 +222,17 @@ def test_stop_wakes_a_blocked_thread_once():
     assert calls == [1]
 
 
-def test_check_raises_what_ended_the_thread():
+def test_check_raises_what_ended_the_thread_and_one_that_was_never_started_can_be_stopped():
     def fail():
         raise ValueError("no disk")
 
     thread = Background("fails", fail)
+    assert Background("idle", fail).stop()
     thread.start()
     thread.join(60)
     assert not thread.running
     with pytest.raises(ValueError, match="no disk"):
         thread.check()
-
-
-def test_a_thread_that_was_never_started_can_be_stopped():
-    thread = Background("idle", lambda: None)
-    assert thread.stop()
-    assert not thread.running
 
 
 def test_backoff_doubles_from_the_first_pause_up_to_the_longest():

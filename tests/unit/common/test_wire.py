@@ -139,20 +139,6 @@ def test_the_bytes_of_numbers_of_rows_are_those_of_protocol_version_3():
     assert not_none(message.rows).token_log_ratios is None
 
 
-def test_a_report_of_a_release_without_numbers_of_rows_is_read():
-    sent = request(REQUESTS["report_step"])
-    body = msgpack.unpackb(sent[0])["body"]
-    del body["rows"]
-    message = decode_request(repacked(sent, body=body)).message
-    assert isinstance(message, messages.ReportStep)
-    assert message.rows is None
-    # The bytes of protocol version 1, from before the field.
-    assert msgpack.packb(body).hex() == (
-        "85a4737465700ea76d65747269637381a46c6f7373cb3fe0000000000000a97265666572656e6365a7696e697469616c"
-        "ae7472616a6563746f72795f6964739109b27265666572656e63655f6c6f6770726f627391cbbff8000000000000"
-    )
-
-
 @pytest.mark.parametrize("name", sorted(REPLIES))
 def test_every_reply_survives_the_wire(name):
     decoded = decode_reply(views(encode_reply(REPLIES[name], id=3, run="r", state=STATE)))

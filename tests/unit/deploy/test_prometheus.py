@@ -11,7 +11,8 @@ import pytest
 
 from tba.buffer.server.prometheus import MetricsEndpoint, Sample, open_endpoint, samples_of
 from tba.buffer.service.pace import StepMetrics
-from tba.common.wire.messages import STALL_REASONS, Status
+from tba.common.wire.fields import STALL_REASONS
+from tba.common.wire.messages import Status
 from tba.tests.helpers.prometheus import FOLDER, alerts, promtool
 from tba.tests.helpers.statuses import make_client, make_status
 

@@ -243,10 +243,3 @@ def test_the_warning_comes_before_the_reward_is_lost(example_model):
             )
     assert at_warning is not None
     assert run.reward() < start - 0.08 < at_warning
-
-
-@pytest.mark.slow
-def test_fresh_data_gives_no_warning(example_model):
-    run = Run(example_model, "tb")
-    fresh = (run.batches([step])[0] for step in range(STEPS))
-    assert set(warnings(run, fresh)) == {""}

@@ -21,7 +21,7 @@ from tba.common.log import get_logger
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import out_of_memory
 from tba.common.wire.trajectory import Int32
-from tba.trainer.batch.batch import Layout, Row
+from tba.trainer.batch.batch import Layout, Row, plain_row
 from tba.trainer.model.packed_attention import Sequences, attend, has_kernel
 
 log = get_logger(__name__)
@@ -147,7 +147,7 @@ def _trial(model: PreTrainedModel, *, half: bool) -> str:
         _hidden(model, torch.from_numpy(np.concatenate(text))[None].to(model.device))[:, len(text[0]) - 1 : -1]
         for text in texts
     ]
-    layout = pack([_row(prompt, response) for prompt, response in texts], model.device)
+    layout = pack([plain_row(0, *text) for text in texts], model.device)
     windows = set()
 
     def observed(*tensors: Any, sliding_window: int | None = None, **others: Any) -> tuple[Tensor, None]:
@@ -167,11 +167,6 @@ def _trial(model: PreTrainedModel, *, half: bool) -> str:
         return f"{name} has its sliding window of {window} in a mask, which packed rows do not have"
     equal = torch.allclose(packed, torch.cat(alone, dim=1), atol=_TOLERANCE, rtol=_TOLERANCE)
     return "" if equal else f"in {name} a sequence is affected by those that are packed before it"
-
-
-def _row(prompt_ids: Int32, response_ids: Int32) -> Row:
-    size = len(response_ids)
-    return Row(0, prompt_ids, response_ids, np.zeros(size, np.float32), np.ones(size, np.uint8), on_policy=False)
 
 
 def _hidden(model: PreTrainedModel, tokens_NT: Tensor, **kwargs: Any) -> Tensor:

@@ -126,20 +126,6 @@ def gradient_cosine(optimizer: AdamW, ranks: Ranks) -> float:
     return both / lengths if lengths else math.nan
 
 
-def on_policy_differences(rows: Sequence[Row], logprob_R: Tensor) -> list[Tensor]:
-    """Return, per on-policy row, trainer minus engine log-probability of each counted token.
-
-    Both are at the temperature of sampling. For these rows they are of the same weights too, so the difference is
-    numerical error alone.
-    """
-    lengths = [len(row.response_ids) for row in rows]
-    return [
-        (logprobs - torch.from_numpy(row.sampling_logprobs.copy()))[torch.from_numpy(row.loss_mask != 0)]
-        for row, logprobs in zip(rows, torch.split(logprob_R, lengths), strict=True)
-        if row.on_policy
-    ]
-
-
 @torch.no_grad()
 def quantities(rows: Sequence[Row], responses: Responses, terms: Terms, log_ratio_R: Tensor) -> Tensor:
     """Return the QUANTITIES of the rows of a micro-batch: [Q, b, K], float64.

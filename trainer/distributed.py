@@ -107,18 +107,6 @@ class Ranks:
         dist.all_reduce(total, group=self._commands)
         return total.to(value.device)
 
-    def concat(self, value_n: Tensor) -> Tensor:
-        """Concatenate the values of all ranks, of which each may have a different number, on the CPU."""
-        if self.size == 1:
-            return value_n
-        counts = torch.zeros(self.size, dtype=torch.int64)
-        counts[self.rank] = len(value_n)
-        counts = self.sum(counts)
-        start = int(counts[: self.rank].sum())
-        joined = torch.zeros(int(counts.sum()), dtype=value_n.dtype)
-        joined[start : start + len(value_n)] = value_n
-        return self.sum(joined)
-
     def least(self, value: int) -> int:
         """Return the least value of all ranks."""
         least = torch.tensor(value)

@@ -15,7 +15,7 @@ Q quantities of a row, S turns.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,7 +41,8 @@ class Accumulator:
     `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
     `quantities_QBK` are those of the rows (`tba.trainer.step.step_metrics`), and `log_ratio_R` the log-ratios of the
     tokens of all rows, in their order, float32. `reference_of_tokens` has the reference log-probabilities of the tokens
-    of each trajectory, if the objective needs them. `entropies` has one tensor per micro-batch, of counted tokens.
+    of each trajectory, if the objective needs them. `entropy_2` is the sum of the entropies of counted tokens and
+    their number, 0 without `entropy`.
     """
 
     scorer: Scorer
@@ -58,15 +59,15 @@ class Accumulator:
     quantities_QBK: Tensor = field(init=False)
     log_ratio_R: Tensor = field(init=False)
     loss: float = 0.0
-    entropies: list[Tensor] = field(default_factory=list)
-    _log_ratios_of_groups: tuple[Tensor, ...] = field(init=False)
+    entropy_2: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    _log_ratios_of_rows: tuple[Tensor, ...] = field(init=False)
 
     def run(self, plan: Sequence[MicroBatch]) -> None:
         """Process all micro-batches. The results are then sums over all ranks, on every rank."""
         self.quantities_QBK = torch.zeros(len(QUANTITIES), *self.batch.reward_BK.shape, dtype=torch.float64)
-        tokens = self._tokens(range(self.batch.prompts))
-        self.log_ratio_R = torch.zeros(sum(tokens))
-        self._log_ratios_of_groups = torch.split(self.log_ratio_R, tokens)
+        lengths = [len(row.response_ids) for row in self.batch.rows]
+        self.log_ratio_R = torch.zeros(sum(lengths))
+        self._log_ratios_of_rows = torch.split(self.log_ratio_R, lengths)
         for micro_batch in plan:
             last = micro_batch is plan[-1]
             if len(micro_batch.chunks) == 1:
@@ -137,19 +138,13 @@ class Accumulator:
             torch.autograd.backward(terms.loss)
         self.loss += terms.loss.item()
         if scores.entropy_R is not None:
-            self.entropies.append(scores.entropy_R.cpu()[responses.mask_R])
+            entropy_C = scores.entropy_R.cpu()[responses.mask_R].double()
+            self.entropy_2 += torch.stack([entropy_C.sum(), torch.tensor(float(len(entropy_C)))])
         with torch.no_grad():
             log_ratio_R = responses.log_ratio_R
         self.quantities_QBK[:, micro_batch.groups] = quantities(rows, responses, terms, log_ratio_R)
-        parts = torch.split(log_ratio_R, self._tokens(micro_batch.groups))
-        for group, part in zip(micro_batch.groups, parts, strict=True):
-            self._log_ratios_of_groups[group].copy_(part)
-
-    def _tokens(self, groups: Iterable[int]) -> list[int]:
-        """Return the response tokens of each of some groups."""
-        samples = self.batch.samples
-        rows = [self.batch.rows[group * samples : (group + 1) * samples] for group in groups]
-        return [sum(len(row.response_ids) for row in group) for group in rows]
+        for row, part in zip(micro_batch.rows, torch.split(log_ratio_R, responses.lengths), strict=True):
+            self._log_ratios_of_rows[row].copy_(part)
 
     def _responses(self, micro_batch: MicroBatch, rows: list[Row], scores: Scores) -> Responses:
         """Return the groups of a micro-batch as the objective takes them."""
@@ -216,13 +211,12 @@ class Accumulator:
         # Each row is computed by one rank, and 0 on the others.
         self.quantities_QBK, self.log_ratio_R = ranks.sum(self.quantities_QBK), ranks.sum(self.log_ratio_R)
         self.loss = float(ranks.sum(torch.tensor(self.loss, dtype=torch.float64)))
-        if self.entropy:
-            self.entropies = [ranks.concat(torch.cat([torch.zeros(0, dtype=torch.float64), *self.entropies]))]
+        self.entropy_2 = ranks.sum(self.entropy_2)
 
 
 def _joined(parts: Sequence[Scores]) -> Scores:
     # Each field is in all parts or in none.
-    return Scores(*(None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True)))
+    return Scores._make(None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True))
 
 
 def turns_of(

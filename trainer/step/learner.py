@@ -296,12 +296,12 @@ class Learner:
         # The sampler of these rows has the same weights, so the difference is numerical error alone.
         same_R = mask_R & torch.tensor([row.on_policy for row in rows]).repeat_interleave(lengths_N)
         ratios = log_ratio_N if self._objective.ratio_of_response else log_ratio_R[measured_R]
-        entropy = torch.cat(sums.entropies) if sums.entropies else torch.zeros(0)
+        entropy, tokens = sums.entropy_2.tolist()
         return {
             **off_policy_metrics(log_ratio_N),
             **truncated_fraction(ratios, self._objective.ratio_bounds),
             **mismatch_metrics(log_ratio_R[same_R]),
-            **({"entropy": float(entropy.mean())} if len(entropy) else {}),
+            **({"entropy": entropy / tokens} if tokens else {}),
         }
 
     def accumulate(

@@ -1,6 +1,5 @@
 """Distillation: another model as the reference, and the objective of tokens, on a policy that can be enumerated."""
 
-import itertools
 import json
 import shutil
 from collections import deque
@@ -31,6 +30,7 @@ from tba.tests.helpers.trainer import (
     tiny_model,
 )
 from tba.tests.runner import size
+from tba.tests.unit.trainer.test_objectives import LENGTH, RESPONSES, ROWS, SAMPLES, VOCABULARY, distribution
 from tba.trainer import checkpoint
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.distributed import ALONE
@@ -40,11 +40,6 @@ from tba.trainer.preflight.shape import shape_of, with_reference
 from tba.trainer.step.build import build
 from tba.trainer.step.learner import Learner
 
-# All 64 responses of 3 tokens over a vocabulary of 4 to two prompts.
-VOCABULARY, LENGTH, SAMPLES = 4, 3, 32
-PROMPTS = ([0, 1], [2, 3])
-RESPONSES = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
-ROWS = [make_row(i, prompt, y) for i, (prompt, y) in enumerate(itertools.product(PROMPTS, RESPONSES))]
 ARITHMETIC = Path("examples/arithmetic/model")
 
 
@@ -57,12 +52,6 @@ def teacher() -> Any:
     model = tiny_model(vocabulary=VOCABULARY, hidden=48, seed=6, layers=2)
     model.lm_head.weight.data *= 0.5
     return model
-
-
-@torch.no_grad()
-def log_distribution(model: Any) -> np.ndarray:
-    """Return the log-probability of every response: [prompt, response]."""
-    return sequence_logprobs(Scorer(model).score(ROWS).logprob_R, ROWS).view(2, -1).numpy()
 
 
 def reverse_kl(log_p: np.ndarray, log_q: np.ndarray) -> float:
@@ -93,12 +82,12 @@ def test_the_policy_becomes_the_teacher(name, age):
         max_grad_norm=10.0,
     )  # fmt: skip
     learner = learner_of(student(), teacher(), config, objective(name))
-    goal, rng = log_distribution(teacher()), np.random.default_rng(0)
-    past = deque([log_distribution(learner.policy)], maxlen=age + 1)
+    goal, rng = np.log(distribution(teacher())), np.random.default_rng(0)
+    past = deque([np.log(distribution(learner.policy))], maxlen=age + 1)
     before = reverse_kl(past[0], goal)
     for _ in range(steps):
         learner.step(draw(past[0], rng))
-        past.append(log_distribution(learner.policy))
+        past.append(np.log(distribution(learner.policy)))
     reached = reverse_kl(past[-1], goal)
     print(f"KL {before:.3f} before, {reached:.1e} after")
     assert before > 0.3

@@ -8,7 +8,7 @@ The last token of a response predicts nothing that is used, and is left out. Ope
 difference; attention does (`tba.trainer.model.packed_attention`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -33,10 +33,13 @@ _TRIAL = "tba_packed_trial"
 
 def pack(rows: Sequence[Row], device: torch.device) -> Layout:
     """Concatenate rows into one, in which rows with the same prompt share its tokens."""
+    by_prompt: dict[bytes, list[int]] = {}
+    for n, row in enumerate(rows):
+        by_prompt.setdefault(row.prompt_ids.tobytes(), []).append(n)
     tokens: list[Int32] = []
     places = [np.zeros(0, np.int64)] * len(rows)
     end = 0
-    for same in _by_prompt(rows):
+    for same in by_prompt.values():
         prompt = rows[same[0]].prompt_ids
         tokens.append(prompt)
         prompt_places, end = np.arange(end, end + len(prompt)), end + len(prompt)
@@ -65,14 +68,6 @@ def pack(rows: Sequence[Row], device: torch.device) -> Layout:
             "sequences": Sequences(places, device),
         },
     )
-
-
-def _by_prompt(rows: Sequence[Row]) -> Iterable[list[int]]:
-    """Return the indices of the rows of each prompt, in the order of their first rows."""
-    groups: dict[bytes, list[int]] = {}
-    for n, row in enumerate(rows):
-        groups.setdefault(row.prompt_ids.tobytes(), []).append(n)
-    return groups.values()
 
 
 def packs(packing: Literal["auto", "packed", "padded"], model: PreTrainedModel, device: str, *, half: bool) -> bool:

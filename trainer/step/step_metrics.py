@@ -77,16 +77,15 @@ def _explored(batch: TrainBatch) -> dict[str, float]:
 
 
 def _truncated(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[str, float]:
+    """Return the fraction of responses whose last counted token is no end token: they were cut off at a limit."""
     # Why an episode ended is not to be seen at its last token.
     turns = batch.turn_rewards or [[] for _ in batch.rows]
     rows = [row for row, rewards in zip(batch.rows, turns, strict=True) if not rewards]
-    return {} if end_ids is None or not rows else {"truncated_share": truncated_share(rows, end_ids)}
-
-
-def truncated_share(rows: Sequence[Row], end_ids: Collection[int]) -> float:
-    """Return the fraction of responses whose last counted token is no end token: they were cut off at a limit."""
+    if end_ids is None or not rows:
+        return {}
     counted_ids = (row.response_ids[row.loss_mask != 0] for row in rows)
-    return 1.0 - sum(len(ids) > 0 and int(ids[-1]) in end_ids for ids in counted_ids) / len(rows)
+    ended = sum(len(ids) > 0 and int(ids[-1]) in end_ids for ids in counted_ids)
+    return {"truncated_share": 1.0 - ended / len(rows)}
 
 
 def stale_metrics(batch: TrainBatch, log_ratio_BK: Tensor) -> dict[str, float]:

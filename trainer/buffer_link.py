@@ -205,19 +205,17 @@ class HeartbeatThread:
 
     def _send_until_closed(self) -> None:
         """Send on one connection until `close`, or until another trainer owns the run."""
+        stopping = self._thread.stopping
         with closing(self._dial("trainer", "trainer")) as client:
-            while not self._thread.stopping.is_set() and self._send(client):
-                self._thread.stopping.wait(_PAUSE_SECONDS)
-
-    def _send(self, client: Client) -> bool:
-        """Send one heartbeat. Returns False if the buffer will never accept another one."""
-        try:
-            client.call(self.shown, messages.Done, deadline_seconds=_REPLY_SECONDS, stop=self._thread.stopping.is_set)
-        except BufferUnavailable:
-            # The requests of the training thread wait and warn by themselves.
-            pass
-        except TbaError as error:
-            log.warning("heartbeat refused", reason=str(error))
-            # The training thread gets the same refusal with its next request, and ends.
-            return error.exit_code != EXIT_CONFIG
-        return True
+            while not stopping.is_set():
+                try:
+                    client.call(self.shown, messages.Done, deadline_seconds=_REPLY_SECONDS, stop=stopping.is_set)
+                except BufferUnavailable:
+                    # The requests of the training thread wait and warn by themselves.
+                    pass
+                except TbaError as error:
+                    log.warning("heartbeat refused", reason=str(error))
+                    # The training thread gets the same refusal with its next request, and ends.
+                    if error.exit_code == EXIT_CONFIG:
+                        return
+                stopping.wait(_PAUSE_SECONDS)

@@ -344,8 +344,6 @@ class CheckpointWriter:
         self.saved_step = saved_step
         self._config, self._copies, self._metrics, self._ranks = config, copies, metrics, ranks
         self._thread: Background | None = None
-        # The error of the last write, if the disk refused it.
-        self._error: CheckpointError | None = None
         # Leftovers of a trainer that was killed.
         for unfinished in config.checkpoints.glob(".step_????????.tmp"):
             shutil.rmtree(unfinished)
@@ -368,7 +366,7 @@ class CheckpointWriter:
         """Write the current learner to disk and wait for it. Raises CheckpointError if the disk refuses."""
         # A failure of the one in progress is in the log; this one is tried all the same.
         self.close()
-        self._thread = self._error = None
+        self._thread = None
         if self.saved_step != learner.steps_done:
             self._start(learner, unreported)
             self.wait()
@@ -376,11 +374,9 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait for the checkpoint in progress. Raises its failure, once."""
         self.close()
-        (thread, self._thread), (error, self._error) = (self._thread, None), (self._error, None)
+        thread, self._thread = self._thread, None
         if thread is not None:
             thread.check()
-        if error is not None:
-            raise error
 
     def close(self) -> None:
         """Wait for the checkpoint in progress; a failure is only in the log."""
@@ -397,17 +393,11 @@ class CheckpointWriter:
     def _write(self, manifest: dict[str, Any], copied: HostCopy) -> None:
         try:
             self._metrics.sync()
-            train = self._config.train
-            path = write(
-                self._config.checkpoints,
-                manifest,
-                copied.wait(),
-                keep=run_files.KEEP_CHECKPOINTS,
-                min_free=train.min_free_mib << 20,
-            )
+            directory, floor = self._config.checkpoints, self._config.train.min_free_mib << 20
+            path = write(directory, manifest, copied.wait(), keep=run_files.KEEP_CHECKPOINTS, min_free=floor)
         except (CheckpointError, OSError) as error:
             log.warning("checkpoint not written", step=manifest["step"], reason=str(error))
-            self._error = CheckpointError(str(error))
+            raise CheckpointError(str(error)) from error
         else:
             self.saved_step = manifest["step"]
             log.info("checkpoint saved", path=path)

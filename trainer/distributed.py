@@ -107,18 +107,6 @@ class Ranks:
         dist.all_reduce(total, group=self._commands)
         return total.to(value.device)
 
-    def concat(self, value_n: Tensor) -> Tensor:
-        """Concatenate the values of all ranks, of which each may have a different number, on the CPU."""
-        if self.size == 1:
-            return value_n
-        counts = torch.zeros(self.size, dtype=torch.int64)
-        counts[self.rank] = len(value_n)
-        counts = self.sum(counts)
-        start = int(counts[: self.rank].sum())
-        joined = torch.zeros(int(counts.sum()), dtype=value_n.dtype)
-        joined[start : start + len(value_n)] = value_n
-        return self.sum(joined)
-
     def least(self, value: int) -> int:
         """Return the least value of all ranks."""
         least = torch.tensor(value)
@@ -190,7 +178,19 @@ def _meet(host: str, rank: int, size: int, stop: Callable[[], bool]) -> TCPStore
     log.info("waiting for all processes of this trainer", address=f"{host}:{port}", rank=rank, processes=size)
     # Without this socket, torch would listen on all interfaces.
     listener = _listen(host, port) if rank == 0 else None
-    wait = _Wait(stop, f"{host}:{port}")
+    told_at = time.monotonic()
+
+    def wait(reason: str) -> None:
+        """Wait a moment, and say every minute why. Nothing is lost if the process ends now."""
+        nonlocal told_at
+        if stop():
+            raise SystemExit(0)
+        if time.monotonic() - told_at > _TELL_SECONDS:
+            told_at = time.monotonic()
+            log.warning("waiting for the other nodes of this trainer", address=f"{host}:{port}", reason=reason)
+            extend_start()
+        time.sleep(_POLL_SECONDS)
+
     while listener is None:
         try:
             socket.create_connection((host, port), timeout=_SILENT_SECONDS).close()
@@ -210,24 +210,6 @@ def _meet(host: str, rank: int, size: int, stop: Callable[[], bool]) -> TCPStore
     while missing := [other for other in range(size) if not store.check([f"rank{other}"])]:
         wait(f"rank {missing[0]} is not there, and {len(missing)} of {size} are missing")
     return store
-
-
-class _Wait:
-    """Waits a moment for another rank, and says every minute why. Nothing is lost if the process ends now."""
-
-    def __init__(self, stop: Callable[[], bool], address: str) -> None:
-        self._stop = stop
-        self._address = address
-        self._told_at = time.monotonic()
-
-    def __call__(self, reason: str) -> None:
-        if self._stop():
-            raise SystemExit(0)
-        if time.monotonic() - self._told_at > _TELL_SECONDS:
-            self._told_at = time.monotonic()
-            log.warning("waiting for the other nodes of this trainer", address=self._address, reason=reason)
-            extend_start()
-        time.sleep(_POLL_SECONDS)
 
 
 def _listen(host: str, port: int) -> int:

@@ -21,6 +21,7 @@ import contextlib
 import hashlib
 import math
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.common import data_files, run_files
-from tba.common.clock import Clock, SystemClock
 from tba.common.config import Config, LoraSection, MetricsSection, ReferenceSection
 from tba.common.errors import CheckpointError, ConfigError, TaskError, TrainingBroken, UsageError
 from tba.common.log import get_logger
@@ -44,7 +44,7 @@ from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.fields import MAX_PROMPT_TEXT
 from tba.common.wire.trajectory import STOP_EOS
 from tba.trainer import checkpoint
-from tba.trainer.batch.batch import Row, TrainBatch
+from tba.trainer.batch.batch import Row, TrainBatch, plain_row
 from tba.trainer.checkpoint import Checkpoint
 from tba.trainer.distributed import ALONE, Ranks, join, release_gathered, until_lost
 from tba.trainer.metrics.metrics_log import MetricsLog
@@ -110,7 +110,6 @@ def sft(
     device: str,
     stop: Callable[[], bool],
     on_step: Callable[[dict[str, float]], None],
-    clock: Clock | None = None,
 ) -> bool:
     """Train the model and write it to `plan.out`. Returns False if `stop()` came first, after saving a checkpoint.
 
@@ -133,8 +132,7 @@ def sft(
                 exclusive_lock(plan.work / run_files.TRAINER_LOCK, f"another process makes {plan.out}: stop it first")
             )
         report = require_memory(config, torch.device(device), ranks, supervised=True)
-        clock = clock or SystemClock()
-        job = Job(config, plan, resume=resume, device=torch.device(device), clock=clock, ranks=ranks, report=report)
+        job = Job(config, plan, resume=resume, device=torch.device(device), ranks=ranks, report=report)
         with contextlib.closing(job):
             finished = job.run(stop, on_step)
         if finished:
@@ -167,12 +165,11 @@ class Job:
         *,
         resume: bool,
         device: torch.device,
-        clock: Clock,
         ranks: Ranks = ALONE,
         report: Report | None = None,
     ) -> None:
         self._files = files = model_directory(config.model.path)
-        self._plan, self._clock, self._ranks = plan, clock, ranks
+        self._plan, self._ranks = plan, ranks
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(files)
         encoder = _encoder(files, PromptRenderer(tokenizer, config.task), meta_model(files), config)
         self._rows = read_rows(plan.data, encoder)
@@ -245,21 +242,21 @@ class Job:
 
     def _step(self) -> dict[str, float]:
         """Make one update. Returns its metrics, with the held-out loss after it when that is due."""
-        started = self._clock.monotonic()
+        started = time.monotonic()
         step = self.learner.steps_done
         measured = {"held_out_loss_before": self._held_out_loss()} if step == 0 and self._held_out else {}
         made = self.learner.step_in_memory(_batch(self.rows_of(step), step))
         if made.skipped:
             why = f"step {step} was skipped, {made.skipped} (rows are counted from 0)"
             raise TrainingBroken(f"{why}: --resume continues from the newest checkpoint, a smaller rate may help")
-        seconds = self._clock.monotonic() - started
+        seconds = time.monotonic() - started
         done = self.learner.steps_done
         if self._held_out and (done == self.steps or done % self._train.checkpoint_every == 0):
             measured["held_out_loss"] = self._held_out_loss()
         kept = {name: made.metrics[name] for name in ("loss", "grad_norm", "learning_rate", "tokens")}
         speed = {"tokens_per_second": made.metrics["tokens"] / max(seconds, 1e-9)}
         if self._metrics is not None:
-            self._metrics.record(step, self._clock.wall(), kept | speed | measured)
+            self._metrics.record(step, time.time(), kept | speed | measured)
         return {"step": done, "steps": self.steps, **kept, **speed, **measured}
 
     def rows_of(self, step: int) -> list[Row]:
@@ -336,7 +333,7 @@ def read_rows(paths: Sequence[Path], encoder: Encoder) -> list[Row]:
             raise TaskError(f"{place}: {error}") from error
         if not rows:
             encoder.renderer.warn_of_date(prompt)
-        rows.append(_row(len(rows), *tokens))
+        rows.append(plain_row(len(rows), *tokens))
     if not rows:
         raise TaskError(f"{', '.join(map(str, paths))}: no rows")
     return rows
@@ -465,15 +462,3 @@ def _check_row(prompt: Sequence[int], response: Sequence[int], encoder: Encoder)
         raise ValueError(f"{length} tokens, of at most {encoder.longest} that the model takes")
     if (largest := max(*prompt, *response)) >= encoder.vocabulary:
         raise ValueError(f"the tokenizer gives id {largest}, but the model has {encoder.vocabulary}: is it another's?")
-
-
-def _row(number: int, prompt: Sequence[int], response: Sequence[int]) -> Row:
-    return Row(
-        id=number,
-        prompt_ids=np.array(prompt, np.int32),
-        response_ids=np.array(response, np.int32),
-        sampling_logprobs=np.zeros(len(response), np.float32),
-        loss_mask=np.ones(len(response), np.uint8),
-        on_policy=False,
-        temperature=0.0,
-    )

@@ -205,6 +205,13 @@ def row_of_arrays(
     )
 
 
+def plain_row(id_: int, prompt_ids: Sequence[int] | Int32, response_ids: Sequence[int] | Int32) -> Row:
+    """Return a row of an unknown sampler, of which all response tokens count."""
+    size = len(response_ids)
+    tokens = np.asarray(prompt_ids, np.int32), np.asarray(response_ids, np.int32)
+    return Row(id_, *tokens, np.zeros(size, np.float32), np.ones(size, np.uint8), on_policy=False, temperature=0.0)
+
+
 def pack_batch(batch: TrainBatch) -> bytes:
     """Encode a batch for `Ranks.send`, as msgpack. Reward parts are left out: only rank 0 records them."""
     fields = dataclasses.asdict(dataclasses.replace(batch, reward_parts=[]))

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from tba.common.log import get_logger
 from tba.trainer.batch.batch import Row, TrainBatch
-from tba.trainer.preflight.shape import active_fraction, is_routed
+from tba.trainer.preflight.shape import active_fraction
 
 log = get_logger(__name__)
 
@@ -59,22 +59,25 @@ _PEAK_TFLOPS = {
 }
 
 
-class ModelFlops:
-    """Floating-point operations that the forward and backward passes of a batch need.
+class Throughput:
+    """Tokens per second, and MFU where the peak of the device is known.
 
-    6 per parameter and token (Kaplan et al. 2020), 4 where it is frozen; of routed experts only those that compute a
-    token; the head's only where a response token is predicted; plus causal attention: 6 x layers x attention width x
-    length^2 per row. A prompt of several rows counts once. Padding, recomputation and the reference do not count.
+    The FLOPs are those that the forward and backward passes of a batch need: 6 per parameter and token (Kaplan et al.
+    2020), 4 where it is frozen; of routed experts only those that compute a token; the head's only where a response
+    token is predicted; plus causal attention: 6 x layers x attention width x length^2 per row. A prompt of several rows
+    counts once. Padding, recomputation and the reference do not count.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, devices: int = 1) -> None:
+        peak = peak_flops(model.device)
+        self._peak = None if peak is None else peak * devices
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
         outside = {id(head): head.numel(), id(weight := model.get_input_embeddings().weight): weight.numel()}
         active = active_fraction(model)
         # Per parameter and token: 2 for forward, 2 for the gradient of the input, 2 for its own gradient if it trains.
         self._body: float = sum(
-            parameter.numel() * (6 if parameter.requires_grad else 4) * (active if is_routed(name) else 1)
+            parameter.numel() * (6 if parameter.requires_grad else 4) * (active if ".experts." in name else 1)
             for name, parameter in model.named_parameters()
             if id(parameter) not in outside
         )
@@ -82,7 +85,7 @@ class ModelFlops:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._attention: int = 6 * config.num_hidden_layers * config.num_attention_heads * width
 
-    def update(self, rows: Sequence[Row]) -> float:
+    def flops(self, rows: Sequence[Row]) -> float:
         """FLOPs of one update on these rows."""
         rows = [one for row in rows for one in row.sequences]
         prompts = [len(ids) for ids in {row.prompt_ids.tobytes(): row.prompt_ids for row in rows}.values()]
@@ -90,6 +93,14 @@ class ModelFlops:
         pairs = sum(length**2 for length in prompts)
         pairs += sum(row.tokens**2 - len(row.prompt_ids) ** 2 for row in rows)
         return float(self._body * (sum(prompts) + predicted) + self._head * predicted + self._attention * pairs)
+
+    def metrics(self, batch: TrainBatch, seconds: float) -> dict[str, float]:
+        """Metrics of a step that took `seconds`; {} if the clock did not advance."""
+        if seconds <= 0:
+            return {}
+        tokens = sum(row.tokens for row in batch.rows)
+        mfu = {} if self._peak is None else {"mfu": self.flops(batch.rows) / seconds / self._peak}
+        return {"tokens_per_second": tokens / seconds, **mfu}
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -102,20 +113,3 @@ def peak_flops(device: torch.device) -> float | None:
         log.info("no MFU: the peak of this GPU is not known", gpu=name)
         return None
     return known * 1e12
-
-
-class Throughput:
-    """Tokens per second, and MFU where the peak of the device is known."""
-
-    def __init__(self, model: PreTrainedModel, devices: int = 1) -> None:
-        self._flops = ModelFlops(model)
-        peak = peak_flops(model.device)
-        self._peak = None if peak is None else peak * devices
-
-    def metrics(self, batch: TrainBatch, seconds: float) -> dict[str, float]:
-        """Metrics of a step that took `seconds`; {} if the clock did not advance."""
-        if seconds <= 0:
-            return {}
-        tokens = sum(row.tokens for row in batch.rows)
-        mfu = {} if self._peak is None else {"mfu": self._flops.update(batch.rows) / seconds / self._peak}
-        return {"tokens_per_second": tokens / seconds, **mfu}

@@ -5,6 +5,7 @@ not change training, and their means begin again with each start of the trainer.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -84,12 +85,7 @@ class Health:
     objective: ObjectiveSection
     dtype: str = "float32"
     warning: str = ""
-    _means: dict[str, Smoothed] = field(default_factory=dict)
-    _lost: Smoothed = field(default_factory=Smoothed)
-    _log_z: Smoothed = field(default_factory=Smoothed)
-    _bound: Smoothed = field(default_factory=Smoothed)
-    _sampled_mass: Smoothed = field(default_factory=Smoothed)
-    _policy_mass: Smoothed = field(default_factory=Smoothed)
+    _means: defaultdict[str, Smoothed] = field(default_factory=lambda: defaultdict(Smoothed))
     _largest_reward: float = -math.inf
     _logged_at: dict[str, int] = field(default_factory=dict)
 
@@ -116,7 +112,7 @@ class Health:
 
     def _above(self, name: str, metrics: Mapping[str, float]) -> str:
         """Return the sentence of a limit that the mean of its metric exceeds, else ""."""
-        (limit, steps, sentence), mean = limits(self.dtype)[name], self._means.setdefault(name, Smoothed())
+        (limit, steps, sentence), mean = limits(self.dtype)[name], self._means[name]
         if name in metrics:
             mean.add(metrics[name])
         exceeded = mean.count >= steps and mean.value > limit
@@ -134,12 +130,9 @@ class Health:
         """Return a sentence if the policy gives much of its probability to responses that were not sampled."""
         if "policy_mass" not in metrics:
             return ""
-        sampled, policy = (
-            self._sampled_mass.add(metrics["sampled_mass"]),
-            self._policy_mass.add(metrics["policy_mass"]),
-        )
+        sampled, policy = (self._means[name].add(metrics[name]) for name in ("sampled_mass", "policy_mass"))
         lost = 1 - policy / max(sampled, _MOST)
-        if self._sampled_mass.count < _FIRST_STEPS or sampled < _MOST or lost <= _LOST_SHARE:
+        if self._means["policy_mass"].count < _FIRST_STEPS or sampled < _MOST or lost <= _LOST_SHARE:
             return ""
         return f"{lost:.0%} of the probability of stale responses has moved to responses that were never sampled"
 
@@ -147,9 +140,9 @@ class Health:
         """Return a sentence if good responses have become less likely than they were when they were sampled."""
         if "log_ratio_positive" not in metrics:
             return ""
-        lost = -self._lost.add(metrics["log_ratio_positive"])
+        lost = -self._means["log_ratio_positive"].add(metrics["log_ratio_positive"])
         limit = max(_LOST_NATS, _LOST_NATS_PER_TOKEN * metrics["response_tokens_mean"])
-        if self._lost.count < _FIRST_STEPS or lost <= limit:
+        if self._means["log_ratio_positive"].count < _FIRST_STEPS or lost <= limit:
             return ""
         return f"stale responses with a reward above the mean of their prompt have lost {lost:.1f} nats"
 
@@ -162,8 +155,8 @@ class Health:
         if "log_z" not in metrics:
             return ""
         self._largest_reward = max(self._largest_reward, largest_reward)
-        log_z = self._log_z.add(metrics["log_z"])
-        bound = self._bound.add(self._largest_reward / metrics["beta"])
-        if self._log_z.count < _FIRST_STEPS or log_z <= bound + _LOG_Z_NOISE:
+        log_z = self._means["log_z"].add(metrics["log_z"])
+        bound = self._means["bound"].add(self._largest_reward / metrics["beta"])
+        if self._means["log_z"].count < _FIRST_STEPS or log_z <= bound + _LOG_Z_NOISE:
             return ""
         return f"the mean log Z of {log_z:.1f} is above its bound of {bound:.1f}, the largest reward / beta"

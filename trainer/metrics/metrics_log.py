@@ -9,6 +9,7 @@ Sinks, TensorBoard and trackers, get them in addition. Each is in a thread of it
 slow it down.
 """
 
+import importlib
 import json
 import os
 import queue
@@ -178,24 +179,34 @@ class TensorBoardSink:
         self._events.close()
 
 
-class _TrackerSink:
-    """One run of a tracker for one tba run, over all its starts.
+class TrackerSink:
+    """One run of a tracker, "wandb" or "trackio", for one tba run, over all its starts.
+
+    Weights & Biases is online, or (WANDB_MODE=offline) writes files to send later. Trackio has a local database of
+    runs, a Hugging Face Space (TRACKIO_SPACE_ID), or a server (TRACKIO_SERVER_URL).
 
     A file `NAME.json` has the tracker's id for this run and the next step to send. A resumed trainer repeats steps, on
     a CPU with the same metrics; they are not sent again, since none may appear twice. `tokenizer` decodes the answers,
     which are sent as a table; without it none are.
     """
 
-    # What the tracker calls the time of a step, and options of its `log`.
-    _time, _options = "time", dict[str, Any]()
-
-    def __init__(self, tracker: Any, directory: Path, tokenizer: Any) -> None:
-        self._tracker, self._tokenizer = tracker, tokenizer
-        self._state = directory / f"{tracker.__name__}.json"
+    def __init__(
+        self, tracker: str, project: str, directory: Path, name: str, settings: dict[str, Any], tokenizer: Any = None
+    ) -> None:
+        self._tracker, self._tokenizer = importlib.import_module(tracker), tokenizer
+        self._state = directory / f"{tracker}.json"
         saved = read_json(self._state)
         self._id = str(saved.get("id") or secrets.token_hex(8))
         self._next = int(saved.get("next_step", 0))
-        self._run: Any = None
+        init = partial(self._tracker.init, project=project, resume="allow", config=settings)
+        if tracker == "wandb":
+            self._run, self._time = init(name=name, id=self._id, dir=str(directory)), "time"
+            self._log = partial(self._run.log, commit=True)
+        else:
+            # It identifies runs by name and reserves the name `time`. No metrics of the machine: only of the steps.
+            quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+            self._run, self._time = init(name=f"{name}-{self._id}", **quiet), "wall_time"
+            self._log = self._run.log
 
     def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer] = ()) -> None:
         """Send a step, unless an earlier start did."""
@@ -205,55 +216,13 @@ class _TrackerSink:
         if self._tokenizer is not None and answers:
             rows = answer_rows(self._tokenizer, answers)
             values["responses"] = self._tracker.Table(columns=COLUMNS, data=rows)
-        self._run.log(values, step=step, **self._options)
+        self._log(values, step=step)
         self._next = step + 1
         write_text(self._state, json.dumps({"id": self._id, "next_step": self._next}))
 
     def close(self) -> None:
         """Wait until the tracker has received everything."""
         self._run.finish()
-
-
-class WandbSink(_TrackerSink):
-    """Weights & Biases, online or (WANDB_MODE=offline) as files to send later."""
-
-    _options = {"commit": True}  # noqa: RUF012
-
-    def __init__(
-        self, project: str, directory: Path, name: str, settings: dict[str, Any], tokenizer: Any = None
-    ) -> None:
-        import wandb
-
-        super().__init__(wandb, directory, tokenizer)
-        self._run = wandb.init(
-            project=project, name=name, id=self._id, resume="allow", dir=str(directory), config=settings
-        )
-
-
-class TrackioSink(_TrackerSink):
-    """Trackio: a local database of runs, a Hugging Face Space (TRACKIO_SPACE_ID), or a server (TRACKIO_SERVER_URL).
-
-    Trackio identifies runs by name, so the id is a part of it, and reserves the name `time`.
-    """
-
-    _time = "wall_time"
-
-    def __init__(
-        self, project: str, directory: Path, name: str, settings: dict[str, Any], tokenizer: Any = None
-    ) -> None:
-        import trackio
-
-        super().__init__(trackio, directory, tokenizer)
-        # No metrics of the machine: only those of the steps.
-        self._run = trackio.init(
-            project=project,
-            name=f"{name}-{self._id}",
-            resume="allow",
-            config=settings,
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
 
 
 def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
@@ -269,12 +238,10 @@ def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
     sinks = []
     if metrics.tensorboard:
         sinks.append(BackgroundSink("tensorboard", partial(TensorBoardSink, directory / "tensorboard", first_step)))
-    if metrics.wandb:
-        need("wandb", "wandb")
-        sinks.append(BackgroundSink("wandb", partial(WandbSink, metrics.wandb, *run)))
-    if metrics.trackio:
-        need("trackio", "trackio")
-        sinks.append(BackgroundSink("trackio", partial(TrackioSink, metrics.trackio, *run)))
+    for tracker, project in (("wandb", metrics.wandb), ("trackio", metrics.trackio)):
+        if project:
+            need(tracker, tracker)
+            sinks.append(BackgroundSink(tracker, partial(TrackerSink, tracker, project, *run)))
     return sinks
 
 

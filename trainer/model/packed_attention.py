@@ -147,9 +147,10 @@ def attend(
         query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in tensors)
         return _kernel(query, key, value, sequences, scaling, sliding_window)[None], None
     parts, first_P = sequences.padded
-    attended = [
-        _attend_padded(place_NT, query_NATD, key_NGTD, value_NGTD, scaling, sliding_window) for place_NT in parts
-    ]
+    attended = []
+    for place_NT in parts:
+        query, key, value = (_gathered(tensor, place_NT) for tensor in tensors)
+        attended.append(_causal(query, key, value, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
     return torch.cat(attended).index_select(0, first_P)[None], None
 
 
@@ -183,19 +184,6 @@ def _kernel(
     # For mypy: with other arguments the kernel returns a tuple.
     assert isinstance(attended_SAD, Tensor)
     return attended_SAD.index_select(0, sequences.first_P)
-
-
-def _attend_padded(
-    place_NT: Tensor,
-    query_1APD: Tensor,
-    key_1GPD: Tensor,
-    value_1GPD: Tensor,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Attend within sequences that are padded together: [N x T, A, D]."""
-    query, key, value = (_gathered(tensor, place_NT) for tensor in (query_1APD, key_1GPD, value_1GPD))
-    return _causal(query, key, value, scaling, window).transpose(1, 2).flatten(0, 1)
 
 
 def _gathered(tensor_1HPD: Tensor, place_NT: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ The last token of a response predicts nothing that is used, and is left out. Ope
 difference; attention does (`tba.trainer.model.packed_attention`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from tba.common.log import get_logger
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import out_of_memory
 from tba.common.wire.trajectory import Int32
-from tba.trainer.batch.batch import Layout, Row
+from tba.trainer.batch.batch import Layout, Row, plain_row
 from tba.trainer.model.packed_attention import Sequences, attend, has_kernel
 
 log = get_logger(__name__)
@@ -33,10 +33,13 @@ _TRIAL = "tba_packed_trial"
 
 def pack(rows: Sequence[Row], device: torch.device) -> Layout:
     """Concatenate rows into one, in which rows with the same prompt share its tokens."""
+    by_prompt: dict[bytes, list[int]] = {}
+    for n, row in enumerate(rows):
+        by_prompt.setdefault(row.prompt_ids.tobytes(), []).append(n)
     tokens: list[Int32] = []
     places = [np.zeros(0, np.int64)] * len(rows)
     end = 0
-    for same in _by_prompt(rows):
+    for same in by_prompt.values():
         prompt = rows[same[0]].prompt_ids
         tokens.append(prompt)
         prompt_places, end = np.arange(end, end + len(prompt)), end + len(prompt)
@@ -65,14 +68,6 @@ def pack(rows: Sequence[Row], device: torch.device) -> Layout:
             "sequences": Sequences(places, device),
         },
     )
-
-
-def _by_prompt(rows: Sequence[Row]) -> Iterable[list[int]]:
-    """Return the indices of the rows of each prompt, in the order of their first rows."""
-    groups: dict[bytes, list[int]] = {}
-    for n, row in enumerate(rows):
-        groups.setdefault(row.prompt_ids.tobytes(), []).append(n)
-    return groups.values()
 
 
 def packs(packing: Literal["auto", "packed", "padded"], model: PreTrainedModel, device: str, *, half: bool) -> bool:
@@ -147,7 +142,7 @@ def _trial(model: PreTrainedModel, *, half: bool) -> str:
         _hidden(model, torch.from_numpy(np.concatenate(text))[None].to(model.device))[:, len(text[0]) - 1 : -1]
         for text in texts
     ]
-    layout = pack([_row(prompt, response) for prompt, response in texts], model.device)
+    layout = pack([plain_row(0, *text) for text in texts], model.device)
     windows = set()
 
     def observed(*tensors: Any, sliding_window: int | None = None, **others: Any) -> tuple[Tensor, None]:
@@ -167,11 +162,6 @@ def _trial(model: PreTrainedModel, *, half: bool) -> str:
         return f"{name} has its sliding window of {window} in a mask, which packed rows do not have"
     equal = torch.allclose(packed, torch.cat(alone, dim=1), atol=_TOLERANCE, rtol=_TOLERANCE)
     return "" if equal else f"in {name} a sequence is affected by those that are packed before it"
-
-
-def _row(prompt_ids: Int32, response_ids: Int32) -> Row:
-    size = len(response_ids)
-    return Row(0, prompt_ids, response_ids, np.zeros(size, np.float32), np.ones(size, np.uint8), on_policy=False)
 
 
 def _hidden(model: PreTrainedModel, tokens_NT: Tensor, **kwargs: Any) -> Tensor:

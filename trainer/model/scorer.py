@@ -7,10 +7,9 @@ H hidden size, V vocabulary.
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from tba.common.errors import ConfigError, quantity
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
 from tba.common.weights.pretrained import from_directory, tied_names
-from tba.trainer.batch.batch import Layout, Row, counted, pad
+from tba.trainer.batch.batch import Layout, Row, counted, pad, plain_row
 from tba.trainer.batch.micro_batches import CPU_PASS_TOKENS, GPU_PASS_TOKENS, forward_passes
 from tba.trainer.model.chunked_logprobs import Kept, token_logprobs
 from tba.trainer.model.packed_attention import ATTENTION
@@ -32,15 +31,7 @@ from tba.trainer.preflight.shape import meta_model
 # What has a learned value: each turn, each counted token, or neither.
 Places = Literal["", "turn", "token"]
 # The row of an empty pass: one token, and no response.
-_EMPTY_ROW = Row(
-    id=-1,
-    prompt_ids=np.zeros(1, np.int32),
-    response_ids=np.zeros(0, np.int32),
-    sampling_logprobs=np.zeros(0, np.float32),
-    loss_mask=np.zeros(0, np.uint8),
-    on_policy=False,
-)
-
+_EMPTY_ROW = plain_row(-1, [0], [])
 # Enough that dropout or noise of any rate changes one of their logits.
 _PROBE_TOKENS = 64
 # More than any cap of logits.
@@ -158,8 +149,7 @@ def _check_head(model: PreTrainedModel) -> None:
         raise ConfigError(f"{type(model).__name__} scales or caps its logits: this release cannot train it")
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(NamedTuple):
     """The scores of some rows, in their order.
 
     `logprob_R` has every response token, masked ones included, at temperature 1; it is 0 in the contexts of segments.
@@ -245,19 +235,18 @@ class Scorer(nn.Module):
         temperature_R = _temperatures(all_sequences) if tempered else None
         kept = _kept(all_sequences) if tempered else None
         place_S = _value_places(all_sequences, places) if places else None
-        scores = self(all_sequences, filled, temperature_R, kept, pooled, entropy, place_S)
-        logprob_R, tempered_R, prompt_NH, entropy_R, place_SH = scores
+        scores: Scores = self(all_sequences, filled, temperature_R, kept, pooled, entropy, place_S)
+        if temperature_R is None:
+            scores = scores._replace(tempered_R=scores.logprob_R)
         if len(sequences) > len(rows):
-            in_rows = partial(_in_rows, rows, _places(rows).to(logprob_R.device))
-            logprob_R, tempered_R, entropy_R = in_rows(logprob_R), in_rows(tempered_R), in_rows(entropy_R)
+            in_rows = partial(_in_rows, rows, _places(rows).to(scores.logprob_R.device))
+            logprob_R, tempered_R = in_rows(scores.logprob_R), in_rows(scores.tempered_R)
+            entropy_R = None if scores.entropy_R is None else in_rows(scores.entropy_R)
+            scores = scores._replace(logprob_R=logprob_R, tempered_R=tempered_R, entropy_R=entropy_R)
+        if scores.prompt_NH is None:
+            return scores
         firsts = list(itertools.accumulate(map(len, each), initial=0))[:-1]
-        return Scores(
-            logprob_R,
-            logprob_R if temperature_R is None else tempered_R,
-            prompt_NH[firsts] if pooled else None,
-            entropy_R if entropy else None,
-            place_SH if places else None,
-        )
+        return scores._replace(prompt_NH=scores.prompt_NH[firsts])
 
     def forward(
         self,
@@ -268,8 +257,8 @@ class Scorer(nn.Module):
         pooled: bool,
         entropy: bool,
         place_S: list[int] | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the fields of `Scores` for rows without segments; those not asked for are empty."""
+    ) -> Scores:
+        """Score rows without segments. Without temperatures `tempered_R` is empty."""
         hidden: list[Tensor] = []
         pools: list[Tensor] = []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
@@ -293,9 +282,13 @@ class Scorer(nn.Module):
                 entropy=entropy,
                 exact=self._exact_logits,
             )
-        prompt_NH = torch.cat(pools)[order] if pooled else logprob_R.new_zeros(0)
-        place_SH = logprob_R.new_zeros(0) if place_S is None else hidden_RH.detach()[place_S]
-        return logprob_R, tempered_R, prompt_NH, entropy_R, place_SH
+        return Scores(
+            logprob_R,
+            tempered_R,
+            torch.cat(pools)[order] if pooled else None,
+            entropy_R if entropy else None,
+            None if place_S is None else hidden_RH.detach()[place_S],
+        )
 
 
 def _temperatures(rows: Sequence[Row]) -> Tensor | None:
@@ -340,9 +333,7 @@ def _places(rows: Sequence[Row]) -> Tensor:
 
 
 def _in_rows(rows: Sequence[Row], place_S: Tensor, value_S: Tensor) -> Tensor:
-    """Put the values of the tokens of sequences where they are in the rows: [R], 0 elsewhere. Empty ones stay empty."""
-    if not len(value_S):
-        return value_S
+    """Put the values of the tokens of sequences where they are in the rows: [R], 0 elsewhere."""
     return value_S.new_zeros(sum(len(row.response_ids) for row in rows)).index_copy(0, place_S, value_S)
 
 

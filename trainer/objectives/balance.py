@@ -185,9 +185,7 @@ def optimal_advantage(responses: Responses, beta: float, value_beta: float) -> T
     The factor 1/(2 beta) is not in the paper: with it the gradient is the mean of -A_ij grad log pi_ij in reward
     units, as in `trajectory_balance`, which differs in its anchor and in that its baseline depends on the policy.
     """
-    known_bK = torch.ones_like(responses.reward_bK, dtype=torch.bool)
-    if responses.known_bK is not None:
-        known_bK = responses.known_bK
+    known_bK = responses.only_known(torch.ones_like(responses.reward_bK)).bool()
     soft_bK = torch.where(known_bK, responses.reward_bK / value_beta, -torch.inf)
     value_b1 = value_beta * (soft_bK.logsumexp(dim=1, keepdim=True) - known_bK.double().sum(dim=1, keepdim=True).log())
     residual_bK = beta * responses.log_ratio_bK - (responses.reward_bK - value_b1)

@@ -122,19 +122,18 @@ def truncated_fraction(log_ratio: Tensor, bounds: tuple[float, float] | None) ->
     return {"truncated_fraction": float(((ratio < bounds[0]) | (ratio > bounds[1])).double().mean())}
 
 
-def mismatch_metrics(differences: Sequence[Tensor]) -> dict[str, float]:
+def mismatch_metrics(difference: Tensor) -> dict[str, float]:
     """Return how far the trainer's log-probabilities are from the engine's, or {} if no token is on-policy.
 
-    `differences` are trainer minus engine, of tokens sampled from the current weights. `mismatch_kl` is the k3
-    estimate of KL(engine || trainer) per token.
+    `difference` is trainer minus engine, of tokens sampled from the current weights. `mismatch_kl` is the k3 estimate
+    of KL(engine || trainer) per token.
     """
-    flat = torch.cat(list(differences)) if differences else torch.zeros(0)
-    if not len(flat):
+    if not len(difference):
         return {}
-    k3 = flat.double().clamp(max=LARGEST_LOG_RATIO).exp() - 1 - flat.double()
+    k3 = difference.double().clamp(max=LARGEST_LOG_RATIO).exp() - 1 - difference.double()
     return {
-        "mismatch_mean": float(flat.abs().mean()),
-        "mismatch_max": float(flat.abs().max()),
+        "mismatch_mean": float(difference.abs().mean()),
+        "mismatch_max": float(difference.abs().max()),
         "mismatch_kl": float(k3.mean()),
     }
 

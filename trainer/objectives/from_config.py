@@ -38,8 +38,6 @@ _CISPO_CAP = 5.0
 _EMA_DECAY = 0.9
 # A response whose sampler is unknown is left out of their losses.
 _NEEDS_SAMPLER = ("grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo")
-Loss = Callable[..., Any]
-Advantage = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +77,8 @@ class _PolicyGradient(NamedTuple):
     with PPO; without it their weight is the ratio, limited.
     """
 
-    loss: Loss
-    advantage: Advantage
+    loss: Callable[..., Any]
+    advantage: Callable[[Tensor], Tensor]
     bounds: tuple[float, float] | None = None
     clips: bool = False
 

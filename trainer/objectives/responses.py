@@ -90,11 +90,6 @@ class Responses:
         return self.per_row(self.at_sampling_R)
 
     @property
-    def sampled_bK(self) -> Tensor:
-        """Log-probabilities of whole responses as they were sampled: [b, K], float64."""
-        return self.per_row(self.sampled_logprob_R)
-
-    @property
     def usable_R(self) -> Tensor:
         """Counted tokens of a known sampler: [R], bool."""
         return self.mask_R if self.known_bK is None else self.mask_R & self.per_token(self.known_bK)
@@ -107,7 +102,7 @@ class Responses:
     @property
     def log_ratio_bK(self) -> Tensor:
         """log pi / mu of whole responses, at the temperature of sampling: [b, K], float64; 0 where it is unknown."""
-        return self.only_known(self.at_sampling_bK - self.sampled_bK)
+        return self.only_known(self.at_sampling_bK - self.per_row(self.sampled_logprob_R))
 
     def only_known(self, value_bK: Tensor) -> Tensor:
         """Replace the values of responses whose sampler is unknown by 0: [b, K]."""

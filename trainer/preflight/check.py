@@ -167,18 +167,6 @@ def _logits(shape: ModelShape, setup: Setup) -> int:
     return chunk + (0 if setup.lora_rank else (4 + narrow) * shape.head)
 
 
-def transformers_engine_bytes(shape: ModelShape, *, narrow: int, rows: int, tokens: int) -> int:
-    """Return the bytes on a GPU of a Transformers engine with weights of `narrow` bytes per parameter.
-
-    It generates `rows` responses at a time, each with its prompt at most `tokens` long. Its KV cache has half as many
-    columns again as it uses (tba.searcher.engines.kv_cache). A step has logits in the dtype of the weights, and four
-    float32 tensors of their size: widened, scaled, exponentials, and these padded.
-    """
-    cache = rows * (tokens + tokens // 2) * 2 * shape.layers * shape.key_value * narrow
-    logits = rows * shape.vocabulary * (narrow + 4 * 4)
-    return narrow * shape.parameters + cache + logits
-
-
 def host_bytes(shape: ModelShape, setup: Setup) -> dict[str, int]:
     """Return the bytes in the memory of the host, for all ranks of this machine together.
 
@@ -315,8 +303,10 @@ def examine(
 def engine_bytes(config: Config, shape: ModelShape, gpu_total: int) -> int:
     """Return the bytes that one engine takes of a GPU of `gpu_total` bytes, which a trainer may share with it.
 
-    vLLM reserves a fraction. Prompts of the Transformers engine are taken to be longer than most are, which covers the
-    activations of the pass over them.
+    vLLM reserves a fraction. The Transformers engine's KV cache has half as many columns again as it uses
+    (tba.searcher.engines.kv_cache). A step has logits in the dtype of the weights, and four float32 tensors of their
+    size: widened, scaled, exponentials, and these padded. Prompts are taken to be longer than most are, which covers
+    the activations of the pass over them.
     """
     search = config.search
     if search.engine == "vllm":
@@ -324,7 +314,9 @@ def engine_bytes(config: Config, shape: ModelShape, gpu_total: int) -> int:
     narrow = 2 if config.model.dtype == "bfloat16" else 4
     rows = TRANSFORMERS_IN_FLIGHT if search.max_in_flight == "auto" else search.max_in_flight
     tokens = search.max_tokens + _PROMPT_TOKENS
-    return _CONTEXT_BYTES + transformers_engine_bytes(shape, narrow=narrow, rows=rows, tokens=tokens)
+    cache = rows * (tokens + tokens // 2) * 2 * shape.layers * shape.key_value * narrow
+    logits = rows * shape.vocabulary * (narrow + 4 * 4)
+    return _CONTEXT_BYTES + narrow * shape.parameters + cache + logits
 
 
 def setup_of(

@@ -116,10 +116,5 @@ def active_fraction(model: PreTrainedModel) -> float:
     return chosen / experts if experts and chosen else 1.0
 
 
-def is_routed(name: str) -> bool:
-    """Return whether a parameter of this name belongs to the routed experts, of which a token passes through some."""
-    return ".experts." in name
-
-
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

@@ -49,19 +49,15 @@ def canary_sequences(directory: Path, vocabulary: int, *, long: bool) -> list[li
     turns every text into unknown tokens.
     """
     count, length = _LONG if long else _SHORT
-    texts = [ids[:length] for ids in _tokenized(directory)[:count]]
+    texts: list[list[int]] = []
+    if any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        tokenizer = load_tokenizer(directory)
+        texts = [[int(id_) for id_ in tokenizer.encode(text)[:length]] for text in _TEXTS[:count]]
     # Fewer distinct tokens would leave most of the embedding untested.
     texts = [ids for ids in texts if len(set(ids)) >= length // 2 and max(ids) < vocabulary]
     generator = torch.Generator().manual_seed(_SEED)
     seeded: list[list[int]] = torch.randint(vocabulary, (count - len(texts), length), generator=generator).tolist()
     return texts + seeded
-
-
-def _tokenized(directory: Path) -> list[list[int]]:
-    if not any((directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
-        return []
-    tokenizer = load_tokenizer(directory)
-    return [[int(id_) for id_ in tokenizer.encode(text)] for text in _TEXTS]
 
 
 def skeleton(model: PreTrainedModel) -> PreTrainedModel:

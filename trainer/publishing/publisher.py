@@ -261,8 +261,7 @@ class Publisher:
             log.warning("snapshot waits", reason=reason)
         self.reason = reason
         self._collect()
-        with self._changed:
-            self._changed.notify_all()
+        self._wake()
 
     def _collect(self) -> None:
         train = self._config.train

@@ -15,7 +15,7 @@ Q quantities of a row, S turns.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,14 +24,14 @@ import xxhash
 from torch import Tensor
 
 from tba.common.wire.trajectory import QUANTITIES
-from tba.trainer.batch.batch import Row, TrainBatch, counted, explored, known, measured
+from tba.trainer.batch.batch import Row, TrainBatch, counted, explored, known
 from tba.trainer.batch.micro_batches import Chunk, MicroBatch
 from tba.trainer.distributed import Ranks, set_gathering
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.scorer import LogZHead, Scorer, Scores
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.objectives.responses import Responses, Totals, Turns, row_totals
-from tba.trainer.step.step_metrics import on_policy_differences, quantities
+from tba.trainer.step.step_metrics import quantities
 
 
 @dataclass(slots=True)
@@ -41,8 +41,8 @@ class Accumulator:
     `retain_gathered` keeps FSDP's gathered weights and unreduced gradients between micro-batches. After `run`,
     `quantities_QBK` are those of the rows (`tba.trainer.step.step_metrics`), and `log_ratio_R` the log-ratios of the
     tokens of all rows, in their order, float32. `reference_of_tokens` has the reference log-probabilities of the tokens
-    of each trajectory, if the objective needs them. The lists hold one tensor per micro-batch: trainer minus engine of
-    on-policy tokens, log pi - log mu of counted tokens of `measured` rows, and the entropy of counted tokens.
+    of each trajectory, if the objective needs them. `entropy_2` is the sum of the entropies of counted tokens and
+    their number, 0 without `entropy`.
     """
 
     scorer: Scorer
@@ -59,17 +59,15 @@ class Accumulator:
     quantities_QBK: Tensor = field(init=False)
     log_ratio_R: Tensor = field(init=False)
     loss: float = 0.0
-    differences: list[Tensor] = field(default_factory=list)
-    log_ratios: list[Tensor] = field(default_factory=list)
-    entropies: list[Tensor] = field(default_factory=list)
-    _log_ratios_of_groups: tuple[Tensor, ...] = field(init=False)
+    entropy_2: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    _log_ratios_of_rows: tuple[Tensor, ...] = field(init=False)
 
     def run(self, plan: Sequence[MicroBatch]) -> None:
         """Process all micro-batches. The results are then sums over all ranks, on every rank."""
         self.quantities_QBK = torch.zeros(len(QUANTITIES), *self.batch.reward_BK.shape, dtype=torch.float64)
-        tokens = self._tokens(range(self.batch.prompts))
-        self.log_ratio_R = torch.zeros(sum(tokens))
-        self._log_ratios_of_groups = torch.split(self.log_ratio_R, tokens)
+        lengths = [len(row.response_ids) for row in self.batch.rows]
+        self.log_ratio_R = torch.zeros(sum(lengths))
+        self._log_ratios_of_rows = torch.split(self.log_ratio_R, lengths)
         for micro_batch in plan:
             last = micro_batch is plan[-1]
             if len(micro_batch.chunks) == 1:
@@ -139,24 +137,14 @@ class Accumulator:
         with self.watch.phase("backward"):
             torch.autograd.backward(terms.loss)
         self.loss += terms.loss.item()
-        tempered_R, mask_R = responses.at_sampling_R.detach(), responses.mask_R
-        measured_R = mask_R & responses.per_token(measured(rows))
-        self.log_ratios.append((tempered_R - responses.sampled_logprob_R)[measured_R])
         if scores.entropy_R is not None:
-            self.entropies.append(scores.entropy_R.cpu()[mask_R])
+            entropy_C = scores.entropy_R.cpu()[responses.mask_R].double()
+            self.entropy_2 += torch.stack([entropy_C.sum(), torch.tensor(float(len(entropy_C)))])
         with torch.no_grad():
             log_ratio_R = responses.log_ratio_R
         self.quantities_QBK[:, micro_batch.groups] = quantities(rows, responses, terms, log_ratio_R)
-        parts = torch.split(log_ratio_R, self._tokens(micro_batch.groups))
-        for group, part in zip(micro_batch.groups, parts, strict=True):
-            self._log_ratios_of_groups[group].copy_(part)
-        self.differences += on_policy_differences(rows, tempered_R)
-
-    def _tokens(self, groups: Iterable[int]) -> list[int]:
-        """Return the response tokens of each of some groups."""
-        samples = self.batch.samples
-        rows = [self.batch.rows[group * samples : (group + 1) * samples] for group in groups]
-        return [sum(len(row.response_ids) for row in group) for group in rows]
+        for row, part in zip(micro_batch.rows, torch.split(log_ratio_R, responses.lengths), strict=True):
+            self._log_ratios_of_rows[row].copy_(part)
 
     def _responses(self, micro_batch: MicroBatch, rows: list[Row], scores: Scores) -> Responses:
         """Return the groups of a micro-batch as the objective takes them."""
@@ -223,25 +211,12 @@ class Accumulator:
         # Each row is computed by one rank, and 0 on the others.
         self.quantities_QBK, self.log_ratio_R = ranks.sum(self.quantities_QBK), ranks.sum(self.log_ratio_R)
         self.loss = float(ranks.sum(torch.tensor(self.loss, dtype=torch.float64)))
-        self.differences, self.log_ratios = self._concat(self.differences), self._concat(self.log_ratios)
-        if self.entropy:
-            self.entropies = self._concat(self.entropies)
-
-    def _concat(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return [self.ranks.concat(torch.cat([torch.zeros(0, dtype=torch.float64), *values]))]
+        self.entropy_2 = ranks.sum(self.entropy_2)
 
 
 def _joined(parts: Sequence[Scores]) -> Scores:
-    pooled = [part.prompt_NH for part in parts if part.prompt_NH is not None]
-    entropies = [part.entropy_R for part in parts if part.entropy_R is not None]
-    places = [part.place_SH for part in parts if part.place_SH is not None]
-    return Scores(
-        torch.cat([part.logprob_R for part in parts]),
-        torch.cat([part.tempered_R for part in parts]),
-        torch.cat(pooled) if pooled else None,
-        torch.cat(entropies) if entropies else None,
-        torch.cat(places) if places else None,
-    )
+    # Each field is in all parts or in none.
+    return Scores._make(None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True))
 
 
 def turns_of(

@@ -139,27 +139,18 @@ def build(
     Raises ConfigError, OutOfMemory.
     """
     objective = objective or make_objective(config.objective, longest_response=config.search.max_tokens)
-    # FSDP moves each layer's shard to the GPU; the whole model is never there, and only rank 0 loads it.
-    host = torch.device("cpu" if ranks.rank == 0 else "meta")
-    home = device if ranks.size == 1 else host
-    half = in_half(device, config.model.dtype)
+    (host, home), half = _places(device, ranks), in_half(device, config.model.dtype)
     offload = config.train.offload == "optimizer"
     policy = load_model(files, host if offload else home)
-    unwrapped, load_reference, adapter, masters = policy, None, None, None
+    unwrapped, load_reference, adapter = policy, None, None
     if ranks.rank == 0 and (config.lora.rank or ranks.size > 1 or offload):
         unwrapped = structure_of(policy)
-    packed = ranks.rank == 0 and packs(config.train.packing, policy, device.type, half=half)
+    packed = _packed(config, policy, device, ranks)
     if config.lora.rank:
         adapter = _put_adapters(policy, config.lora, base_digest(files) if ranks.rank == 0 else "", half=half)
     teacher = _teacher(config) if objective.needs_reference else None
-    if teacher is not None and ranks.rank == 0:
-        check_same_tokens(files, teacher)
     if objective.needs_reference and (teacher is not None or not config.lora.rank):
-        # Another model may have other attention.
-        decide = partial(_packs_teacher, config, device.type, ranks, half=half) if teacher else lambda _: packed
-        load_reference = partial(_load_reference, config, teacher or files, host, home, decide, half=half)
-    if offload:
-        masters = take_masters(policy, home, half=half)
+        load_reference = partial(_load_reference, config, files, teacher, device, ranks, packed=packed)
     models = prepare_models(
         policy,
         load_reference,
@@ -171,7 +162,7 @@ def build(
         reference_config=config.reference,
         lineage=lineage_of(config),
         initial=_name_of(teacher, ranks),
-        masters=masters,
+        masters=take_masters(policy, home, half=half) if offload else None,
         adapter=adapter,
     )
     measured = Measured(config.metrics.entropy, end_ids(config, files))
@@ -179,6 +170,20 @@ def build(
         models, config.train, objective, ranks=ranks, report=report, measured=measured, watch=watch, copies=copies
     )
     return learner, unwrapped
+
+
+def _places(device: torch.device, ranks: Ranks) -> tuple[torch.device, torch.device]:
+    """Return where a model is loaded, and where it is before it is sharded.
+
+    FSDP moves each layer's shard to the GPU; the whole model is never there, and only rank 0 loads it.
+    """
+    host = torch.device("cpu" if ranks.rank == 0 else "meta")
+    return host, device if ranks.size == 1 else host
+
+
+def _packed(config: Config, model: PreTrainedModel, device: torch.device, ranks: Ranks) -> bool:
+    half = in_half(device, config.model.dtype)
+    return ranks.rank == 0 and packs(config.train.packing, model, device.type, half=half)
 
 
 def prepare_models(
@@ -239,7 +244,7 @@ def open_scorer(files: Path, config: Config, device: str) -> Callable[[Sequence[
     prepare(config, device)
     place = torch.device(device)
     half, model = in_half(place, config.model.dtype), load_model(files, place).requires_grad_(False)
-    packed = packs(config.train.packing, model, place.type, half=half)
+    packed = _packed(config, model, place, ALONE)
     if half:
         to_bfloat16(model)
     scorer = Scorer(model, autocast=half, packed=packed, exact_logits=config.model.head_dtype == "float32")
@@ -276,35 +281,30 @@ def _put_adapters(policy: PreTrainedModel, config: LoraSection, base: str, *, ha
 
 
 def _load_reference(
-    config: Config,
-    files: Path,
-    host: torch.device,
-    device: torch.device,
-    decide: Callable[[PreTrainedModel], bool],
-    *,
-    half: bool,
+    config: Config, files: Path, teacher: Path | None, device: torch.device, ranks: Ranks, *, packed: bool
 ) -> tuple[PreTrainedModel, bool]:
-    """Load the reference, with matrices in bfloat16 if `half`, so that only these ever are on the device.
+    """Load the reference: the model in `files`, or the teacher. Returns also whether its rows are packed.
 
-    Returns also whether its rows are packed, which `decide` tells of its float32 model.
+    On a GPU its matrices are in bfloat16, so that only these ever are on the device.
     """
+    if teacher is not None and ranks.rank == 0:
+        check_same_tokens(files, teacher)
+    host, home = _places(device, ranks)
     # A moving average of bfloat16 weights would lose small changes.
-    narrow = half and config.reference.kind != "ema"
-    reference = load_model(files, host if narrow else device).requires_grad_(False)
-    packed = decide(reference)
+    narrow = in_half(device, config.model.dtype) and config.reference.kind != "ema"
+    reference = load_model(teacher or files, host if narrow else home).requires_grad_(False)
+    if teacher is not None:
+        # It may have other attention, which is tried in float32.
+        packed = _packed(config, reference, device, ranks)
     if narrow:
         to_bfloat16(reference)
-    return reference.to(device), packed
+    return reference.to(home), packed
 
 
 def _teacher(config: Config) -> Path | None:
     """Return the directory of `reference.path`, None if the reference is `model.path`."""
     path = config.reference.path
     return model_directory(path, setting="reference.path") if path else None
-
-
-def _packs_teacher(config: Config, device: str, ranks: Ranks, model: PreTrainedModel, *, half: bool) -> bool:
-    return ranks.rank == 0 and packs(config.train.packing, model, device, half=half)
 
 
 def _name_of(teacher: Path | None, ranks: Ranks) -> str:

@@ -22,7 +22,7 @@ from tba.common.log import get_logger
 from tba.common.system.load_errors import out_of_memory
 from tba.common.wire.fields import LARGEST_REWARD
 from tba.common.wire.trajectory import RowNumbers
-from tba.trainer.batch.batch import Row, TrainBatch, measured
+from tba.trainer.batch.batch import Row, TrainBatch, counted, measured
 from tba.trainer.batch.micro_batches import MicroBatch, micro_batches
 from tba.trainer.distributed import ALONE, Ranks, full_tensor
 from tba.trainer.metrics.stopwatch import Stopwatch
@@ -289,14 +289,19 @@ class Learner:
 
     def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:
         """Return metrics of the policy's log-probabilities against those of sampling."""
-        log_ratio_N = sums.log_ratio_BK.flatten()[measured(batch.rows)]
-        ratios = log_ratio_N if self._objective.ratio_of_response else torch.cat(sums.log_ratios)
-        entropy = torch.cat(sums.entropies) if sums.entropies else torch.zeros(0)
+        rows, measured_N = batch.rows, measured(batch.rows)
+        log_ratio_N, log_ratio_R = sums.log_ratio_BK.flatten()[measured_N], sums.log_ratio_R
+        lengths_N, mask_R = torch.tensor([len(row.response_ids) for row in rows]), counted(rows)
+        measured_R = mask_R & measured_N.repeat_interleave(lengths_N)
+        # The sampler of these rows has the same weights, so the difference is numerical error alone.
+        same_R = mask_R & torch.tensor([row.on_policy for row in rows]).repeat_interleave(lengths_N)
+        ratios = log_ratio_N if self._objective.ratio_of_response else log_ratio_R[measured_R]
+        entropy, tokens = sums.entropy_2.tolist()
         return {
             **off_policy_metrics(log_ratio_N),
             **truncated_fraction(ratios, self._objective.ratio_bounds),
-            **mismatch_metrics(sums.differences),
-            **({"entropy": float(entropy.mean())} if len(entropy) else {}),
+            **mismatch_metrics(log_ratio_R[same_R]),
+            **({"entropy": entropy / tokens} if tokens else {}),
         }
 
     def accumulate(

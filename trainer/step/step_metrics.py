@@ -77,16 +77,15 @@ def _explored(batch: TrainBatch) -> dict[str, float]:
 
 
 def _truncated(batch: TrainBatch, end_ids: Collection[int] | None) -> dict[str, float]:
+    """Return the fraction of responses whose last counted token is no end token: they were cut off at a limit."""
     # Why an episode ended is not to be seen at its last token.
     turns = batch.turn_rewards or [[] for _ in batch.rows]
     rows = [row for row, rewards in zip(batch.rows, turns, strict=True) if not rewards]
-    return {} if end_ids is None or not rows else {"truncated_share": truncated_share(rows, end_ids)}
-
-
-def truncated_share(rows: Sequence[Row], end_ids: Collection[int]) -> float:
-    """Return the fraction of responses whose last counted token is no end token: they were cut off at a limit."""
+    if end_ids is None or not rows:
+        return {}
     counted_ids = (row.response_ids[row.loss_mask != 0] for row in rows)
-    return 1.0 - sum(len(ids) > 0 and int(ids[-1]) in end_ids for ids in counted_ids) / len(rows)
+    ended = sum(len(ids) > 0 and int(ids[-1]) in end_ids for ids in counted_ids)
+    return {"truncated_share": 1.0 - ended / len(rows)}
 
 
 def stale_metrics(batch: TrainBatch, log_ratio_BK: Tensor) -> dict[str, float]:
@@ -124,20 +123,6 @@ def gradient_cosine(optimizer: AdamW, ranks: Ranks) -> float:
     both, gradient_square, mean_square = ranks.sum(total_3.cpu()).tolist()
     lengths = math.sqrt(gradient_square * mean_square)
     return both / lengths if lengths else math.nan
-
-
-def on_policy_differences(rows: Sequence[Row], logprob_R: Tensor) -> list[Tensor]:
-    """Return, per on-policy row, trainer minus engine log-probability of each counted token.
-
-    Both are at the temperature of sampling. For these rows they are of the same weights too, so the difference is
-    numerical error alone.
-    """
-    lengths = [len(row.response_ids) for row in rows]
-    return [
-        (logprobs - torch.from_numpy(row.sampling_logprobs.copy()))[torch.from_numpy(row.loss_mask != 0)]
-        for row, logprobs in zip(rows, torch.split(logprob_R, lengths), strict=True)
-        if row.on_policy
-    ]
 
 
 @torch.no_grad()

@@ -146,23 +146,15 @@ def cases(draw):
 
 
 @given(cases())
-def test_every_group_is_in_one_micro_batch_of_one_rank_with_all_of_its_rows(case):
+def test_a_plan_has_each_group_once_equal_passes_on_all_ranks_and_several_chunks_only_for_a_large_group(case):
     groups = [group for micro_batch in case.micro_batches() for group in micro_batch.groups]
     assert sorted(groups) == list(range(len(case.lengths) // case.group_size))
     for micro_batch in case.micro_batches():
         rows = [range(group * case.group_size, (group + 1) * case.group_size) for group in micro_batch.groups]
         assert micro_batch.rows == list(itertools.chain(*rows))
-
-
-@given(cases())
-def test_all_ranks_make_the_same_number_of_passes(case):
     counts = [tuple(tuple(len(c.passes) for c in m.chunks) for m in plan) for plan in case.plans]
     assert len(set(counts)) == 1
     assert all(count for plan in counts for chunks in plan for count in chunks)
-
-
-@given(cases())
-def test_chunks_cover_the_rows_in_order_and_passes_cover_each_chunk(case):
     for micro_batch in case.micro_batches():
         lengths = [case.lengths[row] for row in micro_batch.rows]
         assert [length for chunk in micro_batch.chunks for length in lengths[chunk.rows]] == lengths
@@ -170,10 +162,6 @@ def test_chunks_cover_the_rows_in_order_and_passes_cover_each_chunk(case):
             in_chunk = list(itertools.chain(*[case.sequences[row] for row in micro_batch.rows[chunk.rows]]))
             assert sum(in_chunk) <= case.limit or len(lengths[chunk.rows]) == 1
             assert [part for part in chunk.passes if part] == forward_passes(in_chunk, case.overhead)
-
-
-@given(cases())
-def test_there_are_several_chunks_only_where_some_group_exceeds_the_limit(case):
     for at_once in zip(*case.plans, strict=True):
         largest = max((case.size(group) for micro_batch in at_once for group in micro_batch.groups), default=0)
         assert (len(at_once[0].chunks) > 1) <= (largest > case.limit)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tba.common.config import Config
+from tba.common.config import Config, ReferenceSection
 from tba.common.errors import CheckpointError, CheckpointMismatch
 from tba.common.run_files import CHECKPOINTS
 from tba.tests.helpers import trainer
@@ -45,18 +45,31 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_three_steps_and_three_after_a_resume_equal_six_steps_bit_for_bit(tmp_path, tie):
-    torch.manual_seed(3)
-    straight = make_learner(tie=tie)
+RESUMED: list[dict[str, Any]] = [
+    {},
+    {"model": {"tie": True}},
+    {"name": "distill"},
+    {"offload": "optimizer"},
+    {"offload": "optimizer", "autocast": True},
+    {"reference": ReferenceSection(kind="reset", every=2)},
+    {"reference": ReferenceSection(kind="ema", every=2, decay=0.5)},
+]
+
+
+@pytest.mark.parametrize("keys", RESUMED, ids=["plain", "tied", "distill", "offload", "half", "reset", "ema"])
+def test_three_steps_and_three_after_a_resume_equal_six_steps_bit_for_bit(tmp_path, keys):
+    def made(seed: int = 0) -> Learner:
+        return trainer.make_learner(**keys | KEYS | {"model": keys.get("model", {}) | {"seed": seed}})
+
+    straight = made()
     torch.manual_seed(4)
     expected = run_steps(straight, 6)
-    first = make_learner(tie=tie)
+    first = made()
     torch.manual_seed(4)
     found = run_steps(first, 3)
     checkpoint.save(tmp_path, first, run="r", keep=2)
     # Other weights, so that all of them must come from the file.
-    second = make_learner(tie=tie, seed=99)
+    second = made(seed=99)
     checkpoint.restore(not_none(checkpoint.newest(tmp_path)), second)
     assert second.steps_done == 3
     found += run_steps(second, 3)

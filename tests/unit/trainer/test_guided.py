@@ -97,20 +97,6 @@ def test_at_the_posterior_every_group_with_one_prefix_has_no_residual_and_a_mixe
     assert min(loss_at(START, group(prefix)) for prefix in GIVEN) > 1e-4
 
 
-def test_log_z_of_a_prefix_is_that_of_the_prompt_plus_what_the_posterior_gains_on_the_prefix():
-    table = optimum()
-    for prefix in GIVEN:
-        index = next(n for n, _ in group(prefix))
-        gained = (logprobs(table) - logprobs(table, len(prefix)) - logprobs(START) + logprobs(START, len(prefix)))[
-            index
-        ]
-        log_z = [
-            (logprobs(START, first) - logprobs(table, first) + REWARD / BETA)[n]
-            for n, first in (group(())[0], group(prefix)[0])
-        ]
-        assert log_z[1] == pytest.approx(float(log_z[0] + gained), abs=1e-12)
-
-
 @pytest.mark.parametrize("guided", [True, False])
 def test_guided_groups_alone_train_the_continuations_to_their_posterior_and_with_plain_ones_all(guided):
     table = START.clone().requires_grad_()

@@ -1,7 +1,7 @@
 """Warnings before a run is lost, by metrics and on real steps of the arithmetic example."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,10 @@ import tba
 from tba.common.config import ObjectiveSection, TrainSection
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.task import Prompt
-from tba.tests.helpers.trainer import learner_of, make_batch, make_row
+from tba.tests.helpers.trainer import learner_of, make_batch, make_row, objective
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.metrics.health import Health, limits
 from tba.trainer.model.scorer import Scorer, load_model, sequence_logprobs
-from tba.trainer.objectives.from_config import make_objective
 
 
 def watch(name: str = "tb", **keys) -> Health:
@@ -53,9 +52,9 @@ def test_where_sampled_answers_are_a_small_part_of_all_their_share_says_nothing(
     assert after(watch(), range(9), sampled_mass=0.4, policy_mass=0.01) == ""
 
 
-@pytest.mark.parametrize("objective", [watch("tb_stale"), watch("dr_grpo", imitation=0.5), watch("grpo")])
-def test_imitation_is_not_advised_where_it_is_on_or_impossible(objective):
-    assert after(objective, range(5), log_ratio_positive=-2.0).endswith(
+@pytest.mark.parametrize("health", [watch("tb_stale"), watch("dr_grpo", imitation=0.5), watch("grpo")])
+def test_imitation_is_not_advised_where_it_is_on_or_impossible(health):
+    assert after(health, range(5), log_ratio_positive=-2.0).endswith(
         ": lower train.learning_rate or buffer.max_staleness"
     )
 
@@ -158,17 +157,15 @@ CPU = torch.device("cpu")
 
 
 class Run:
-    """A run of an objective on the example; `reward` is the expected reward on held-out problems."""
+    """A run of `tb` on the example; `reward` is the expected reward on held-out problems."""
 
-    def __init__(self, model: Path, name: str) -> None:
-        self.objective = ObjectiveSection.model_validate({"name": name})
+    def __init__(self, model: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._policy = load_model(model, CPU)
         train = TrainSection(
             steps=128, learning_rate=1e-4, schedule="constant", warmup_steps=5, beta=BETA, beta_final=BETA
         )
-        objective = make_objective(self.objective, longest_response=LONGEST)
-        self.learner = learner_of(self._policy, load_model(model, CPU), train, objective)
+        self.learner = learner_of(self._policy, load_model(model, CPU), train, objective())
         self._choice = np.random.default_rng(1)
         self._generator = torch.Generator().manual_seed(1)
         self._problems = ArithmeticTask().prompts()
@@ -179,14 +176,15 @@ class Run:
             for n, problem in enumerate(held_out)
         ]
 
-    def batches(self, steps: Sequence[int]) -> list[TrainBatch]:
-        """Sample the batches of some steps from the current policy, at temperature 1."""
-        problems = [self._problems[n] for _ in steps for n in self._choice.choice(len(self._problems), PROMPTS, False)]
+    def batches(self) -> list[TrainBatch]:
+        """Sample the batches of all steps from the current policy, at temperature 1."""
+        drawn = [self._choice.choice(len(self._problems), PROMPTS, False) for _ in range(STEPS)]
+        problems = [self._problems[n] for numbers in drawn for n in numbers]
         rows, rewards = self._sample([problem for problem in problems for _ in range(SAMPLES)])
         size = PROMPTS * SAMPLES
         return [
             make_batch(rows[at : at + size], np.reshape(rewards[at : at + size], (PROMPTS, SAMPLES)), step=step)
-            for step, at in zip(steps, range(0, len(rows), size), strict=True)
+            for step, at in zip(range(STEPS), range(0, len(rows), size), strict=True)
         ]
 
     @torch.no_grad()
@@ -222,31 +220,16 @@ class Run:
         return float(sequence_logprobs(logprob_R, self._exam).exp().mean())
 
 
-def warnings(run: Run, batches: Iterator[TrainBatch]) -> Iterator[str]:
-    """Yield the warning after each step."""
-    health = Health(run.objective)
-    for batch in batches:
-        metrics = run.learner.step(batch).metrics
-        health.update(batch.step, metrics, float(batch.reward_BK.max()))
-        yield health.warning
-
-
 @pytest.mark.slow
 def test_the_warning_comes_before_the_reward_is_lost(example_model):
-    run = Run(example_model, "tb")
+    run, health = Run(example_model), watch()
     start, at_warning = run.reward(), None
-    for warning in warnings(run, iter(run.batches(range(STEPS)))):
-        if warning and at_warning is None:
+    for batch in run.batches():
+        health.update(batch.step, run.learner.step(batch).metrics, float(batch.reward_BK.max()))
+        if health.warning and at_warning is None:
             at_warning = run.reward()
-            assert warning.endswith(
+            assert health.warning.endswith(
                 'responses that were never sampled: lower train.learning_rate, or set objective.name = "tb_stale"'
             )
     assert at_warning is not None
     assert run.reward() < start - 0.08 < at_warning
-
-
-@pytest.mark.slow
-def test_fresh_data_gives_no_warning(example_model):
-    run = Run(example_model, "tb")
-    fresh = (run.batches([step])[0] for step in range(STEPS))
-    assert set(warnings(run, fresh)) == {""}

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tba.buffer.offline.offline_buffer import OfflineBuffer, read_recorded_run
 from tba.buffer.tools.backup import backup
 from tba.common.config import Config
-from tba.common.errors import BufferUnavailable, ConfigError, OutOfMemory, TrainingBroken, UsageError
+from tba.common.errors import BufferUnavailable, ConfigError, TrainingBroken, UsageError
 from tba.common.weights import snapshot
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
@@ -28,13 +28,11 @@ from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.trainer import FakeSearcher, run_with_buffer
 from tba.tests.helpers.weights import verify
 from tba.trainer import checkpoint
-from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.distributed import Ranks
 from tba.trainer.loop import Trainer, train
 from tba.trainer.metrics.stopwatch import PHASES
 from tba.trainer.model.host_buffers import HostCopy
 from tba.trainer.publishing.snapshot_writer import SnapshotWriter
-from tba.trainer.step.learner import Learner, StepResult
 
 STEPS = 6
 _TIMES = {"time", "seconds_step", "tokens_per_second", *(f"seconds_{phase}" for phase in PHASES)}
@@ -431,29 +429,6 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint_after_the
     # The next start counts from zero, and has fewer steps left.
     run.train(resume=True)
     assert [len(line["skipped_trajectories"]) for line in run.metrics()] == [6] * STEPS
-
-
-@pytest.mark.slow
-def test_a_step_that_runs_out_of_memory_gives_advice_and_is_made_by_the_next_start(make_run, monkeypatch):
-    run = make_run()
-    feeder = run.feed()
-
-    def run_out(learner: Learner, batch: TrainBatch) -> StepResult:
-        if learner.steps_done == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return make_step(learner, batch)
-
-    make_step = Learner.step
-    monkeypatch.setattr(Learner, "step", run_out)
-    sentence = (
-        r"out of memory in step 4 \(CUDA out .*\): lower train.micro_batch_tokens, which is 30 \(less than the \d+ tok"
-    )
-    with pytest.raises(OutOfMemory, match=sentence):
-        run.train()
-    feeder.join()
-    monkeypatch.undo()
-    run.train(resume=True)
-    assert [line["step"] for line in run.metrics()] == list(range(STEPS))
 
 
 @pytest.mark.slow

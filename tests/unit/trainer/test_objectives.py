@@ -20,7 +20,6 @@ from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
 from tba.trainer.objectives import advantages
 from tba.trainer.objectives.advantages import centred, level
-from tba.trainer.objectives.balance import trajectory_balance_learned_z
 from tba.trainer.objectives.diagnostics import (
     balance_metrics,
     mismatch_metrics,
@@ -215,57 +214,6 @@ def test_loss_and_gradient_equal_an_independent_implementation(name, keys, seed)
     assert gradient.abs().max() > 1e-4
 
 
-# Finite differences also move a detached weight or advantage, so objectives with one are left out.
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"tba_prime", "cispo", "tb_stale", "flowrl", "distill"}))
-def test_gradients_equal_finite_differences(name):
-    responses, loss = case(), objective(name).loss
-    assert torch.autograd.gradcheck(lambda p: loss(replace(responses, logprob_R=p), BETA), responses.logprob_R)
-
-
-@pytest.mark.parametrize(("name", "field"), [("tb_prefix", "value_R"), ("flowrl", "log_z_bK")])
-def test_gradients_of_the_head_equal_finite_differences(name, field):
-    responses, loss = case(), objective(name).loss
-    assert torch.autograd.gradcheck(lambda v: loss(replace(responses, **{field: v}), BETA), getattr(responses, field))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(name):
-    whole = case()
-    loss, gradient = loss_and_gradient(name, whole)
-    parts = [loss_and_gradient(name, part) for part in (groups_of(whole, [2, 0]), groups_of(whole, [1]))]
-    assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-12)
-    moved = torch.cat([torch.cat(list(tokens_of_groups(gradient, whole, order))) for order in ([2, 0], [1])])
-    assert torch.allclose(torch.cat([part[1] for part in parts]), moved, atol=1e-14)
-
-
-def tokens_of_groups(value_R, responses, order):
-    samples = responses.reward_bK.shape[1]
-    rows = torch.split(value_R, responses.lengths)
-    return [rows[b * samples + k] for b in order for k in range(samples)]
-
-
-def groups_of(responses: Responses, order: list[int]) -> Responses:
-    """Return some groups of a batch in the given order, with the totals of the whole batch."""
-
-    def tokens(value_R):
-        return torch.cat(tokens_of_groups(value_R, responses, order))
-
-    samples = responses.reward_bK.shape[1]
-    return replace(
-        responses,
-        logprob_R=tokens(responses.logprob_R.detach()).requires_grad_(),
-        sampled_logprob_R=tokens(responses.sampled_logprob_R),
-        mask_R=tokens(responses.mask_R),
-        lengths=[responses.lengths[b * samples + k] for b in order for k in range(samples)],
-        reward_bK=responses.reward_bK[order],
-        reference_bK=responses.reference_bK[order],
-        staleness_bK=responses.staleness_bK[order],
-        log_z_bK=not_none(responses.log_z_bK)[order],
-        value_R=tokens(not_none(responses.value_R)),
-        reference_R=tokens(not_none(responses.reference_R)),
-    )
-
-
 ROUNDED = [0.7 + 0.2 + 0.1, 1.0, 0.3, 0.1 + 0.2]
 
 
@@ -304,9 +252,6 @@ def by_hand(lengths: list[int], logprobs: list[float], sampled: list[float], rew
         "reference_bK": torch.zeros(1, rows, dtype=torch.float64),
         "staleness_bK": torch.ones(1, rows, dtype=torch.float64),
         "totals": Totals(1, rows, sum(lengths)),
-        "log_z_bK": torch.full((1, 1), 0.5, dtype=torch.float64),
-        "value_R": BETA * (torch.arange(len(logprobs)) < 2).double(),
-        "reference_R": torch.zeros(len(logprobs), dtype=torch.float64),
     }
     return Responses(**{**values, **fields})
 
@@ -315,47 +260,7 @@ def by_hand(lengths: list[int], logprobs: list[float], sampled: list[float], rew
 # and 0, so the advantages are 1/2 and -1/2 centred, 1 and -1 leave-one-out, and +-(1/2) / (sqrt(1/2) + 1e-4) = +-A
 # standardised.
 HALF = math.log(0.5)
-TWO: dict[str, Any] = {
-    "lengths": [1, 2],
-    "logprobs": [HALF, 2 * HALF, HALF],
-    "sampled": [2 * HALF, HALF, HALF],
-    "rewards": [1.0, 0.0],
-}
 A = 0.5 / (math.sqrt(0.5) + 1e-4)
-BY_HAND = {
-    # min(2 x 1/2, 1.2 x 1/2) = 0.6 and min(-1/4, -0.4) = -0.4, min(-1/2, -1/2) = -1/2.
-    "dr_grpo": -(0.6 - 0.4 - 0.5) / (2 * LONGEST_RESPONSE),
-    "grpo": -(1.2 * A - (0.8 * A + A) / 2) / 2,
-    "ppo_clip": -(1.2 - 0.8 - 1.0) / 3,
-    # Whole responses: ratios 2 and 1/2.
-    "proximal_rloo": -(1.2 - 0.8) / 2,
-    # log pi is log(1/2), and 2 log(1/2) + log(1/2).
-    "reinforce": -(1.0 * HALF) / 2,
-    "rloo": -(HALF - 3 * HALF) / 2,
-    # Weights 2, 1/2 and 1.
-    "cispo": -(A * 2 * HALF - A * (0.5 * 2 * HALF + HALF)) / 3,
-    # The reference is 0 = log 1, so KL = log pi, of mean 2 log(1/2), for the sampler too: the advantages are
-    # +-(1/2 + beta log(1/2)). Imitation adds the other response's reward.
-    "tba_prime": -((0.5 + BETA * HALF) * (2 * HALF) - (0.5 + BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
-    "tb_stale": -((0.5 + BETA * HALF) * (2 * HALF) + (0.5 - BETA * HALF) * (0.5 * 2 * HALF + HALF)) / 2,
-    # The teacher is 0 = log 1, so the advantages of the tokens are log 2, 2 log 2 and log 2; the weights as in cispo.
-    "distill": -(2 * -HALF * HALF + 0.5 * -2 * HALF * 2 * HALF + -HALF * HALF) / 3,
-    # log Z is the mean of r / beta - log pi, 1 / (2 beta) - 2 log(1/2); the residuals are -+(log(1/2) + 1 / (2 beta)).
-    "tb": BETA / 2 * (HALF + 1 / (2 * BETA)) ** 2,
-    # Best minus worst: log(1/2) - 3 log(1/2) = 2 log 2.
-    "online_dpo": math.log(1 + math.exp(-BETA * 2 * math.log(2))),
-    # Residuals of log Z = 1/2: 1/2 + log(1/2) - 1 / beta and 1/2 + 3 log(1/2).
-    "tb_learned_z": BETA / 2 * ((0.5 + HALF - 1 / BETA) ** 2 + (0.5 + 3 * HALF) ** 2) / 2,
-    # The advantages are +-A, the ratios of the responses 2 and 1/2, clipped to 1.2 and 0.8.
-    "flowrl": BETA / 2 * (1.2 * (0.5 + HALF - A / BETA) ** 2 + 0.8 * (0.5 + 3 * HALF / 2 + A / BETA) ** 2) / 2,
-    # What tb has. log Z before the tokens is 1; 1 and 0: to the end the first response lacks log(1/2) + 1 - 1 / beta.
-    # Of the second the root and the first token's end differ by 1 + 2 log(1/2), and to the end there are 1 + 3 log(1/2)
-    # and 0 + log(1/2).
-    "tb_prefix": BETA / 2 * (HALF + 1 / (2 * BETA)) ** 2
-    + BETA / 2 * ((1 + HALF - 1 / BETA) ** 2 + ((1 + 2 * HALF) ** 2 + (1 + 3 * HALF) ** 2 + HALF**2) / 2) / 2,
-    # Advantages 1 - beta, -beta and 0, by the ratios 2, 1/2 and 1: 1.2 (1 - beta), -0.8 beta and 0.
-    "ppo": (((1 - BETA) ** 2 + BETA**2) / 2 - 1.2 * (1 - BETA) + 0.8 * BETA) / 3,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["grpo", "cispo"])
@@ -369,16 +274,6 @@ def test_the_kl_term_of_a_standardised_advantage_is_proportional_to_beta(name):
     assert torch.allclose(10 * small, large, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(BY_HAND))
-def test_the_loss_of_a_hand_computed_case(name):
-    assert objective(name).loss(by_hand(**TWO), BETA).item() == pytest.approx(BY_HAND[name], rel=1e-12)
-
-
-def test_every_objective_has_a_case_computed_by_hand():
-    # That of oapl is the next test.
-    assert set(BY_HAND) == set(NAMES) - {"oapl"}
-
-
 def test_oapl_is_zero_at_its_optimum():
     value = BETA * math.log((math.exp(1 / BETA) + 1) / 2)
     optimum = [2 * HALF + (1 - value) / BETA, HALF, HALF - value / BETA]
@@ -388,24 +283,6 @@ def test_oapl_is_zero_at_its_optimum():
     assert gradient.abs().max() < 1e-13
     off = by_hand([1, 2], [optimum[0] + 1.0, *optimum[1:]], [2 * HALF, HALF, HALF], [1.0, 0.0])
     assert objective("oapl", value_beta="beta").loss(off, BETA).item() == pytest.approx(BETA / 4, rel=1e-12)
-
-
-def test_trajectory_balance_is_zero_at_its_optimum():
-    # log pi = log pi_ref + r / beta - log Z, with any log Z.
-    responses = by_hand([1, 2], [1 / BETA + 1.5, 1.0, 0.5], [0.0, 0.0, 0.0], [1.0, 0.0])
-    loss, gradient = loss_and_gradient("tb", responses)
-    assert loss < 1e-25
-    assert gradient.abs().max() < 1e-12
-
-
-def test_a_learned_log_z_moves_towards_the_vargrad_estimate():
-    log_z = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
-    responses = by_hand([1, 1], [-1.0, -3.0], [0.0, 0.0], [0.6, 0.0], log_z_bK=log_z[:, None])
-    # Residuals: 1 - 1 - 2 = -2 and 1 - 3 - 0 = -2.
-    loss = trajectory_balance_learned_z(responses, beta=BETA).loss
-    assert loss.item() == pytest.approx(BETA / 2 * (4 + 4) / 2, rel=1e-12)
-    vargrad = ((0 + 1.0 + 0.6 / BETA) + (0 + 3.0 + 0.0)) / 2
-    assert torch.autograd.grad(loss, log_z)[0].item() == pytest.approx(BETA * (1.0 - vargrad), rel=1e-12)
 
 
 def test_without_importance_weights_and_imitation_the_gradient_is_that_of_trajectory_balance():
@@ -510,10 +387,10 @@ def test_the_truncated_fraction_uses_the_bounds_of_the_objective():
 
 
 def test_mismatch_metrics_of_a_hand_computed_case():
-    found = mismatch_metrics([torch.tensor([math.log(2.0)]), torch.tensor([-math.log(2.0)])])
+    found = mismatch_metrics(torch.tensor([math.log(2.0), -math.log(2.0)]))
     assert found["mismatch_mean"] == found["mismatch_max"] == pytest.approx(math.log(2.0))
     assert found["mismatch_kl"] == pytest.approx((1 - math.log(2.0) - 0.5 + math.log(2.0)) / 2)
-    assert mismatch_metrics([]) == {}
+    assert mismatch_metrics(torch.zeros(0)) == {}
 
 
 def test_a_reward_part_is_averaged_over_the_responses_that_have_it_and_all_episodes():

@@ -21,7 +21,7 @@ from tba.tests.helpers.trainer import make_row, random_batch, tiny_model
 from tba.tests.runner import slow
 from tba.trainer.distributed import ALONE
 from tba.trainer.model.packed_attention import Sequences, _kernel, attend, has_kernel, torch_has_kernel
-from tba.trainer.model.packing import _head_sizes, obstacle, pack, packs
+from tba.trainer.model.packing import obstacle, pack, packs
 from tba.trainer.model.scorer import Scorer, weights_of
 from tba.trainer.publishing.canary import make_canary, skeleton
 from tba.trainer.step.build import build
@@ -301,11 +301,6 @@ def test_rows_that_are_packed_on_a_gpu_without_the_kernel_are_warned_of(caplog):
     assert (warned.levelname, padded.levelname) == ("WARNING", "INFO")
     assert warned.fields["reason"] == padded.fields["reason"]
     assert "torch 2.12" in warned.fields["reason"]
-
-
-def test_head_sizes_are_all_that_a_configuration_names():
-    assert _head_sizes(tiny_deepseek()) == {8, 16, 24}
-    assert _head_sizes(tiny_gpt2()) == {8}
 
 
 def test_on_a_cpu_rows_are_packed_if_the_model_allows_it():

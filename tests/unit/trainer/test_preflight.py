@@ -24,7 +24,7 @@ from tba.tests.helpers.trainer import make_row, random_batch, save_tiny_model
 from tba.trainer.batch.micro_batches import GPU_PASS_TOKENS, forward_passes, micro_batches
 from tba.trainer.checkpoint import tensors_of
 from tba.trainer.distributed import ALONE
-from tba.trainer.metrics.flops import ModelFlops
+from tba.trainer.metrics.flops import Throughput
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.scorer import Scorer
 from tba.trainer.preflight import before_start
@@ -552,7 +552,7 @@ def test_flops_of_a_mixture_count_the_experts_that_compute_a_token():
     row = make_row(1, [1], [2, 3, 4])
     attention = 6 * 48 * 32 * 128 * 4**2
     by_hand = 6 * 4 * (48 * active_layer + 2048) + 6 * 3 * head + attention
-    assert ModelFlops(meta("Qwen3-30B-A3B")).update([row]) == by_hand
+    assert Throughput(meta("Qwen3-30B-A3B")).flops([row]) == by_hand
 
 
 def test_a_scorer_under_autocast_has_float32_hidden_states_on_bfloat16_embeddings():

@@ -9,7 +9,6 @@ from tba.common.config import Config, ReferenceSection
 from tba.common.errors import EXIT_CONFIG, CheckpointMismatch
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.trainer import make_batch, make_learner, make_row, random_batch, tiny_model
-from tba.tests.runner import slow
 from tba.trainer import checkpoint
 from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import Scorer, weights_of
@@ -74,18 +73,6 @@ def test_log_probabilities_are_computed_once_per_reference():
     results = [made.step(make_batch(rows, [[0.0, 1.0], [1.0, 0.5]], step=step)) for step in range(4)]
     assert [len(result.reference) for result in results] == [4, 0, 4, 0]
     assert results[0].reference != results[2].reference
-
-
-@pytest.mark.parametrize("section", [{"kind": "reset", "every": 2}, {"kind": "ema", "every": 2, "decay": 0.5}])
-@pytest.mark.parametrize("saved_at", [3, *slow(1)])
-def test_a_resumed_run_has_the_same_reference_bit_for_bit(tmp_path, section, saved_at):
-    straight, first, second = learner(**section), learner(**section), learner(**section)
-    expected = [straight.step(random_batch(step)).metrics for step in range(6)]
-    found = [first.step(random_batch(step)).metrics for step in range(saved_at)]
-    checkpoint.save(tmp_path, first, run="r", keep=1)
-    checkpoint.restore(not_none(checkpoint.newest(tmp_path)), second)
-    found += [second.step(random_batch(step)).metrics for step in range(saved_at, 6)]
-    assert found == expected
 
 
 def test_a_checkpoint_of_another_reference_is_rejected(tmp_path):

@@ -15,7 +15,7 @@ from tba.tests.helpers.puts import make_episode
 from tba.tests.helpers.trainer import make_batch, make_learner, make_row, objective, random_batch, tiny_model
 from tba.tests.helpers.two_turns import BETA, Policy, gain, gain_of, group_of, make_sampler, make_world, train
 from tba.trainer.batch.batch import Row, TrainBatch, counted, decode
-from tba.trainer.model.scorer import Scorer, sequence_logprobs
+from tba.trainer.model.scorer import Scorer
 from tba.trainer.step.accumulate import turns_of
 from tba.trainer.step.learner import Measured
 
@@ -125,19 +125,6 @@ def test_the_loss_does_not_depend_on_how_many_sequences_an_episode_became(name, 
     assert found.metrics["response_tokens_mean"] == mean
 
 
-def test_passes_of_a_plan_hold_sequences_within_the_limit():
-    rows = [row_of(EPISODE, n) for n in range(4)]
-    learner = make_learner(model=MODEL, micro_batch_tokens=30)
-    for micro_batch in learner.plan(rows, 2):
-        for chunk in micro_batch.chunks:
-            lengths = [one.tokens for n in micro_batch.rows[chunk.rows] for one in rows[n].sequences]
-            assert sorted(index for part in chunk.passes for index in part) == list(range(len(lengths)))
-            assert sum(lengths) <= 30
-    with torch.no_grad():
-        found = sequence_logprobs(learner.scorer.score(rows).logprob_R, rows)
-    assert len(set(found.tolist())) == 1
-
-
 def test_a_recorded_batch_of_episodes_gives_the_same_step_bit_for_bit_after_a_restart(harness):
     buffer = harness()
     buffer.fill(2, 0)
@@ -170,26 +157,6 @@ def test_a_value_of_a_token_is_of_the_hidden_state_before_it(packed):
         hidden_TH = learner.policy.base_model(input_ids=tokens).last_hidden_state[0].detach()
         expected += [hidden_TH[len(row.prompt_ids) - 1 + t] for t, counts in enumerate(row.loss_mask) if counts]
     assert torch.allclose(found_SH, torch.stack(expected), atol=1e-12)
-
-
-def test_the_values_of_ppo_approach_the_reward():
-    learner = make_learner(name="ppo", learning_rate=1e-12)
-    batch = random_batch(3)
-    losses = [learner.step(batch).metrics["loss"] for _ in range(400)]
-    with torch.no_grad():
-        value_C = not_none(learner.log_z)(not_none(learner.scorer.score(batch.rows, places="token").place_SH))
-    reward_C = batch.reward_BK.flatten().repeat_interleave(
-        torch.tensor([int(row.loss_mask.sum()) for row in batch.rows])
-    )
-    assert losses[-1] < losses[0]
-    assert value_C.mean().item() == pytest.approx(reward_C.mean().item(), abs=0.05)
-    assert (value_C - reward_C).square().mean() < reward_C.var()
-
-
-def test_a_row_without_segments_is_its_only_sequence():
-    (row,) = random_batch(1, prompts=1, samples=1).rows
-    assert row.sequences[0] is row
-    assert replace(row_of(EPISODE), segments=np.zeros(0, np.int32)).tokens == row_of(EPISODE).tokens
 
 
 # At the optimum each action makes log pi / ref + log Z(h) = r / beta + E log Z(h'), so no luck is left to be explained.

@@ -10,7 +10,6 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba.common.clock import SystemClock
 from tba.common.config import Config, TaskSection
 from tba.common.errors import OutOfMemory, TaskError, UsageError
 from tba.common.rendering import PromptRenderer
@@ -130,7 +129,7 @@ def test_a_resumed_training_writes_the_same_weights_bit_for_bit(base, pairs, tmp
 def test_every_epoch_has_every_row_once_in_its_own_order(base, pairs, tmp_path):
     config = Config.model_validate({"model": {"path": str(base)}, "train": {"gpu": "cpu", **SETTINGS}})
     plan = Plan([pairs], tmp_path / "out", epochs=2, batch_size=4)
-    job = Job(config, plan, resume=False, device=torch.device("cpu"), clock=SystemClock())
+    job = Job(config, plan, resume=False, device=torch.device("cpu"))
     order = [row.id for step in range(job.steps) for row in job.rows_of(step)]
     job.close()
     assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))

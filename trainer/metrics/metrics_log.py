@@ -24,8 +24,9 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
-from tba.common import jsonl, run_files
+from tba.common import run_files
 from tba.common.config import Config
+from tba.common.data_files import json_lines
 from tba.common.errors import CheckpointError, TbaError, quantity
 from tba.common.log import get_logger
 from tba.common.system.background import Background
@@ -339,5 +340,5 @@ class MetricsLog:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of the file, without lines that a crash has damaged."""
-    rows = [row for _, row in jsonl.read(path, skip_malformed=True)] if path.is_file() else []
+    rows = [row for _, row in json_lines(path, malformed=None)] if path.is_file() else []
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]

@@ -180,7 +180,7 @@ def guided_rows(directory: Any, guided: float, **search: Any) -> list[Any]:
     """Return the rows of eight visits of each of two prompts, of which the second has no demonstration."""
     task, tokenizer, keys = WithSolutions("345", ""), Digits(), {"guided": guided, "max_tokens": 6, **search}
     config = Config.model_validate({"search": {"engine": "transformers", **keys}, "task": {"reward_workers": 0}})
-    renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), (9,))  # type: ignore[arg-type]
+    renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), (9,))
     exploration, engine = Exploration(config.search, run_seed=3, searcher="s"), cpu_engine(directory)
     guide = Guide(exploration.guide, stopping, None)
     stage = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, 2, guide=guide)

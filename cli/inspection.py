@@ -164,9 +164,9 @@ def for_machines(facts: "Facts", state: dict[str, Any] | None = None) -> dict[st
     """Return the status with state, explanation and stall; `state` is what this machine knows of the run."""
     import msgspec
 
-    from tba.common.run_status import describe, find_stall
+    from tba.common.run_status import describe, stall_of
 
-    stall, found = find_stall(facts), describe(facts)
+    stall, found = stall_of(facts), describe(facts)
     return {
         **(msgspec.to_builtins(facts.status) if facts.status is not None else {}),
         "state": state["state"] if state else found.name,

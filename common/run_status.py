@@ -56,7 +56,7 @@ class Facts:
 
 def describe(facts: Facts) -> State:
     """Return the state of a run that is served."""
-    stall, status = find_stall(facts), facts.status
+    stall, status = stall_of(facts), facts.status
     if status is None:
         if stall is not None:
             return State("stalled", stall.sentence)
@@ -102,7 +102,7 @@ def loading(status: Status) -> set[str]:
     return {kind for client in monitors if client.silent_seconds < REPORT_SECONDS for kind in client.metrics}
 
 
-def find_stall(facts: Facts) -> Stall | None:
+def stall_of(facts: Facts) -> Stall | None:
     """Return why the run stands still, None if it does not, has finished, or has only begun to wait."""
     stall = _without_buffer(facts) if facts.status is None else facts.status.stall
     return None if stall is None else Stall(stall.reason, printable(stall.sentence))

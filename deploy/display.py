@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tba.common.clock import Clock, SystemClock
 from tba.common.errors import format_duration, quantity
-from tba.common.run_status import Facts, connected, describe, find_stall, last_trainer, living, name_of, total
+from tba.common.run_status import Facts, connected, describe, last_trainer, living, name_of, stall_of, total
 from tba.common.terminal import printable
 from tba.common.wire.messages import ClientStatus, Status
 from tba.deploy.child import Child
@@ -117,7 +117,7 @@ _ERROR_CHARACTERS = 120
 
 def fleet_line(children: Sequence[Child], facts: Facts) -> str:
     """Return one line about the searchers of this machine, and why the run stands still, if it does."""
-    status, stall = facts.status, find_stall(facts)
+    status, stall = facts.status, stall_of(facts)
     up = sum(child.process is not None and child.ready for child in children)
     starting = sum(child.process is not None and not child.ready for child in children)
     parts = [f"{up}/{quantity(len(children), 'searcher')} up" + (f", {starting} starting" if starting else "")]

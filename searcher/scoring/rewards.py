@@ -215,6 +215,3 @@ def _sum(scored: Scored, by_model: Result, weight: float) -> Scored:
     if error is not None:
         return Scored(scored.ticket, scored.text, *failed(f"model: {error}"), error_kind="reward_model")
     return Scored(scored.ticket, scored.text, Reward(total, {**scored.reward.parts, MODEL_PART: by_model.value}), None)
-
-
-log = get_logger(__name__)

@@ -11,7 +11,7 @@ import pytest
 from tba.common.errors import ConfigError
 from tba.common.log import DuplicateFilter, TextFormatter
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
-from tba.common.run_status import Facts, find_stall
+from tba.common.run_status import Facts, stall_of
 from tba.tests.helpers.clock import ManualClock
 
 
@@ -95,14 +95,14 @@ _CRASHES = ["buffer failed 2 times: disk I/O error"]
     ],
 )
 def test_that_the_buffer_does_not_answer_is_known_to_the_asker(facts, reason, words):
-    stall = find_stall(facts)
+    stall = stall_of(facts)
     assert stall is not None
     assert stall.reason == reason
     assert [word for word in words if word not in stall.sentence] == []
 
 
 def test_a_buffer_that_has_just_stopped_answering_may_restart():
-    assert find_stall(Facts(None, "tcp://a:1", 3.0)) is None
+    assert stall_of(Facts(None, "tcp://a:1", 3.0)) is None
 
 
 TEST, OFFLINE = RunIdentity("test"), RunIdentity("test", "/other/buffer.sqlite")

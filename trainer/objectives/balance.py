@@ -1,6 +1,6 @@
 """Objectives that are squared residuals: each is zero at a known optimum, whichever policy sampled the responses.
 
-`optimal_advantage` is so only if `value_beta` is beta. `from_config` makes `tb_stale` and `tba_prime` of `policy_gradient`.
+`optimal_advantage` is so only if `value_beta` is beta. `from_config` makes `tb_stale` of `policy_gradient`.
 
 Shape suffixes: b prompts of a micro-batch, K responses to each, N = b x K rows, R response tokens, T counted tokens of
 the longest row, S turns.

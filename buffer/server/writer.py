@@ -121,13 +121,22 @@ class BufferServer:
             counters.rejected["undeliverable"] = self._network.undeliverable
         refused = self._network.rejections
         replies += [self._rejection(*refused.popleft()) for _ in range(len(refused))]
+        # What writes nothing does not wait for the transaction of the rest.
+        quick: list[Arrival] = []
+        rest: list[Arrival] = []
+        for item in arrived:
+            (quick if item.is_urgent and self._service.writes_nothing(item.message) else rest).append(item)
+        self._send(replies + self._answer(quick))
         started = time.monotonic()
-        replies += self._answer(arrived)
+        replies = self._answer(rest)
         # A key may have been revoked meanwhile.
         woken, refusals = self._admit(self._woken(has_news=bool(arrived)))
         replies += refusals + self._answer(woken)
         if any(arrival.is_batch for arrival in arrived):
             self._mailbox.note_batch(time.monotonic() - started)
+        self._send(replies)
+
+    def _send(self, replies: list[_Reply]) -> None:
         if not replies:
             return
         run, state = self._service.state.run.uuid, self._service.state.for_replies()

@@ -351,7 +351,7 @@ def test_a_chat_prompt_with_stop_strings_is_trained_on_with_what_ended_it_and_sc
 @pytest.mark.parametrize("seconds", [1.0, 3.0])
 def test_a_searcher_sends_heartbeats_as_often_as_the_buffer_asks(search, monkeypatch, seconds):
     monkeypatch.setattr(Clients, "heartbeat_seconds", seconds)
-    _, client = search(steps=150)
+    _, client = search(steps=250)
     gaps = np.diff(client.heartbeats_at)
     assert len(gaps) >= 2
     assert gaps == pytest.approx(np.full(len(gaps), seconds), abs=0.2)

@@ -21,11 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tba.common.errors import EngineError, SnapshotError, TbaError, first_line
 from tba.common.system.durable import temporary_directory
@@ -85,6 +81,9 @@ class _Trial:
     """An engine, the model that it serves, and snapshots of changed weights."""
 
     def __init__(self, engine: Engine, source: Path, directory: Path, tolerance: float) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
         self.engine, self.source, self.tolerance = engine, source, tolerance
         self.model = from_directory(AutoModelForCausalLM, source, dtype=torch.float32).eval()
         self.vocabulary: int = self.model.config.get_text_config().vocab_size
@@ -117,18 +116,22 @@ class _Trial:
         (generation,) = self.finish()
         return generation
 
-    def logits(self, ids: Sequence[int], model: Any = None) -> Tensor:
+    def logits(self, ids: Sequence[int], model: Any = None) -> Float64:
         """Return transformers' logits [T, V] in float64."""
+        import torch
+
         with torch.no_grad():
-            logits: Tensor = (model or self.model)(torch.tensor([list(ids)])).logits[0].double()
+            logits: Float64 = (model or self.model)(torch.tensor([list(ids)])).logits[0].double().numpy()
         return logits
 
     def logprobs(self, ids: Sequence[int], model: Any = None) -> Float64:
         """Return log p(token t + 1 | tokens up to t) at temperature 1: [T - 1]."""
-        return _chosen(self.logits(ids, model)[:-1].log_softmax(-1), ids[1:])
+        return _chosen(_log_softmax(self.logits(ids, model)[:-1]), ids[1:])
 
     def changed_model(self) -> Any:
         """Return a copy with other weights."""
+        import torch
+
         model, generator = copy.deepcopy(self.model), torch.Generator().manual_seed(self._requests)
         for parameter in model.parameters():
             size = _CHANGE * (parameter.std().item() if parameter.numel() > 1 else 1.0)
@@ -137,14 +140,14 @@ class _Trial:
 
     def snapshot(self, model: Any, *, canary_error: float = 0.0, incomplete: bool = False) -> Snapshot:
         """Write a snapshot of the next version; its canary is wrong by `canary_error`, or a tensor is missing."""
+        from safetensors.torch import load_file, save_file
+
         version = self.engine.weights_version + 1
         final = self._directory / f"{self._requests}-{canary_error}-{incomplete}" / directory_name(version)
         final.parent.mkdir()
         temporary = temporary_directory(final)
         # The dtype of the directory that the engine knows: an engine may refuse another one.
-        dtype = from_directory(AutoConfig, self.source).dtype
-        saved = copy.deepcopy(model).to(dtype) if dtype else model
-        saved.save_pretrained(temporary, max_shard_size="1TB")
+        _save_as(model, self.source, temporary)
         if incomplete:
             weights = load_file(temporary / "model.safetensors")
             del weights[min(weights, key=lambda name: weights[name].numel())]
@@ -173,16 +176,34 @@ class _Trial:
         self.expect(self.engine.score([ids])[0], self.logprobs(ids), "scores")
 
 
-def _chosen(logprobs: Tensor, ids: Sequence[int] | Int32) -> Float64:
-    chosen: Float64 = logprobs.numpy()[np.arange(len(ids)), np.asarray(ids)]
+def _save_as(model: Any, source: Path, directory: Path) -> None:
+    """Save a model as the weights of `source` are saved: with its dtype, as one file."""
+    from transformers import AutoConfig
+
+    dtype = from_directory(AutoConfig, source).dtype
+    saved = copy.deepcopy(model).to(dtype) if dtype else model
+    saved.save_pretrained(directory, max_shard_size="1TB")
+
+
+def _log_softmax(logits: Float64) -> Float64:
+    shifted = logits - logits.max(-1, keepdims=True)
+    normalized: Float64 = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return normalized
+
+
+def _chosen(logprobs: Float64, ids: Sequence[int] | Int32) -> Float64:
+    chosen: Float64 = logprobs[np.arange(len(ids)), np.asarray(ids)]
     return chosen
 
 
-def _sampling_logprobs(logits: Tensor, sampling: SamplingSettings) -> Tensor:
+def _sampling_logprobs(logits: Float64, sampling: SamplingSettings) -> Float64:
     """Return log-probabilities [T, V] with temperature and top-p: the fewest tokens whose probabilities reach top-p."""
-    ranked, order = (logits / (sampling.temperature or 1.0)).log_softmax(-1).sort(-1, descending=True)
-    kept = ranked.masked_fill(ranked.exp().cumsum(-1) - ranked.exp() >= sampling.top_p, -torch.inf)
-    return torch.empty_like(logits).scatter(-1, order, kept).log_softmax(-1)
+    logprobs = _log_softmax(logits / (sampling.temperature or 1.0))
+    for row in logprobs:
+        order = np.argsort(-row)
+        before = np.cumsum(np.exp(row[order])) - np.exp(row[order])
+        row[order[before >= sampling.top_p]] = -np.inf
+    return _log_softmax(logprobs)
 
 
 def _answers_each_request_once(trial: _Trial) -> None:
@@ -225,8 +246,8 @@ def _tells_the_log_probabilities_of_its_sampling(trial: _Trial) -> None:
 def _takes_the_most_probable_token(trial: _Trial) -> None:
     prompt = trial.tokens(7)
     one = trial.generate(prompt, _GREEDY)
-    logprobs = trial.logits([*prompt, *one.response_ids.tolist()])[len(prompt) - 1 : -1].log_softmax(-1)
-    trial.expect(_chosen(logprobs, one.response_ids), logprobs.max(-1).values.numpy(), "greedy tokens")
+    logprobs = _log_softmax(trial.logits([*prompt, *one.response_ids.tolist()])[len(prompt) - 1 : -1])
+    trial.expect(_chosen(logprobs, one.response_ids), logprobs.max(-1), "greedy tokens")
 
 
 def _scores_sequences(trial: _Trial) -> None:

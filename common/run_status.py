@@ -19,8 +19,9 @@ from tba.common.wire.client import BufferClient
 from tba.common.wire.keys import buffer_client_keys
 from tba.common.wire.messages import ClientStatus, GetStatus, Stall, Status
 
-# A heartbeat is due every second, however long a step is. A client gives up on an unanswered one after three seconds
-# and sends the next a second later. After this time the buffer counts a trainer as dead.
+# A heartbeat is due every second, in a fleet of hundreds every third, however long a step is. A client gives up on an
+# unanswered one after three seconds and sends the next a second later. After this time the buffer counts a trainer as
+# dead.
 SILENT_SECONDS = 10.0
 # A supervisor that has been silent for longer is gone, and its report with it.
 REPORT_SECONDS = 60.0

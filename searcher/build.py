@@ -126,7 +126,7 @@ def make_engine(
 def find_policy(config: Config) -> Path | None:
     """Return the model directory of `search.policy`, None if it is empty.
 
-    Raises ConfigError if it could sample what `model.path` does not know, UsageError for a version that is not kept.
+    Raises ConfigError if its tokens are not those of `model.path`, UsageError for a version that is not kept.
     """
     named = config.search.policy
     if not named:
@@ -138,7 +138,8 @@ def find_policy(config: Config) -> Path | None:
             f"{_POLICY} {named} is not a directory here: `hf download {named}` makes one of the hub's model"
         )
     names = (f"{_POLICY} {named}", "model.path", "an explorer")
-    check_same_tokens(directory, model_directory(config.model.path), names=names)
+    # Prompts and end tokens are those of model.path: it may not have further tokens either.
+    check_same_tokens(directory, model_directory(config.model.path), names=names, further=False)
     return directory
 
 

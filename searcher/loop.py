@@ -334,7 +334,7 @@ class Searcher:
     def _heartbeat(self) -> None:
         now = self._clock.monotonic()
         state = self._client.state
-        if now - self._last[0] < (state.heartbeat_seconds if state else 1.0):
+        if now - self._last[0] < (state.heartbeat_seconds if state else 1):
             return
         self._serving.update()
         activity, reason = self._activity()

@@ -340,10 +340,11 @@ class ScoringStage:
         """Add a row to a group, which may be complete then. `cut_after` is its tokens if it was cut off, else 0."""
         # All rewards of a group are of the phase in which its visit began.
         phase = next((n for n, one in enumerate(self._phases) if group.version < one.until), None)
-        if phase is not None:
-            scored = phased(scored, self._phases[phase].weights)
-        if cut_after and scored.error is None:
+        # What is cut off may lack the parts that the phase weighs, and has the reward of `task.truncated`.
+        if cut_after and scored.error is None and self._truncated != "score":
             scored = self._cut(scored, cut_after)
+        elif phase is not None:
+            scored = phased(scored, self._phases[phase].weights)
         self.errors += scored.error is not None and scored.error_kind != "masked"
         if tokens.kept.nbytes > MAX_REQUEST_FRAME_BYTES // group.size:
             self._warn_of_kept(tokens.kept.nbytes)
@@ -382,8 +383,7 @@ class ScoringStage:
         if self._truncated == "mask":
             reason = f'not trained on: cut off after {tokens} tokens, and task.truncated is "mask"'
             return replace(scored, error=reason, error_kind="masked")
-        if self._truncated == "score":
-            return scored
+        assert self._truncated != "score"
         return replace(scored, reward=Reward(self._truncated, scored.reward.parts))
 
 

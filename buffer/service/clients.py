@@ -17,7 +17,7 @@ _RETURN_SECONDS = 5.0
 _CENSUS_SECONDS = 1.0
 # Heartbeats of all searchers, unless each of them would send less often than this.
 _HEARTBEATS_PER_SECOND = 300
-_HEARTBEAT_SECONDS = 3.0
+_HEARTBEAT_SECONDS = 3
 # With keys the processes of a node have one owner, otherwise each has its own: more names than that are an attack.
 _NAMES_PER_OWNER = 128
 GONE = "gone"
@@ -88,7 +88,7 @@ class Clients(dict[str, Client]):
             if len(self) >= fields.MAX_CLIENTS and not self._forget_one():
                 return
             client = self[sender] = Client(role, at, at)
-            self.recount()
+            self._living[role] += 1
         if client.role != role and (client.role, role) != ("trainer", "publisher"):
             client.role = role
             self.recount()
@@ -196,10 +196,10 @@ class Clients(dict[str, Client]):
         return self._living[role]
 
     @property
-    def heartbeat_seconds(self) -> float:
+    def heartbeat_seconds(self) -> int:
         """The time between two heartbeats of a searcher: one second, and in a large fleet up to three."""
-        longest = min(_HEARTBEAT_SECONDS, self._patience_seconds / 4)
-        return max(1.0, min(self.living("searcher") / _HEARTBEATS_PER_SECOND, longest))
+        longest = min(_HEARTBEAT_SECONDS, int(self._patience_seconds / 4))
+        return max(1, min(self.living("searcher") // _HEARTBEATS_PER_SECOND, longest))
 
     def recount(self) -> None:
         """Count the living clients again at the next question: one has come or gone."""
@@ -237,4 +237,8 @@ class Clients(dict[str, Client]):
         ]
 
     def _patience(self, client: Client | None) -> float:
-        return _REPLACED_SECONDS if client is not None and client.replaced else self._patience_seconds
+        if client is None or not client.replaced:
+            return self._patience_seconds
+        # One that is alive after all sends heartbeats, in a large fleet less often.
+        large = len(self) >= 2 * _HEARTBEATS_PER_SECOND
+        return min(3 * _HEARTBEAT_SECONDS, self._patience_seconds) if large else _REPLACED_SECONDS

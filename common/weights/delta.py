@@ -121,7 +121,8 @@ def apply_delta(path: Path, weights: Mapping[str, Tensor]) -> None:
 def _positions(in_block: Bits, count: Bits) -> Positions:
     """Return positions in the flat tensor, ascending; none if the counts do not add up, which the caller notices."""
     counts = count.astype(np.int64)
-    if int(counts.sum()) != len(in_block):
+    # Wider ones are of blocks of another size.
+    if int(counts.sum()) != len(in_block) or in_block.dtype != np.uint8:
         return np.empty(0, np.int64)
     return np.repeat(np.arange(len(count), dtype=np.int64) << _BLOCK_BITS, counts) + in_block
 

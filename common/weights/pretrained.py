@@ -12,7 +12,7 @@ from typing import Any
 
 from tba.common.errors import ConfigError, MissingExtra, first_line
 from tba.common.system.load_errors import loading
-from tba.common.weights.model_files import need_tokenizer, read_json
+from tba.common.weights.model_files import need_tokenizer, read_json, vocabulary_size
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 # Of any model. Transformers builds them all, for minutes or hours, before it looks at the first weight.
@@ -118,22 +118,25 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def check_same_tokens(sampler: Path, scorer: Path, *, names: tuple[str, str, str] = _REFERENCE) -> None:
+def check_same_tokens(
+    sampler: Path, scorer: Path, *, names: tuple[str, str, str] = _REFERENCE, further: bool = True
+) -> None:
     """Raise ConfigError unless the model of `scorer` can score every token that the one of `sampler` may sample.
 
     Both are model directories. Each token of the sampler's tokenizer must have the same id in the scorer's, which may
-    have further ones, such as those of a newer chat template, and embeddings of at least as many ids. `names` are those
-    of both, and what the user is told to replace.
+    have `further` ones, such as those of a newer chat template, and embeddings of at least as many ids. `names` are
+    those of both, and what the user is told to replace.
     """
     sampling, scoring, replaced = names
     own, other = (load_tokenizer(directory).get_vocab() for directory in (sampler, scorer))
-    differing = sorted((id_, token) for token, id_ in own.items() if other.get(token) != id_)
+    pairs = own.items() - other.items() if further else own.items() ^ other.items()
+    differing = sorted({(own.get(token, id_), token) for token, id_ in pairs})
     if differing:
-        id_, token = differing[0]
+        _, token = differing[0]
         raise ConfigError(
             f"{scoring} {scorer} has another tokenizer than {sampling}: {len(differing)} of {len(own)} tokens have "
-            f"another id or none, such as {token!r}, which is {id_} in {sampling} and {other.get(token)} there: use "
-            f"{replaced} with the same tokenizer"
+            f"another id or none, such as {token!r}, which is {own.get(token)} in {sampling} and {other.get(token)} "
+            f"there: use {replaced} with the same tokenizer"
         )
     own_size, size = _embedded(sampler), _embedded(scorer)
     if size < own_size:
@@ -145,6 +148,8 @@ def check_same_tokens(sampler: Path, scorer: Path, *, names: tuple[str, str, str
 
 def _embedded(directory: Path) -> int:
     """Return the number of token ids of a model. A config.json may leave out the default of its kind of model."""
+    if (known := vocabulary_size(directory)) is not None:
+        return known
     from transformers import AutoConfig
 
     with loading(f"the configuration of the model in {directory}"):

@@ -96,7 +96,7 @@ class RunState(Message, frozen=True, omit_defaults=True):
     weights: WeightsRef | None
     step: Id
     finished: bool
-    heartbeat_seconds: Annotated[float, Meta(ge=1, le=3)] = 1.0
+    heartbeat_seconds: Annotated[int, Meta(ge=1, le=3)] = 1
 
 
 class Visit(Message, frozen=True, omit_defaults=True):

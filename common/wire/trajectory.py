@@ -190,6 +190,10 @@ def pack(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Any], list[bytes
         if kind is ARRAY_KINDS[KEPT] and not any(counts):
             break
         columns[f"{kind.name}_count"] = counts
+        # The usual case of masks and segments.
+        if not any(counts):
+            frames.append(b"")
+            continue
         frames.append(b"".join(np.ascontiguousarray(array, dtype=kind.dtype).tobytes() for array in arrays))
     return columns, frames
 
@@ -312,12 +316,16 @@ def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -
     if not columns["version_runs_count"]:
         return
     runs = np.frombuffer(frames[VERSION_RUNS], "<i4").reshape(-1, 2)
-    starts = np.cumsum([0, *columns["version_runs_count"][:-1]])
-    covered = np.add.reduceat(runs[:, 1], starts, dtype=np.int64).tolist()
-    # Only an empty response may have an empty run: otherwise a row could have more runs than tokens.
-    in_row = np.repeat(np.array(covered) > 0, columns["version_runs_count"])
-    if (runs[in_row, 1] == 0).any():
-        raise WireError("version runs hold a negative number or an empty run")
+    # The usual case: no response spans a hot reload, so each row has one run.
+    if len(runs) == len(columns["version_runs_count"]):
+        covered = runs[:, 1].tolist()
+    else:
+        starts = np.cumsum([0, *columns["version_runs_count"][:-1]])
+        covered = np.add.reduceat(runs[:, 1], starts, dtype=np.int64).tolist()
+        # Only an empty response may have an empty run: otherwise a row could have more runs than tokens.
+        in_row = np.repeat(np.array(covered) > 0, columns["version_runs_count"])
+        if (runs[in_row, 1] == 0).any():
+            raise WireError("version runs hold a negative number or an empty run")
     if covered != columns["response_ids_count"]:
         pairs = enumerate(zip(covered, columns["response_ids_count"], strict=True))
         row, tokens = next((row, tokens) for row, (length, tokens) in pairs if length != tokens)

@@ -9,11 +9,12 @@ import xxhash
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tba.buffer.store.starts import Start, by_key
+from tba.buffer.store.starts import Start
 from tba.buffer.tools.query import PageRows
 from tba.common.config import Config
-from tba.common.config.layers import DEFAULT_ORIGIN
+from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
 from tba.common.evaluations import read_evaluations
+from tba.common.wire.messages import Status
 from tba.deploy.run_list import state_of
 from tba.ui.runs import Run, value_over_steps
 from tba.ui.site import run_of, site_of
@@ -22,7 +23,6 @@ _CLIENTS = 200
 _MOST_CHOSEN = 100
 # While a server answers, its words change without a new row.
 _CLOCK_SECONDS = 10
-_NEWEST_ROWS = {"trajectory_rows": "id", "evaluation_rows": "evaluated_at"}
 # Trainers and evaluators deliver nothing, and are not to be cut off by many searchers.
 _NEWEST_CLIENTS = """SELECT * FROM clients WHERE run = ? AND role IN ('searcher', 'trainer', 'evaluator', 'importer')
     ORDER BY role = 'trainer' DESC, role = 'evaluator' DESC, last_received_at DESC LIMIT ?"""
@@ -48,10 +48,11 @@ def live(request: Request) -> Response:
     """Return the part of the page that changes, or 204 if nothing has changed since the page was made."""
     run = run_of(request)
     with run.rows() as rows:
-        known = describe(run, rows)
-    if request.query_params.get("seen") == known["seen"]:
-        return Response(status_code=204)
-    return site_of(request).page("live.html", run=run, is_part=True, **known)
+        status = run.status(run.config(rows))
+        if request.query_params.get("seen") == _version(run, rows, status, _state(run, rows, status)):
+            return Response(status_code=204)
+        state = describe(run, rows)
+    return site_of(request).page("live.html", run=run, is_part=True, **state)
 
 
 def charts(request: Request) -> Response:
@@ -84,12 +85,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     batch = rows.first(_NEWEST_BATCH, run.id)
     about = rows.first("SELECT created_at, prompts, task FROM runs WHERE id = ?", run.id)
     newest = rows.first("SELECT version, step, announced_at FROM snapshots WHERE run = ? ORDER BY version DESC", run.id)
-    done = batch["step"] + 1 if batch else 0
-    finished = rows.value("SELECT finished_step FROM runs WHERE id = ?", run.id) is not None
-    state, why = state_of(run.database, {"finished": finished, "steps": done}, status)
-    # What changes when the page does: the newest rows, the state, and a clock while the run is served.
-    clock = int(time.time() / _CLOCK_SECONDS) if status is not None else 0
-    seen = [rows.value(f"SELECT MAX({column}) FROM {table}") for table, column in _NEWEST_ROWS.items()]  # noqa: S608
+    state, why = _state(run, rows, status)
     # What the server knows of those that are connected.
     connected = {client.sender: client for client in status.clients} if status else {}
     clients = rows.all(_NEWEST_CLIENTS, run.name, _CLIENTS)
@@ -98,7 +94,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "state": state,
         "why": why,
         "status": status,
-        "steps_done": done,
+        "steps_done": batch["step"] + 1 if batch else 0,
         "trained_at": batch["trained_at"] if batch else None,
         "reward": batch["reward"] if batch else None,
         "steps": recorded.get("train.steps"),
@@ -108,8 +104,25 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "totals": rows.first(_TOTALS, run.id),
         "held_out": {**dict.fromkeys(("accuracy", "reward", "not_measured")), **last[0]} if last else None,
         "clients": [{**client, "now": connected.get(client["sender"])} for client in clients],
-        "seen": xxhash.xxh64_hexdigest(repr([*seen, done, clock, state, why]).encode()),
+        "seen": _version(run, rows, status, (state, why)),
     }
+
+
+def _state(run: Run, rows: PageRows, status: Status | None) -> tuple[str, str]:
+    """Return the state of a run, and why it is in it."""
+    batch = rows.first(_NEWEST_BATCH, run.id)
+    finished = rows.value("SELECT finished_step FROM runs WHERE id = ?", run.id) is not None
+    return state_of(run.database, {"finished": finished, "steps": batch["step"] + 1 if batch else 0}, status)
+
+
+def _version(run: Run, rows: PageRows, status: Status | None, state: tuple[str, str]) -> str:
+    """Return a text that changes when the page does: a few lookups, the state, and a clock while it runs."""
+    newest = rows.value("SELECT MAX(id) FROM trajectory_rows")
+    batch = rows.first(_NEWEST_BATCH, run.id)
+    clock = int(time.time() / _CLOCK_SECONDS) if status is not None else 0
+    evaluated = rows.value("SELECT MAX(evaluated_at) FROM evaluation_rows")
+    reason = xxhash.xxh32_hexdigest(" ".join([*state, str(evaluated)]).encode())
+    return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}-{reason}"
 
 
 def settings(starts: Sequence[Start]) -> list[dict[str, Any]]:
@@ -117,15 +130,24 @@ def settings(starts: Sequence[Start]) -> list[dict[str, Any]]:
 
     The value of a setting that a start changed is a sentence. The origin is None if origins were not recorded.
     """
-    default = by_key(Config().model_dump(mode="json"))
+    default = Config()
     changed = {key for start in starts for key, _, _ in start.changes}
-    newest = starts[-1] if starts else Start()
+    known = {key for key, _ in fields()}
     keys = []
-    for key, value in newest.settings.items():
+    newest = starts[-1] if starts else None
+    for key, value in newest.settings.items() if newest else ():
         if key.startswith("software."):
             continue
-        is_set = key in changed or key not in default or value != default[key]
-        origin = None if newest.origins is None else newest.origins.get(key, DEFAULT_ORIGIN)
+        usual = value_of(default, key) if key in known else None
+        is_set = key in changed or key not in known or str(value) != str(usual if usual is None else _plain(usual))
+        origin = None if newest is None or newest.origins is None else newest.origins.get(key, DEFAULT_ORIGIN)
         shown = value_over_steps(starts, key) if key in changed else value
-        keys.append({"key": key, "value": shown, "default": default.get(key), "is_set": is_set, "origin": origin})
+        keys.append({"key": key, "value": shown, "default": _plain(usual), "is_set": is_set, "origin": origin})
     return keys
+
+
+def _plain(value: Any) -> Any:
+    """Return a default as JSON would hold it."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | dict) else str(value)

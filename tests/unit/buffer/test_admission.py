@@ -236,6 +236,21 @@ def test_a_large_fleet_sends_heartbeats_less_often_but_never_as_late_as_its_leas
     assert clients.heartbeat_seconds == 1
 
 
+@pytest.mark.parametrize(("searchers", "patience"), [(100, 3.0), (905, 9.0)])
+def test_a_live_process_of_a_name_that_starts_again_keeps_its_leases_between_two_heartbeats(searchers, patience):
+    clock = ManualClock()
+    clients = Clients(clock, 60.0)
+    for n in range(searchers):
+        clients.mark_seen(f"search{n}.1", "searcher")
+    clients.mark_seen("search0.2", "searcher")
+    clients.replace_earlier("search0.2")
+    assert patience >= 3 * clients.heartbeat_seconds
+    clock.advance(patience)
+    assert not clients.is_silent("search0.1")
+    clock.advance(0.1)
+    assert clients.is_silent("search0.1")
+
+
 def test_a_crowd_of_working_names_of_one_owner_keeps_no_searcher_out(monkeypatch):
     monkeypatch.setattr(fields, "MAX_CLIENTS", 200)
     clients = Clients(ManualClock(), 60.0)

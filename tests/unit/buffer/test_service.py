@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
 from tba.common.errors import Refused, StorageError, WireError
 from tba.common.wire import messages
+from tba.common.wire.codec import encode_reply
 from tba.common.wire.messages import GetStatus
 from tba.common.wire.trajectory import RESPONSE_IDS
 from tba.tests.helpers.buffer import change
@@ -93,6 +95,16 @@ def test_a_finished_run_continues_when_a_trainer_says_hello(harness):
     assert buffer.service.state.for_replies().finished
     buffer.ask(messages.Hello(host="h", pid=1), role="trainer", sender="t.2")
     assert not buffer.service.state.for_replies().finished
+
+
+@pytest.mark.parametrize(("searchers", "told"), [(1, None), (900, 3)])
+def test_replies_name_the_time_between_heartbeats_only_where_it_is_not_a_second(harness, searchers, told):
+    buffer = harness()
+    for n in range(searchers):
+        buffer.service.state.clients.mark_seen(f"search{n}.1", "searcher")
+    state = buffer.service.state.for_replies()
+    header = msgspec.msgpack.decode(encode_reply(messages.Done(), id=1, run="", state=state, frames=[])[0])
+    assert header["state"].get("heartbeat_seconds") == told
 
 
 def test_a_batch_says_how_often_earlier_ones_had_its_trajectories(harness):

@@ -282,6 +282,20 @@ def test_a_part_that_a_response_does_not_have_is_an_error_of_its_row(make):
 
 
 @pytest.mark.parametrize(
+    ("truncated", "reward", "kind"), [("score", 0.0, "reward"), (-1.0, -1.0, None), ("mask", 0.0, "masked")]
+)
+def test_what_is_cut_off_has_the_reward_of_task_truncated_though_it_lacks_a_part_of_the_phase(
+    make, truncated, reward, kind
+):
+    phases = [{"until": 1, "weights": {"judge": 1.0}}]
+    pipeline, _, delivery = make(FakeEngine(stop_reason="length"), FakeTokenizer(), truncated=truncated, phases=phases)
+    pipeline.submit(visits(1))
+    pipeline.step(generate=True, wait_seconds=0.0)
+    ((_, rows),) = delivery.groups
+    assert {(row.reward, row.error_kind) for row in rows} == {(reward, kind)}
+
+
+@pytest.mark.parametrize(
     ("parts", "weights", "sentence"),
     [
         ({"a": 1e300, "b": 1e300}, {"a": 1e300, "b": -1e300}, "a reward of nan with 3 parts is beyond"),

@@ -48,6 +48,12 @@ def test_a_model_of_another_tokenizer_or_with_more_token_ids_is_refused(other):
         ConfigError, match=r"search.policy .* could sample what model.path has no embedding of: use an explorer with as"
     ):
         find_policy(config_of(other))
+    change(other / "config.json", lambda content: content.update(vocab_size=content["vocab_size"] - 1))
+    plain = (other / "tokenizer.json").read_text()
+    change(other / "tokenizer.json", lambda content: content["model"]["vocab"].pop("7"))
+    with pytest.raises(ConfigError, match="such as '7', which is None in search.policy"):
+        find_policy(config_of(other))
+    (other / "tokenizer.json").write_text(plain)
     change(other / "tokenizer.json", swap)
     with pytest.raises(
         ConfigError, match=r"model.path .* has another tokenizer than search.policy .*: 2 of .* such as '[78]'"

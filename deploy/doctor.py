@@ -421,9 +421,13 @@ def _needs(config: Config, weights: int) -> list[tuple[str, Path, int]]:
 
 
 def _size_of(directory: Path) -> int:
-    if not os.access(directory, os.R_OK | os.X_OK):
-        return 0
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+    """Return the bytes on disk of what can be read there. A run may delete some of it meanwhile."""
+    size = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                size += os.stat(os.path.join(folder, name)).st_blocks * 512
+    return size
 
 
 def _compare(entries: list[tuple[str, Path, int]]) -> Result:

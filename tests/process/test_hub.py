@@ -1,5 +1,6 @@
 """Models of the hub, downloaded by the real client from a hub on this machine."""
 
+import os
 import shutil
 import signal
 from typing import Any
@@ -64,10 +65,14 @@ def tba_with(start_with):
 def begin_with(start_with, tmp_path):
     """Starts a run like `start_with`, and ends it when its processes start: all downloads come before."""
 
+    def databases() -> int:
+        # Not `rglob`, which fails at a directory that disappears meanwhile.
+        return sum("buffer.sqlite" in names for _, _, names in os.walk(tmp_path))
+
     def begin(name, **keywords):
-        before = len(list(tmp_path.rglob("buffer.sqlite")))
+        before = databases()
         run, ended = start_with(name, "run", **keywords)
-        wait_until(lambda: run.poll() is not None or len(list(tmp_path.rglob("buffer.sqlite"))) > before)
+        wait_until(lambda: run.poll() is not None or databases() > before)
         run.terminate()
         code, output = ended()
         assert code == 0, output

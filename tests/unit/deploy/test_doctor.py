@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -416,3 +417,25 @@ def test_the_endpoint_of_searchers_is_shown_and_a_taken_port_is_a_warning():
     result, detail = doctor.check_endpoint(Config.model_validate({"search": {"serve": serve} | secret}))
     assert (result, f"http://{serve}/v1 with a token" in detail) == ("ok", True)
     assert secret["serve_token"] not in detail
+
+
+def test_the_size_of_a_directory_is_known_while_a_run_makes_and_deletes_what_is_in_it(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/file").write_bytes(b"x" * 8192)
+    over = threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            for n in range(20):
+                (tmp_path / f"v{n}").mkdir()
+                (tmp_path / f"v{n}/file").touch()
+            for n in range(20):
+                shutil.rmtree(tmp_path / f"v{n}")
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        assert {doctor._size_of(tmp_path) for _ in range(300)} == {8192}
+    finally:
+        over.set()
+        thread.join()

@@ -29,6 +29,7 @@ def completions(prefix, vocabulary, longest):
     return [whole for token in range(vocabulary) for whole in completions((*prefix, token), vocabulary, longest)]
 
 
+@pytest.mark.slow
 def test_rollouts_estimate_the_exact_value_of_each_prefix_under_the_newest_weights(vine, tmp_path):
     task, problem = (
         vine.Task("", save_tiny_model(tmp_path / "m"), 3, True, END, [], {}),

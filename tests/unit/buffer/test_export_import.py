@@ -107,6 +107,7 @@ def test_a_run_imports_its_own_rows_only_if_it_lost_them(name, tba_buffer, fille
     assert ask("SELECT policy_version, COUNT(*) FROM trajectories GROUP BY 1", filled) == [(0, 7)]
 
 
+@pytest.mark.slow
 def test_rows_are_recognised_across_jsonl_parquet_and_database(tba_buffer, filled, target, ask):
     tba_buffer("export", "some.jsonl", "-b", filled, "--where", "id > 4")
     tba_buffer("export", "rows.parquet", "-b", filled)

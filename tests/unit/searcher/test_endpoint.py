@@ -141,6 +141,7 @@ def test_tokens_in_tokens_out_as_vllm_serves_it(parts, served):
     assert (reply["request_id"], reply["prompt_token_ids"]) == ("generate-tokens-a1", None)
 
 
+@pytest.mark.slow
 def test_the_answers_are_read_by_the_models_of_vllm(served):
     protocol = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
     generate = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")

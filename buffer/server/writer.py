@@ -121,11 +121,11 @@ class BufferServer:
             counters.rejected["undeliverable"] = self._network.undeliverable
         refused = self._network.rejections
         replies += [self._rejection(*refused.popleft()) for _ in range(len(refused))]
-        # What writes nothing does not wait for the transaction of the rest.
+        # These do not wait for the transaction of the rest. A goodbye does: it comes after what its sender wrote.
         quick: list[Arrival] = []
         rest: list[Arrival] = []
         for item in arrived:
-            (quick if item.is_urgent and self._service.writes_nothing(item.message) else rest).append(item)
+            (quick if isinstance(item.message, messages.GetStatus | messages.Heartbeat) else rest).append(item)
         self._send(replies + self._answer(quick))
         started = time.monotonic()
         replies = self._answer(rest)

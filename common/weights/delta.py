@@ -11,7 +11,7 @@ and for a tensor that would not be smaller in that form
 
     whole/NAME      in its shape
 
-A position takes one byte, where plain int32 indices take four, and decoding needs no search. Most differences a
+A position takes one byte, where plain int32 indices take four, and decoding needs no search. Most differences of a
 small step are one unit in the last place, 1 or -1: they compress to a fraction of the new values' size. Unchanged
 tensors are absent. Comparisons are on bits.
 

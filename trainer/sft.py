@@ -171,7 +171,7 @@ class Job:
         self._files = files = model_directory(config.model.path)
         self._plan, self._ranks = plan, ranks
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(files)
-        encoder = _encoder(files, PromptRenderer(tokenizer, config.task), meta_model(files), config)
+        encoder = _encoder(files, PromptRenderer(tokenizer, config.task), meta_model(files), config.search.stop)
         self._rows = read_rows(plan.data, encoder)
         self._held_out = read_rows([plan.held_out], encoder) if plan.held_out else []
         self._name = _data_digest(self._rows, config.run.seed, plan.batch_size)
@@ -293,13 +293,13 @@ class Job:
         self._saved_step = self.learner.steps_done
 
 
-def _encoder(files: Path, renderer: PromptRenderer, model: PreTrainedModel, config: Config) -> Encoder:
+def _encoder(files: Path, renderer: PromptRenderer, model: PreTrainedModel, stop: Sequence[int | str] = ()) -> Encoder:
     ends = eos_ids(files, renderer.tokenizer.eos_token_id)
     if not ends:
         raise ConfigError(f"{files} names no end token: set eos_token_id in its config.json")
     vocabulary = model.get_input_embeddings().num_embeddings
     longest = getattr(model.config, "max_position_embeddings", None) or 1 << 30
-    return Encoder(renderer, ends, vocabulary, longest, config.search.stop)
+    return Encoder(renderer, ends, vocabulary, longest, stop)
 
 
 def _batch(rows: list[Row], step: int) -> TrainBatch:

@@ -13,7 +13,10 @@ the longest response that the visit will have: what a perfect forecast would be 
 
 *s/step* is the mean time from step to step with its standard deviation over seeds, *staleness* that of the batches,
 *waiting* the time in steps from the end of a response to the end of its group, and *first half* the mean length of the
-responses that end in the first half of their group, as a share of the group's.
+responses that end in the first half of their group, as a share of the group's. Rewards of a run's shorter halves:
+
+    tba buffer query "SELECT AVG(reward) FILTER (WHERE n <= 4), AVG(reward) FROM (SELECT reward, ROW_NUMBER() OVER
+        (PARTITION BY visit ORDER BY response_tokens) n FROM trajectory_rows WHERE error IS NULL)"
 """
 
 import argparse

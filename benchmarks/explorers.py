@@ -1,6 +1,7 @@
 """Explorers next to the policy, on tables of logits whose optimum is known.
 
     python -m benchmarks.explorers [--seeds 5] [--steps 200]
+    python -m benchmarks.explorers --strong MODEL [--seeds 3] [--steps 32]
 
 The task of `benchmarks.posterior`, made hard to explore: four of the least likely 40 of 125 responses are right. Both
 prompts have a group of 32 responses per step, of weights 4 steps old. An explorer, which never changes, has the groups
@@ -8,19 +9,30 @@ of every other step. *Weak* is uniform over all responses; *strong* gives half o
 and is the initial policy otherwise. Reported are the expected reward as a share of that of pi*, after a quarter of the
 steps and at the end, and the distance from pi* at the end.
 
-`python -m benchmarks.off_policy explorers` is the same comparison with a small language model.
+`python -m benchmarks.off_policy explorers` is the same comparison with a small language model. `--strong MODEL` is that
+with real processes: the demo with two searchers of the policy, or one and an explorer that serves this model, such as
+the last snapshot of a demo, or (*weak*) the model that the policy starts from. No response is more than eight steps old
+or trained on twice. Reported are the held-out greedy accuracy in the middle and at the end, and the share of the
+batches that is the explorer's.
 """
 
 import argparse
+import contextlib
 import itertools
+import json
+import subprocess
+import tempfile
 import time
+import tomllib
 from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import print_table
+from benchmarks.harness import print_table, tba
 from benchmarks.off_policy.setting import objective_section
 from benchmarks.posterior import (
     LENGTH,
@@ -34,8 +46,10 @@ from benchmarks.posterior import (
     probabilities,
     token_logprobs,
 )
+from benchmarks.serving import free_address
 from tba.trainer.objectives.from_config import make_objective
 
+DEMO = Path("examples/arithmetic/demo.toml")
 STALENESS, BETA = 4, 0.2
 UNLIKELY, RIGHT = 40, 4
 KINDS = ("none", "weak", "strong")
@@ -87,12 +101,66 @@ def run(name: str, kind: str, seed: int, steps: int) -> tuple[float, float, floa
     return shares[0], shares[1], found.variation
 
 
+def run_processes(kind: str, strong: str, seed: int, steps: int) -> list[float]:
+    """Train the demo once, as processes. Returns the accuracies in the middle and at the end, and the share."""
+    weak = tomllib.loads(DEMO.read_text())["model"]["path"]
+    with tempfile.TemporaryDirectory(prefix="tba-explorers-") as folder, contextlib.ExitStack() as stack:
+        settings = [
+            f"run.dir={folder}/run",
+            f"run.seed={seed}",
+            f"buffer.address={free_address()}",
+            f"train.steps={steps}",
+            f"train.keep_snapshot_every={steps // 2}",
+            "train.prompts_per_step=16",
+            "buffer.max_staleness=8",
+            "buffer.samples_per_insert=1",
+            "search.max_in_flight=64",
+            "search.cpu_searchers=1",
+            "task.reward_workers=0",
+            "metrics.tensorboard=false",
+        ]
+        policy = {"none": [], "weak": [f"search.policy={weak}"], "strong": [f"search.policy={strong}"]}[kind]
+
+        def start(role: str, *arguments: str, more: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+            command = tba(role, *arguments, "--config", str(DEMO), settings=[*settings, *more])
+            log = stack.enter_context(Path(folder, f"{len(logs)}.log").open("w+b"))
+            logs.append(Path(log.name))
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            return process
+
+        logs: list[Path] = []
+        start("buffer", "serve")
+        start("search")
+        start("search", more=policy)
+        # Else the first one to join would generate the first batches.
+        while not all("joined" in log.read_text() for log in logs[1:]):
+            time.sleep(0.2)
+        if start("train").wait():
+            raise RuntimeError(logs[-1].read_text())
+        command = tba("eval", "--config", str(DEMO), "--all", "--json", settings=settings)
+        found = json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL))
+        metrics = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+        accuracy = {one["step"]: one["accuracy"] for one in found}
+        share = float(np.mean([line.get("explored_share", 0.0) for line in metrics]))
+        return [accuracy[steps // 2], accuracy[steps], share]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="NAME or NAME:KEY=VALUE,...")
+    parser.add_argument("--strong", metavar="MODEL", help="run processes, with this model as the strong explorer")
     options = parser.parse_args()
+    if options.strong:
+        for kind in KINDS:
+            found = [run_processes(kind, options.strong, seed, options.steps) for seed in range(options.seeds)]
+            print(
+                kind, *(f"{mean:.3f} ± {sd:.3f}" for mean, sd in zip(np.mean(found, 0), np.std(found, 0), strict=True))
+            )
+        return
     torch.set_num_threads(1)
     started, rows = time.process_time(), []
     for objective, kind in itertools.product(options.objectives, KINDS):

@@ -7,19 +7,23 @@ one.
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from tba.buffer.store.tables.prompts import Decision, OpenVisit
 
+# Returns the expected tokens of a response to each of these prompts, where they are known.
+Lengths: TypeAlias = Callable[[list[int]], dict[int, float]]
+
 
 class LeaseBook:
     """The open visits by id, and the position in the epoch order of the next new visit.
 
-    The order of an epoch is a seeded shuffle of prompt ids, changed by the decisions of the curriculum: besides these,
-    only epoch and position need to be stored. Visits by sender and leases by prompt are kept as they change: each
-    request of each waiting searcher needs them.
+    The order of an epoch is what was visited, then the rest of a seeded shuffle of prompt ids, changed by the decisions
+    of the curriculum: visits and decisions are all that needs to be stored. Visits by sender and leases by prompt are
+    kept as they change: each request of each waiting searcher needs them.
     """
 
     def __init__(
@@ -27,14 +31,13 @@ class LeaseBook:
         seed: int,
         prompts: list[int],
         epoch: int,
-        position: int,
+        visited: Sequence[int],
         visits: Iterable[OpenVisit],
         decisions: Iterable[Decision],
     ) -> None:
         self.seed = seed
         self.prompts = prompts
-        self.begin(epoch, decisions)
-        self.position = position
+        self.begin(epoch, decisions, visited)
         self.open: dict[int, OpenVisit] = {}
         # The leases of each prompt that has any: it may be leased in two epochs.
         self.leased_prompts: Counter[int] = Counter()
@@ -48,10 +51,14 @@ class LeaseBook:
         rng = np.random.default_rng([self.seed, epoch])
         return [self.prompts[n] for n in rng.permutation(len(self.prompts))]
 
-    def begin(self, epoch: int, decisions: Iterable[Decision]) -> None:
-        """Begin an epoch without the prompts that are skipped, and with those that are postponed at its end."""
+    def begin(self, epoch: int, decisions: Iterable[Decision], visited: Sequence[int] = ()) -> None:
+        """Begin an epoch without the prompts that are skipped, and with those that are postponed at its end.
+
+        If it was begun before, `visited` are the prompts that were visited, in order.
+        """
         of = {one.prompt: one.decision for one in decisions}
-        self.epoch, self.position = epoch, 0
+        self.epoch, self.position = epoch, len(visited)
+        self._visited = visited
         self.skipped = frozenset(prompt for prompt, decision in of.items() if decision == "skipped")
         self.postponed = frozenset(of.keys() - self.skipped)
         # Computed at the first visit: the prompts may not be registered yet.
@@ -61,8 +68,9 @@ class LeaseBook:
     def order(self) -> list[int]:
         """The prompt ids in the order of this epoch."""
         if self._order is None:
-            kept = [prompt for prompt in self.shuffled(self.epoch) if prompt not in self.skipped]
-            self._order = sorted(kept, key=self.postponed.__contains__)
+            gone = self.skipped.union(self._visited)
+            rest = [prompt for prompt in self.shuffled(self.epoch) if prompt not in gone]
+            self._order = [*self._visited, *sorted(rest, key=self.postponed.__contains__)]
         return self._order
 
     @property
@@ -75,6 +83,24 @@ class LeaseBook:
         position = self.position
         self.position += 1
         return self.epoch, position, self.order[position]
+
+    def longest_first(self, window: int, count: int, searchers: int, lengths: Lengths) -> int:
+        """Let the next visits be of the prompts that are expected longest; returns of how many, at most `count`.
+
+        They are chosen from what is left of a window of this many positions, so that the lengths of all windows are
+        alike. One searcher takes each n-th of the longest if there are n: else the first one would have all of them. A
+        prompt of unknown length counts as average; equal ones stay in order.
+        """
+        stop = min((self.position // window + 1) * window, len(self.order))
+        left = self.order[self.position : stop]
+        expected = lengths(left)
+        average = sum(expected.values()) / max(1, len(expected))
+        longest = sorted(left, key=lambda prompt: -expected.get(prompt, average))
+        count = min(count, len(left))
+        among = min(count * searchers, len(left))
+        chosen = [longest[n * among // count] for n in range(count)]
+        self.order[self.position : stop] = [*chosen, *(prompt for prompt in left if prompt not in chosen)]
+        return count
 
     # ------------------------------------------------------------ changes
 

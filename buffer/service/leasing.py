@@ -120,8 +120,7 @@ class Leasing:
         abandoned = state.leases.abandoned(max(0, room - len(lost)))
         for visit in abandoned:
             self._lease_again(visit, sender)
-        new = [self._open_visit(sender) for _ in range(room - len(lost) - len(abandoned))]
-        visits = [*lost, *abandoned, *new]
+        visits = [*lost, *abandoned, *self._open_visits(room - len(lost) - len(abandoned), sender)]
         # A reply that announces newer weights must not wait for work that needs them.
         has_newest = state.newest is None or message.weights_version == state.newest.version
         if not visits and message.want and has_newest:
@@ -229,10 +228,21 @@ class Leasing:
         self._state.store.visits.lease_again(visit.id, self._state.sender_id(sender), self._state.clock.wall())
         self._state.leases.lease(visit, sender)
 
+    def _open_visits(self, count: int, sender: str) -> list[OpenVisit]:
+        state, visits = self._state, list[OpenVisit]()
+        while len(visits) < count:
+            if state.leases.at_end:
+                state.begin_epoch()
+            now = 1
+            if state.config.curriculum.longest_first:
+                window, searchers = state.config.train.prompts_per_step, max(1, state.clients.living("searcher"))
+                lengths = state.store.trajectories.newest_lengths
+                now = state.leases.longest_first(window, count - len(visits), searchers, lengths)
+            visits += [self._open_visit(sender) for _ in range(now)]
+        return visits
+
     def _open_visit(self, sender: str) -> OpenVisit:
         state = self._state
-        if state.leases.at_end:
-            state.begin_epoch()
         epoch, position, prompt = state.leases.next_position()
         sender_id = state.sender_id(sender)
         id_ = state.store.visits.add(state.run, epoch, position, prompt, sender_id, state.clock.wall())

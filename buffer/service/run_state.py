@@ -79,9 +79,9 @@ class RunState:
         self.task = store.runs.task(run)
         self.prompt_ids = store.prompts.ids(run)
         self.prompt_keys = {id_: key for key, id_ in self.prompt_ids.items()}
-        epoch, position = store.visits.next_position(run)
+        epoch, visited = store.visits.newest_epoch(run)
         decisions = store.curriculum.of(run, epoch)
-        self.leases = LeaseBook(run.seed, list(self.prompt_keys), epoch, position, store.visits.open(run), decisions)
+        self.leases = LeaseBook(run.seed, list(self.prompt_keys), epoch, visited, store.visits.open(run), decisions)
         self._rebuild_index()
         self.trajectories, self.errors = store.trajectories.counts(run)
         self.sampled = store.batches.consumed(run)

@@ -1,4 +1,4 @@
-"""[buffer] and [curriculum]: the replay buffer, and which prompts an epoch skips or postpones."""
+"""[buffer] and [curriculum]: the replay buffer, and the order of prompts in an epoch."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -90,7 +90,7 @@ class BufferSection(Section):
 
 
 class CurriculumSection(Section):
-    """Prompts that an epoch skips or postpones, by the pass rate of their newest answers (docs/tasks.md)."""
+    """Which prompts an epoch skips, postpones or leases first, by their newest answers (docs/tasks.md)."""
 
     solved: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = "off"
     """Pass rate, such as 0.95, from which on epochs skip a prompt. off skips none."""
@@ -102,6 +102,8 @@ class CurriculumSection(Section):
     """Reward from which on an answer passes."""
     revisit_every: Annotated[int, Field(ge=2)] = 4
     """A solved prompt is visited in one of this many epochs, so that forgetting is noticed."""
+    longest_first: bool = False
+    """Whether, of `train.prompts_per_step` prompts, those whose newest responses are longest are leased first."""
 
     @property
     def is_on(self) -> bool:

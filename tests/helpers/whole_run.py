@@ -54,7 +54,7 @@ def starts_of(run: RunConfig, role: str) -> int:
     return int(run.query("SELECT COUNT(*) FROM senders WHERE role = ?", name)[0][0])
 
 
-def check_history(run: RunConfig, steps: int = STEPS, killed: Sequence[int] = ()) -> None:
+def check_history(run: RunConfig, steps: int = STEPS, killed: Sequence[int] = (), prompts: int = PROMPTS) -> None:
     """Check that no trajectory, visit or step is missing or duplicated. `killed`: processes that received SIGKILL."""
     assert run.query("PRAGMA integrity_check") == [("ok",)]
     # Each sender numbers its rows from 0, so a gap is a lost row. A killed sender may leave a gap: puts that a crash of
@@ -77,7 +77,7 @@ def check_history(run: RunConfig, steps: int = STEPS, killed: Sequence[int] = ()
     assert len(answered) == len(set(answered))
     # The newest two epochs may have unfinished visits when the run ends.
     for epoch in range(max(epoch for epoch, *_ in visits) - 1):
-        assert sum(answered_epoch == epoch for answered_epoch, _ in answered) == PROMPTS
+        assert sum(answered_epoch == epoch for answered_epoch, _ in answered) == prompts
     # Every step was trained once and is logged once.
     assert run.query("SELECT step FROM batches WHERE trained_at IS NOT NULL ORDER BY step") == [
         (s,) for s in range(steps)

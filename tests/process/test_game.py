@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ import psutil
 import pytest
 
 from tba.tests.helpers.checks import wait_until
-from tba.tests.helpers.whole_run import PROMPTS, STEPS, check_history, children_of, small_sections, starts_of
+from tba.tests.helpers.whole_run import STEPS, check_history, children_of, small_sections, starts_of
 from tba.tests.process.conftest import ROOT, clean_environment, free_port
 from tba.tests.process.test_demo import check_gain
 from tba.tests.runner import size
 
 CONFIG = "examples/game/demo.toml"
+# Few enough that a run of a few steps has several epochs.
+_PROMPTS = 24
 SLOW = """
 import time
 from tba.searcher.tasks.games import GuessTask
@@ -67,14 +70,27 @@ def started_again(run, role: str) -> bool:
     return starts_of(run, role) >= 2
 
 
+def check_that_long_episodes_were_leased_first(run) -> None:
+    """Check that the visits of a batch are in the order of the mean length of eight episodes before, if they differ."""
+    expected = run.query(
+        """SELECT v.epoch, v.place / 8, (SELECT AVG(n) FROM (SELECT response_tokens AS n FROM trajectory_rows t
+               WHERE t.prompt = v.prompt AND t.received_at < v.leased_at ORDER BY policy_version DESC, id DESC LIMIT 8))
+           FROM visits v WHERE v.epoch > 0 ORDER BY v.epoch, v.place"""
+    )
+    pairs = [(a, b) for (*at, a), (*then, b) in pairwise(expected) if at == then and None not in (a, b) and a != b]
+    # A visit that was leased again after a kill says when that was.
+    assert sum(a > b for a, b in pairs) > 0.8 * len(pairs) > 8, pairs
+
+
 def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_config, start_tba, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     game: dict[str, dict[str, Any]] = {
         "model": {"path": str(start), "dtype": "float32"},
-        "task": {"name": "slow.py", "options": {"prompts": PROMPTS}, "limit": 0, "held_out_limit": 0},
+        "task": {"name": "slow.py", "options": {"prompts": _PROMPTS}, "limit": 0, "held_out_limit": 0},
         "search": {"max_turns": 3, "turn_tokens": 2, "max_tokens": 12, "samples_per_prompt": 4},
         # Without a searcher no step is made, so the run does not end before the last kill.
         "buffer": {"max_staleness": 2, "lease_seconds": 4.0},
+        "curriculum": {"longest_first": True},
     }
     run = make_config(**small_sections(**game))
     launcher = start_tba("run", run.file)
@@ -87,7 +103,8 @@ def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_con
         if victim != "worker":
             wait_until(partial(started_again, run, victim), 200, f"start of {victim}")
     assert launcher.wait(400) == 0
-    check_history(run, killed=killed)
+    check_history(run, killed=killed, prompts=_PROMPTS)
+    check_that_long_episodes_were_leased_first(run)
     rows = run.query(
         """SELECT t.stop_reason, t.error IS NULL, t.turns, p.loss_mask, p.logprobs
            FROM trajectory_rows t JOIN payloads p ON p.trajectory = t.id"""

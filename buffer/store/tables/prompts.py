@@ -61,12 +61,11 @@ class Prompts(Table):
 class Visits(Table):
     """The visits of prompts. A visit is open from its lease to the commit of its trajectories."""
 
-    def next_position(self, run: Run) -> tuple[int, int]:
-        """Return (epoch, position in its order) of the next visit to open."""
-        row = self._database.all(
-            "SELECT epoch, MAX(place) + 1 FROM visits WHERE run = ? GROUP BY epoch ORDER BY epoch DESC LIMIT 1", run.id
-        )
-        return row[0] if row else (0, 0)
+    def newest_epoch(self, run: Run) -> tuple[int, list[int]]:
+        """Return the newest epoch, 0 before the first visit, and the prompts of its visits in their order."""
+        (epoch,) = self._database.one("SELECT COALESCE(MAX(epoch), 0) FROM visits WHERE run = ?", run.id)
+        query = "SELECT prompt FROM visits WHERE run = ? AND epoch = ? ORDER BY place"
+        return epoch, [prompt for (prompt,) in self._database.all(query, run.id, epoch)]
 
     def open(self, run: Run) -> list[OpenVisit]:
         """Return the visits whose trajectories have not arrived."""

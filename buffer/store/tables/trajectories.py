@@ -19,6 +19,8 @@ from tba.common.wire.trajectory import ARRAY_KINDS, KEPT, ROW_FIELDS
 
 # A prompt may have very many trajectories: the index receives them in blocks of at most this size at a start.
 _BLOCK_ROWS = 256
+# The responses whose mean length is expected of the next one.
+_NEWEST = 8
 # Approximate size of a trajectory in the write-ahead log, without its payload.
 _ROW_BYTES = 1024
 # Bytes of the numbers of a row in the header of a batch.
@@ -181,6 +183,15 @@ class Trajectories:
         query = """SELECT prompt, policy_version, reward, json_extract(sampling, '$.guided') FROM trajectory_rows
             WHERE run = ? AND error IS NULL ORDER BY id"""
         return self._database.each(query, run.id)
+
+    def newest_lengths(self, prompts: Sequence[int]) -> dict[int, float]:
+        """Return the mean tokens of the newest `_NEWEST` responses of the run's policies to each prompt with any."""
+        self.flush()
+        query = """SELECT asked.value, (SELECT AVG(tokens) FROM (SELECT response_tokens AS tokens FROM trajectory_rows
+            WHERE prompt = asked.value AND policy_version >= 0 AND response_tokens > 0
+            ORDER BY policy_version DESC, id DESC LIMIT ?)) FROM json_each(?) asked"""
+        rows = self._database.all(query, _NEWEST, json.dumps(list(prompts)))
+        return {prompt: mean for prompt, mean in rows if mean is not None}
 
     def counts(self, run: Run) -> tuple[int, int]:
         """Return (number of trajectories that were ever stored, number of those there with an error)."""

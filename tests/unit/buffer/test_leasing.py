@@ -1,5 +1,7 @@
 """Leases: which prompts a searcher receives, what ends a lease, and what the curriculum skips or postpones."""
 
+from collections.abc import Callable
+
 import pytest
 from msgspec.structs import replace
 
@@ -12,7 +14,7 @@ from tba.common.wire import messages
 from tba.common.wire.fields import NO_POLICY
 from tba.tests.helpers.buffer import ServiceHarness
 from tba.tests.helpers.clock import ManualClock
-from tba.tests.helpers.puts import make_trajectory
+from tba.tests.helpers.puts import make_trajectory, put_message
 
 
 def test_every_prompt_of_an_epoch_is_leased_once_before_the_next_epoch_shuffled_by_the_seed(harness):
@@ -451,3 +453,94 @@ def test_pruning_a_run_leaves_none_of_its_decisions(harness, tmp_path):
     buffer.store.close()
     prune_run(tmp_path / "two.sqlite", "test", archive=None, dry_run=False)
     assert {row["result"] for row in check(tmp_path / "two.sqlite")} == {"ok"}
+
+
+WINDOW = 4
+LONGEST = {"curriculum": {"longest_first": True}, "train": {"prompts_per_step": WINDOW}}
+
+
+def answer(buffer: ServiceHarness, visits: list[messages.Visit], length: Callable[[str], int]) -> list[str]:
+    """Put two responses to each visit, of these lengths. Returns the keys of the prompts."""
+    for visit in visits:
+        tokens = [[visit.lease, n] + [0] * (length(visit.prompt_key) - 2) for n in range(2)]
+        buffer.put([make_trajectory(visit.prompt_key, visit.lease, tokens=one) for one in tokens], 2 * visit.lease)
+    return [visit.prompt_key for visit in visits]
+
+
+def own_length(key: str) -> int:
+    """Return the length of the responses to a prompt, which no other prompt has."""
+    return 5 + 7 * int(key[1:]) % 11
+
+
+def shuffle_of(buffer: ServiceHarness, epoch: int) -> list[str]:
+    return [buffer.service.state.prompt_keys[prompt] for prompt in buffer.service.state.leases.shuffled(epoch)]
+
+
+def test_of_the_prompts_of_a_batch_those_with_long_responses_are_leased_first(harness):
+    buffer = harness(**LONGEST, fill=(10, 0))
+    first = answer(buffer, buffer.lease(10).visits, own_length)
+    assert first == shuffle_of(buffer, 0), "nothing is known yet"
+    # The lease ends in a window: the next one goes on there.
+    second = [key for want in (3, 5, 2) for key in answer(buffer, buffer.lease(want).visits, own_length)]
+    shuffled = shuffle_of(buffer, 1)
+    windows = [shuffled[start : start + WINDOW] for start in (0, 4, 8)]
+    assert second == [key for window in windows for key in sorted(window, key=own_length, reverse=True)]
+
+
+def test_a_prompt_without_responses_counts_as_average(harness, trajectory):
+    buffer = harness(curriculum={"longest_first": True}, train={"prompts_per_step": 6}, fill=(6, 0))
+    for n, length in enumerate((2, 30, 4, 20)):
+        buffer.put([trajectory(f"p{n}", 0, tokens=[n] * length)], n)
+    # What no policy of the run gave says nothing of its lengths, and an error without tokens neither.
+    imported = trajectory("p4", 0, version=7, tokens=[1] * 90)
+    buffer.ask(*put_message([imported]), sender="i.1", role="importer")
+    buffer.put([trajectory("p5", 0, tokens=[], error="none", stop_reason="error")], 4)
+    unknown = [key for key in shuffle_of(buffer, 0) if key in ("p4", "p5")]
+    assert [visit.prompt_key for visit in buffer.lease(6).visits] == ["p1", "p3", *unknown, "p2", "p0"]
+
+
+def test_only_the_newest_responses_say_how_long_the_next_will_be(harness, trajectory):
+    buffer = harness(fill=(1, 0))
+    buffer.announce(1, 1)
+    rows = [trajectory("p0", 0, version=n // 8, tokens=[n] * (100 if n < 8 else n)) for n in range(16)]
+    # The newest policy's arrive first.
+    buffer.put(list(reversed(rows)), 0)
+    (prompt,) = buffer.service.state.prompt_keys
+    with buffer.service.transaction():
+        assert buffer.store.trajectories.newest_lengths([prompt]) == {prompt: sum(range(8, 16)) / 8}
+
+
+def test_searchers_share_the_long_prompts(harness):
+    buffer = harness(curriculum={"longest_first": True}, train={"prompts_per_step": 12}, fill=(12, 0))
+    answer(buffer, buffer.lease(12).visits, lambda key: 10 + int(key[1:]))
+    for sender in ("s.1", "a.1", "b.1"):
+        buffer.ask(messages.Heartbeat(activity="x", reason="", weights_version=0, metrics={}), sender=sender)
+    leased = [
+        [int(visit.prompt_key[1:]) for visit in buffer.lease(4, sender=sender).visits]
+        for sender in ("s.1", "a.1", "b.1")
+    ]
+    assert leased == [[11, 8, 5, 2], [10, 7, 4, 1], [9, 6, 3, 0]]
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("visited", [10, 13, 19])
+def test_a_restart_within_a_batch_leases_each_prompt_once(harness, tmp_path, visited, after):
+    """With the setting, in the order of a run without a restart; one that takes it back goes on with the shuffle."""
+
+    def keys(buffer: ServiceHarness, count: int) -> list[str]:
+        return [key for _ in range(count) for key in answer(buffer, buffer.lease(1).visits, own_length)]
+
+    whole = keys(harness(tmp_path / "whole.sqlite", **LONGEST, fill=(10, 0)), 30)
+    before = harness(tmp_path / "parts.sqlite", **LONGEST, fill=(10, 0))
+    found = keys(before, visited)
+    before.store.close()
+    settings = {**LONGEST, "curriculum": {"longest_first": after}}
+    restarted = harness(tmp_path / "parts.sqlite", **settings)
+    found += keys(restarted, 30 - visited)
+    assert [sorted(found[start : start + 10]) for start in (0, 10, 20)] == [sorted(whole[:10])] * 3
+    if after:
+        assert found == whole
+    else:
+        rest = [key for key in shuffle_of(restarted, 1) if key not in found[10:visited]]
+        assert found[max(visited, 10) : 20] == rest
+        assert found[20:] == shuffle_of(restarted, 2)

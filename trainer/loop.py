@@ -173,6 +173,8 @@ class Trainer:
         )
         self._dial = dial or network(config.address, buffer_client_keys(config.security.keys, config.address))
         self._client = self._dial("trainer", "trainer")
+        # Not to the buffer of another run.
+        self._is_known = True
         self._heartbeat = HeartbeatThread(self._dial)
         self._batches = BatchFetcher(self._client, config, stop=self._stop, last=self._steps, watch=self._watch)
         # From `connect` on.
@@ -207,16 +209,18 @@ class Trainer:
             self._publisher.close()
         # Before the goodbye: after a later heartbeat the buffer would consider the trainer alive.
         self._heartbeat.close()
-        goodbye(self._client)
+        goodbye(self._client) if self._is_known else self._client.close()
         self._checkpoints.close()
         self._metrics.close()
 
     def connect(self) -> None:
         """Introduce the trainer to the buffer, and send the report that the last start could not send."""
-        welcome = hello(self._client, self._stop, self._clock)
+        name = self._config.run.name
+        welcome = hello(self._client, name, self._stop, self._clock)
+        self._is_known = welcome.run_name == name
+        refuse_other_server(self._config.address, welcome.run_name, name)
         self._heartbeat.start()
         notify_systemd("READY=1")
-        refuse_other_server(self._config.address, welcome.run_name, self._config.run.name)
         if self._unreported is not None:
             self._report(self._unreported)
         done, recorded = self.learner.steps_done, welcome.recorded_steps

@@ -34,7 +34,7 @@ from tba.trainer import checkpoint
 from tba.trainer.batch.batch import TrainBatch, pack_batch, unpack_batch
 from tba.trainer.buffer_link import BatchFetcher, Dial, HeartbeatThread, goodbye, hello, network
 from tba.trainer.checkpoint import Checkpoint, CheckpointWriter
-from tba.trainer.distributed import ALONE, END, PUBLISH, SAVE, STEP, Ranks, join, until_lost
+from tba.trainer.distributed import ALONE, ASK, END, PUBLISH, SAVE, STEP, Ranks, join, until_lost
 from tba.trainer.metrics.flops import Throughput
 from tba.trainer.metrics.health import Health
 from tba.trainer.metrics.metrics_log import MetricsLog, choose_answers, open_sinks
@@ -76,7 +76,7 @@ def train(
         ranks = join(torch.device(device), stop)
         report = require_memory(config, torch.device(device), ranks)
         if ranks.rank > 0:
-            _train_other_rank(config, torch.device(device), ranks, report)
+            _train_other_rank(config, torch.device(device), ranks, report, stop)
             return
         with exclusive_lock(lock, holder):
             found = checkpoint.find(config.checkpoints, resume=resume, otherwise="set another run.dir")
@@ -91,22 +91,24 @@ def train(
                 trainer.run()
 
 
-def _train_other_rank(config: Config, device: torch.device, ranks: Ranks, report: Report) -> None:
+def _train_other_rank(
+    config: Config, device: torch.device, ranks: Ranks, report: Report, stop: Callable[[], bool]
+) -> None:
     found = checkpoint.share(None, ranks)
     learner, _ = build(config, model_directory(config.model.path), device, ranks, report)
     if found is not None:
         checkpoint.restore(found, learner)
     notify_systemd("READY=1")
     with objects_frozen():
-        run_other_rank(learner, ranks)
+        run_other_rank(learner, ranks, stop)
     ranks.close()
 
 
-def run_other_rank(learner: Learner, ranks: Ranks) -> None:
+def run_other_rank(learner: Learner, ranks: Ranks, stop: Callable[[], bool] = lambda: False) -> None:
     """Take part in what rank 0 commands until END.
 
-    Ranks other than 0 have no connection to the buffer, write no files and handle no signals. Raises RuntimeError if
-    rank 0 is gone, OutOfMemory.
+    Ranks other than 0 have no connection to the buffer and write no files. Only rank 0 acts on `stop()`, of any of
+    them. Raises RuntimeError if rank 0 is gone, OutOfMemory.
     """
     while True:
         command, payload = ranks.receive()
@@ -127,6 +129,8 @@ def run_other_rank(learner: Learner, ranks: Ranks) -> None:
         elif command == SAVE:
             for _ in checkpoint.tensors_of(learner):
                 pass
+        elif command == ASK:
+            ranks.any(stop())
         elif command == END:
             return
 
@@ -181,9 +185,11 @@ class Trainer:
         self._publisher: Publisher | None = None
 
     def _stop(self) -> bool:
-        """Whether to stop. Every step and every wait of the training thread asks, which shows that it is alive."""
+        """Whether any rank is to stop. Every step and every wait of the training thread asks: it is alive."""
         self._watchdog.beat()
-        return self._should_stop()
+        # Each node has a supervisor, which may be stopped alone.
+        self._ranks.send(ASK)
+        return self._ranks.any(self._should_stop())
 
     def run(self) -> None:
         """Train to the last step, or until `stop()`, and save a checkpoint."""

@@ -183,7 +183,8 @@ def encrypt_client(socket: Socket, keys: ClientKeys) -> None:
 def explain_failure(event: int, value: int, keys: ClientKeys | None) -> str:
     """Return why a client's handshake has failed, as far as its monitor event tells."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _REFUSED and keys is not None:
-        return f"it does not admit the key of {keys.own.name}: run there `tba keys authorize NAME {keys.own.public}`"
+        command = f"tba keys authorize NAME {keys.own.public} --role ROLE"
+        return f"it does not admit the key of {keys.own.name}: run there `{command}`"
     if keys is None:
         return "the connection is closed before it is set up: does it need keys (security.keys)?"
     return "the encrypted connection is not set up: does it have keys, and is buffer.pub the key of its node?"

@@ -119,7 +119,7 @@ def status(
         if watch:
             return _watch(client, here, as_json=as_json)
         try:
-            answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0)
+            answer, _ = client.call(GetStatus(), Status, deadline_seconds=3.0, stop=lambda: bool(client.obstacle))
             state = here(answer)
         except BufferUnavailable as error:
             state = here()
@@ -149,6 +149,8 @@ def _watch(client: "BufferClient", here: Callable[[], dict[str, Any] | None], *,
         while not finished:
             facts = Facts(ask_status(client), client.address, client.silent_seconds)
             shown = for_machines(facts, None if facts.status else here())
+            if facts.status is None and client.obstacle:
+                shown["explanation"] = f"the buffer at {client.address}: {client.obstacle}"
             finished = shown["state"] == "finished"
             if live is None:
                 print_json(shown)

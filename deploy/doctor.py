@@ -113,9 +113,9 @@ def check_address(config: Config) -> Result:
     except (OSError, ValueError, ConfigError) as error:
         return "fail", f"{address}: {error}"
     with closing(client):
-        status = ask_status(client, deadline_seconds=2.0)
+        status, obstacle = ask_status(client, deadline_seconds=2.0), client.obstacle
     if status is None:
-        return "fail", (
+        return "fail", f"{address}: {obstacle}" if obstacle else (
             f"{address} is in use by a program that does not answer like a buffer: set buffer.address, or run this "
             "again if a buffer is starting there"
         )

@@ -252,7 +252,7 @@ class Searcher:
 
     def _join(self, stop: Callable[[], bool]) -> None:
         try:
-            welcome, _ = self._client.call(make_hello(), messages.Welcome, stop=stop)
+            welcome, _ = self._client.call(make_hello(self._config.run.name), messages.Welcome, stop=stop)
             refuse_other_server(self._client.address, welcome.run_name, self._config.run.name)
             register_prompts(self._client, self._task, self._renderer, stop)
             self._delivery.open()

@@ -69,7 +69,7 @@ def network(address: str, keys: ClientKeys | None = None) -> Dial:
     return lambda role, name: BufferClient(address, role=role, name=name, sender=sender, secret=secret, keys=keys)
 
 
-def hello(client: Client, stop: Callable[[], bool], clock: Clock) -> messages.Welcome:
+def hello(client: Client, run_name: str, stop: Callable[[], bool], clock: Clock) -> messages.Welcome:
     """Introduce the trainer. While an earlier trainer counts as alive, retry for longer than its timeout.
 
     Raises Refused if another trainer works on the run, BufferUnavailable when `stop()`.
@@ -78,7 +78,7 @@ def hello(client: Client, stop: Callable[[], bool], clock: Clock) -> messages.We
     logged = False
     while True:
         try:
-            return client.call(make_hello(), messages.Welcome, stop=stop)[0]
+            return client.call(make_hello(run_name), messages.Welcome, stop=stop)[0]
         except Refused as refusal:
             if refusal.code != "trainer_exists" or clock.monotonic() > deadline:
                 raise

@@ -6,6 +6,7 @@ Only rank 0 talks to the buffer and writes files; the others execute its command
     STEP and the batch                 make the same step
     PUBLISH and the kinds of tensors   take part in gathering weights or adapters, tensor by tensor
     SAVE                               take part in gathering weights and optimiser state
+    ASK                                say whether this process was told to stop
     END                                return
 
 Commands go over gloo and the CPU, even where gradients and weights go over NCCL. They are msgpack, never pickle.
@@ -57,7 +58,7 @@ _PORT = "29500"
 _SIOCGIFADDR = 0x8915
 # What `shard` calls on each FSDPModule.
 _FSDP_METHODS = ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
-RESUME, STEP, PUBLISH, SAVE, END = "resume", "step", "publish", "save", "end"
+RESUME, STEP, PUBLISH, SAVE, ASK, END = "resume", "step", "publish", "save", "ask", "end"
 _LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
 
 
@@ -113,6 +114,10 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self._commands)
         return int(least)
+
+    def any(self, flag: bool) -> bool:
+        """Whether a flag is true on any rank. Every rank must call it."""
+        return not self.least(int(not flag))
 
     def agree(self, text: str) -> bool:
         """Whether all ranks have the same text."""

@@ -34,7 +34,7 @@ from tba.trainer import checkpoint
 from tba.trainer.batch.batch import TrainBatch, pack_batch, unpack_batch
 from tba.trainer.buffer_link import BatchFetcher, Dial, HeartbeatThread, goodbye, hello, network
 from tba.trainer.checkpoint import Checkpoint, CheckpointWriter
-from tba.trainer.distributed import ALONE, END, PUBLISH, SAVE, STEP, Ranks, join, until_lost
+from tba.trainer.distributed import ALONE, ASK, END, PUBLISH, SAVE, STEP, Ranks, join, until_lost
 from tba.trainer.metrics.flops import Throughput
 from tba.trainer.metrics.health import Health
 from tba.trainer.metrics.metrics_log import MetricsLog, choose_answers, open_sinks
@@ -76,7 +76,7 @@ def train(
         ranks = join(torch.device(device), stop)
         report = require_memory(config, torch.device(device), ranks)
         if ranks.rank > 0:
-            _train_other_rank(config, torch.device(device), ranks, report)
+            _train_other_rank(config, torch.device(device), ranks, report, stop)
             return
         with exclusive_lock(lock, holder):
             found = checkpoint.find(config.checkpoints, resume=resume, otherwise="set another run.dir")
@@ -91,22 +91,24 @@ def train(
                 trainer.run()
 
 
-def _train_other_rank(config: Config, device: torch.device, ranks: Ranks, report: Report) -> None:
+def _train_other_rank(
+    config: Config, device: torch.device, ranks: Ranks, report: Report, stop: Callable[[], bool]
+) -> None:
     found = checkpoint.share(None, ranks)
     learner, _ = build(config, model_directory(config.model.path), device, ranks, report)
     if found is not None:
         checkpoint.restore(found, learner)
     notify_systemd("READY=1")
     with objects_frozen():
-        run_other_rank(learner, ranks)
+        run_other_rank(learner, ranks, stop)
     ranks.close()
 
 
-def run_other_rank(learner: Learner, ranks: Ranks) -> None:
+def run_other_rank(learner: Learner, ranks: Ranks, stop: Callable[[], bool] = lambda: False) -> None:
     """Take part in what rank 0 commands until END.
 
-    Ranks other than 0 have no connection to the buffer, write no files and handle no signals. Raises RuntimeError if
-    rank 0 is gone, OutOfMemory.
+    Ranks other than 0 have no connection to the buffer and write no files. Only rank 0 acts on `stop()`, of any of
+    them. Raises RuntimeError if rank 0 is gone, OutOfMemory.
     """
     while True:
         command, payload = ranks.receive()
@@ -127,6 +129,8 @@ def run_other_rank(learner: Learner, ranks: Ranks) -> None:
         elif command == SAVE:
             for _ in checkpoint.tensors_of(learner):
                 pass
+        elif command == ASK:
+            ranks.any(stop())
         elif command == END:
             return
 
@@ -173,15 +177,19 @@ class Trainer:
         )
         self._dial = dial or network(config.address, buffer_client_keys(config.security.keys, config.address))
         self._client = self._dial("trainer", "trainer")
+        # Not to the buffer of another run.
+        self._is_known = True
         self._heartbeat = HeartbeatThread(self._dial)
         self._batches = BatchFetcher(self._client, config, stop=self._stop, last=self._steps, watch=self._watch)
         # From `connect` on.
         self._publisher: Publisher | None = None
 
     def _stop(self) -> bool:
-        """Whether to stop. Every step and every wait of the training thread asks, which shows that it is alive."""
+        """Whether any rank is to stop. Every step and every wait of the training thread asks: it is alive."""
         self._watchdog.beat()
-        return self._should_stop()
+        # Each node has a supervisor, which may be stopped alone.
+        self._ranks.send(ASK)
+        return self._ranks.any(self._should_stop())
 
     def run(self) -> None:
         """Train to the last step, or until `stop()`, and save a checkpoint."""
@@ -207,16 +215,18 @@ class Trainer:
             self._publisher.close()
         # Before the goodbye: after a later heartbeat the buffer would consider the trainer alive.
         self._heartbeat.close()
-        goodbye(self._client)
+        goodbye(self._client) if self._is_known else self._client.close()
         self._checkpoints.close()
         self._metrics.close()
 
     def connect(self) -> None:
         """Introduce the trainer to the buffer, and send the report that the last start could not send."""
-        welcome = hello(self._client, self._stop, self._clock)
+        name = self._config.run.name
+        welcome = hello(self._client, name, self._stop, self._clock)
+        self._is_known = welcome.run_name == name
+        refuse_other_server(self._config.address, welcome.run_name, name)
         self._heartbeat.start()
         notify_systemd("READY=1")
-        refuse_other_server(self._config.address, welcome.run_name, self._config.run.name)
         if self._unreported is not None:
             self._report(self._unreported)
         done, recorded = self.learner.steps_done, welcome.recorded_steps

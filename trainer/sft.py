@@ -59,8 +59,6 @@ from tba.trainer.step.build import build, prepare, require_memory
 log = get_logger(__name__)
 
 _OBJECTIVE = Objective("likelihood", negative_log_likelihood, needs_reference=False)
-# What rank 0 tells the others before each step.
-_GO, _STOP = "go", "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,17 +201,9 @@ class Job:
             found = checkpoint.find(work / run_files.CHECKPOINTS, resume=resume, otherwise=f"delete {work}")
         return checkpoint.share(found, self._ranks)
 
-    def _stops(self, stop: Callable[[], bool]) -> bool:
-        """Return whether rank 0 is to stop, on every rank, so that all make the same steps."""
-        if self._ranks.rank:
-            return self._ranks.receive()[0] == _STOP
-        stops = stop()
-        self._ranks.send(_STOP if stops else _GO)
-        return stops
-
     def run(self, stop: Callable[[], bool], on_step: Callable[[dict[str, float]], None]) -> bool:
         """Train to the last step. Returns False if `stop()` came first."""
-        while self.learner.steps_done < self.steps and not self._stops(stop):
+        while self.learner.steps_done < self.steps and not self._ranks.any(stop()):
             on_step(self._step())
             if self.learner.steps_done % self._train.checkpoint_every == 0:
                 self._save()

@@ -157,7 +157,8 @@ class BufferServer:
                 continue
             header = item.header
             # A client of another run, which the service refuses, is none of this run's.
-            if header.run in ("", self._service.state.run.uuid):
+            is_own = header.run in ("", self._service.state.run.uuid)
+            if is_own and not self._service.is_misdirected(item.message):
                 self._service.state.clients.mark_seen(header.sender, header.role, item.at, owner_of(item.peer, header))
             self._parked.forget_older(item)
             admitted.append(item)

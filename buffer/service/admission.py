@@ -13,7 +13,7 @@ from tba.common.wire import messages
 from tba.common.wire.channels import Peer
 from tba.common.wire.codec import RequestHeader
 from tba.common.wire.fields import Role
-from tba.common.wire.keys import AuthorizedKeys
+from tba.common.wire.keys import AuthorizedKeys, key_role_for
 from tba.common.wire.messages import Archive, GetStatus, PutEvaluation
 
 log = get_logger(__name__)
@@ -77,11 +77,16 @@ class Admission:
             raise Refused(
                 "not_authorised",
                 "the key of this node is not authorised any more: run on the node of the buffer "
-                f"`tba keys authorize NAME {peer.key}`",
+                f"`tba keys authorize NAME {peer.key} --role ROLE`",
             )
         if not known.speaks_as(header.role):
-            roles = ", ".join(known.roles)
-            raise Refused("not_authorised", f"{header.type} is refused: the key of {known.name} is for {roles} only")
+            roles, missing = ", ".join(known.roles), key_role_for(header.role)
+            flags = " ".join(f"--role {role}" for role in (*known.roles, missing))
+            raise Refused(
+                "not_authorised",
+                f"{header.type} is refused: the key of {known.name} is for {roles} only, not for {missing}: run on the "
+                f"node of the buffer `tba keys authorize {known.name} {peer.key} {flags}`",
+            )
 
     def _name(self, peer: Peer) -> str:
         known = self._keys.find(peer.key) if self._keys else None

@@ -98,9 +98,15 @@ class BufferService:
         is_known = isinstance(message, messages.RegisterPrompts) and self._leasing.knows(message)
         return is_known or isinstance(message, _WRITE_NOTHING)
 
+    def is_misdirected(self, message: messages.Message | PutColumns) -> bool:
+        """Whether a message is the hello of a client that looks for another run, and is none of this run's."""
+        return isinstance(message, messages.Hello) and message.run_name not in ("", self.state.run.name)
+
     def handle(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody | None:
         """Return the reply to a message of `to_columns`; None parks the request. Raises Refused."""
         run = self.state.run
+        if self.is_misdirected(message):
+            return ReplyBody(messages.Welcome(run_name=run.name, next_version=0, recorded_steps=0))
         if header.run not in ("", run.uuid):
             raise Refused(
                 "wrong_run",

@@ -104,7 +104,8 @@ def open_target(config: Config, *, named: bool = True) -> Iterator[ImportTarget]
     except LockTaken:
         keys = buffer_client_keys(config.security.keys, config.address)
         with contextlib.closing(BufferClient(config.address, role=_ROLE, name="import", keys=keys)) as client:
-            status = _ask_server(client, "", GetStatus())
+            # A key that is not admitted, or not in this role, does not change while this waits.
+            status = _ask_server(client, "", GetStatus(), stop=lambda: bool(client.obstacle))
             assert isinstance(status, Status)
             refuse_other_server(client.address, status.run_name, config.run.name)
             yield ImportTarget(client.run, functools.partial(_ask_server, client), is_server=True)
@@ -129,13 +130,18 @@ def _ask_service(
 
 
 def _ask_server(
-    client: BufferClient, sender: str, message: messages.Message, frames: Sequence[bytes] = ()
+    client: BufferClient,
+    sender: str,
+    message: messages.Message,
+    frames: Sequence[bytes] = (),
+    *,
+    stop: Callable[[], bool] = lambda: False,
 ) -> messages.Message:
     client.sender = sender or client.sender
     try:
-        return client.call(message, messages.Message, frames=frames, deadline_seconds=_REPLY_SECONDS)[0]
+        return client.call(message, messages.Message, frames=frames, deadline_seconds=_REPLY_SECONDS, stop=stop)[0]
     except BufferUnavailable:
-        why = client.trouble or "another process has the database open, and no server replies at this address"
+        why = client.obstacle or "another process has the database open, and no server replies at this address"
         raise BufferUnavailable(f"the buffer at {client.address}: {why}") from None
 
 

@@ -52,7 +52,7 @@ _UNFINISHED_BYTES = 192 << 20
 # below that, none would ever arrive whole.
 _ALL_UNFINISHED_BYTES = 1 << 30
 _CHECK_SECONDS = 0.2
-# With many connections: a check takes at most 1/40 of the thread's time, and the longest time between two.
+# With many connections: a check takes at most 1/40 of the time, and the longest time between two.
 _CHECK_REST, _MOST_REST_SECONDS = 40, 1.0
 # tcpi_bytes_received of struct tcp_info (linux/tcp.h).
 _BYTES_RECEIVED = slice(128, 136)
@@ -112,7 +112,7 @@ class Connections:
 
         `all_read`: no whole message waits, so that a limit of all together holds too. Socket files have none.
         """
-        now, began = time.monotonic(), time.thread_time()
+        now = time.monotonic()
         if now < self._next_check_at:
             return
         unfinished: list[tuple[int, int]] = []
@@ -121,7 +121,8 @@ class Connections:
             if descriptor in self.active or received < connection.counted_from:
                 connection.counted_from = received
             unfinished.append((received - connection.counted_from, descriptor))
-        rest = _CHECK_REST * (time.thread_time() - began)
+        # Not CPU time: on busy cores this thread waits for others in the middle of a check, and replies wait for it.
+        rest = _CHECK_REST * (time.monotonic() - now)
         self._next_check_at = now + max(_CHECK_SECONDS, min(rest, _MOST_REST_SECONDS))
         self.active.clear()
         total = sum(size for size, _ in unfinished)
@@ -183,7 +184,8 @@ def encrypt_client(socket: Socket, keys: ClientKeys) -> None:
 def explain_failure(event: int, value: int, keys: ClientKeys | None) -> str:
     """Return why a client's handshake has failed, as far as its monitor event tells."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _REFUSED and keys is not None:
-        return f"it does not admit the key of {keys.own.name}: run there `tba keys authorize NAME {keys.own.public}`"
+        command = f"tba keys authorize NAME {keys.own.public} --role ROLE"
+        return f"it does not admit the key of {keys.own.name}: run there `{command}`"
     if keys is None:
         return "the connection is closed before it is set up: does it need keys (security.keys)?"
     return "the encrypted connection is not set up: does it have keys, and is buffer.pub the key of its node?"

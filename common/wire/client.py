@@ -307,6 +307,6 @@ class BufferClient:
         return reply
 
 
-def make_hello() -> Hello:
-    """Return the introduction of this process."""
-    return Hello(host=socket.gethostname(), pid=os.getpid())
+def make_hello(run_name: str = "") -> Hello:
+    """Return the introduction of this process, to the buffer of a run, by default of any."""
+    return Hello(host=socket.gethostname(), pid=os.getpid(), run_name=run_name)

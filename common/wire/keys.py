@@ -131,6 +131,11 @@ class ServerKeys:
         return ""
 
 
+def key_role_for(role: Role) -> KeyRole:
+    """Return the role that a key must have to send messages of a role."""
+    return next(own for own, roles in _ROLES_OF_MESSAGES.items() if role in roles)
+
+
 def read_authorized(directory: Path) -> list[tuple[Authorized, str]]:
     """Return the authorised keys of a directory, each with its public key. A file that is not valid is left out."""
     found = []

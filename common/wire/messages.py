@@ -170,12 +170,16 @@ class Rows(ArrayCounts, omit_defaults=True, frozen=True):
 # ---------------------------------------------------------------- requests
 
 
-class Hello(Request, frozen=True):
-    """Any role -> buffer, once after start. Reply: Welcome, or Failure if the sender belongs to another run."""
+class Hello(Request, frozen=True, omit_defaults=True):
+    """Any role -> buffer, once after start. Reply: Welcome, or Failure if the sender belongs to another run.
+
+    If the buffer serves another run than `run_name`, Welcome names it, and the sender does not become its client.
+    """
 
     TYPE = "hello"
     host: Name
     pid: Id
+    run_name: Name = ""
 
 
 class RegisterPrompts(Request, frozen=True, omit_defaults=True):

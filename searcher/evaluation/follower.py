@@ -110,7 +110,7 @@ class Follower:
         log.info("left", evaluations=len(self._done))
 
     def _join(self, stop: Callable[[], bool]) -> None:
-        welcome, _ = self.client.call(make_hello(), messages.Welcome, stop=stop)
+        welcome, _ = self.client.call(make_hello(self.config.run.name), messages.Welcome, stop=stop)
         refuse_other_server(self.client.address, welcome.run_name, self.config.run.name)
         subject = self.evaluator.subject
         for row in all_evaluations(self.config.run.dir):

@@ -39,6 +39,18 @@ def test_a_second_run_changes_nothing(site):
     assert main_pids([*site.fleet.nodes.values()]) == before
 
 
+def test_only_the_unit_whose_file_has_changed_is_restarted(site):
+    nodes = [*site.fleet.nodes.values()]
+    before = main_pids(nodes)
+    for name, unit in (("node0", "tba-train@.service"), ("node2", "tba-search@.service")):
+        site.fleet.nodes[name].run("touch", f"/etc/systemd/system/{unit}")
+    assert site.play("site")[0] == 2
+    after = main_pids(nodes)
+    changed = {(name, n) for name, pids in before.items() for n, pid in enumerate(pids) if pid != after[name][n]}
+    assert changed == {("node0", 1), ("node2", 2)}
+    site.wait_for_steps()
+
+
 def test_the_status_of_all_units_is_one_table(site):
     _, printed = site.play("status")
     rows = [line.split()[:3] for line in printed.splitlines() if re.match(r" +node\d ", line)]
@@ -132,6 +144,26 @@ def test_an_update_to_another_protocol_loses_no_trajectory(site, tmp_path):
         assert [node.run(*left, check=False).stdout for node in nodes] == [""] * 4
     finally:
         shutil.rmtree(site.wheels)
+
+
+def test_a_finished_run_stays_so_until_its_configuration_has_more_steps(site):
+    config = site.directory / "tba.toml"
+    units = [("node0", "tba-train@cpu"), *((name, "tba-search@cpu") for name in ("node1", "node2", "node4"))]
+
+    def ended() -> bool:
+        return not any(is_active(site.fleet.nodes[name], unit) for name, unit in units)
+
+    for more in (5, 10):
+        steps = site.steps() + more
+        config.write_text(re.sub("^steps = .*", f"steps = {steps}", config.read_text(), flags=re.M))
+        site.play("site")
+        wait_until("the last step", lambda steps=steps: site.steps() == steps, 300)
+        wait_until("trainer and searchers have ended", ended, 600)
+        before = main_pids([*site.fleet.nodes.values()])
+        assert site.play("site", "--check")[0] == 0
+        assert site.play("site")[0] == 0
+        assert main_pids([*site.fleet.nodes.values()]) == before
+    site.check_history()
 
 
 def test_stop_and_teardown_keep_the_data_unless_told_otherwise(site):

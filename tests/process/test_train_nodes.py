@@ -15,6 +15,7 @@ from tba.tests.helpers.checks import PATIENCE_SECONDS, wait_until
 from tba.tests.helpers.namespaces import address, cut, inside, namespaces
 from tba.tests.helpers.trainer import TrainRun
 from tba.tests.process.test_train_ranks import STEPS, assert_same_training, children_of, train_here
+from tba.trainer import checkpoint
 
 TRAIN: dict[str, Any] = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 24, "checkpoint_every": 6}
 # One of two ranks, which works until it loses the other. It allows a node 4 seconds of silence.
@@ -103,14 +104,16 @@ def test_a_killed_node_ends_the_other_and_one_node_resumes_the_same_training(nod
 
 
 @pytest.mark.needs("peft")
-def test_two_nodes_that_share_one_model_are_stopped_and_resume_without_a_shared_disk(nodes, tba_here):
+def test_two_nodes_that_share_one_model_stop_with_the_second_and_resume_without_a_shared_disk(nodes, tba_here):
     straight, run = nodes.make("straight", rank=2), nodes.make("run", rank=2)
     train_here(straight, tba_here)
     started = nodes.start(run, "--set", "train.sharding=all")
     run.feed()
     wait_until(lambda: len(run.lines()) >= 15)
-    started[0].send_signal(signal.SIGTERM)
+    started[1].send_signal(signal.SIGTERM)
     assert [node.wait(PATIENCE_SECONDS) for node in started] == [0, 0]
+    assert 15 <= len(run.lines()) < STEPS
+    assert checkpoint.newest(run.config.checkpoints).step == len(run.lines())
     assert [node.wait(PATIENCE_SECONDS) for node in nodes.start(run, "--set", "train.sharding=all", "--resume")] == [
         0,
         0,

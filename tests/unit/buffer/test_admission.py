@@ -49,6 +49,16 @@ def ask(client: BufferClient, message: messages.Message, frames=()) -> messages.
     return client.call(message, messages.Message, frames=frames, deadline_seconds=60)[0]
 
 
+def test_a_client_that_looks_for_another_run_learns_which_one_this_is_and_is_none_of_its_clients(buffer):
+    with connected(buffer.address) as monitor:
+        for role in ("searcher", "trainer", "evaluator"):
+            with connected(buffer.address, role) as client:
+                assert ask(client, messages.Hello(host="h", pid=1, run_name="other")).run_name == "test"
+        status = ask(monitor, GetStatus())
+        assert isinstance(status, Status)
+        assert [client.role for client in status.clients] == ["monitor"]
+
+
 def test_a_message_of_another_role_changes_nothing_and_is_logged(buffer, caplog):
     with connected(buffer.address) as monitor:
         for role, message in FORBIDDEN.items():

@@ -7,6 +7,7 @@ import stat
 import tomllib
 from contextlib import closing
 from dataclasses import replace
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import psutil
@@ -19,7 +20,7 @@ from tba.common.weights.snapshot_server import SnapshotServer
 from tba.common.wire import messages
 from tba.common.wire.channels import new_pair
 from tba.common.wire.client import BufferClient
-from tba.common.wire.keys import OWN, KeyPair, own_pair, server_keys, write_pair
+from tba.common.wire.keys import BUFFER, OWN, KeyPair, own_pair, server_keys, write_pair, write_public
 from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.weights.fetch import Fetcher, Progress
 from tba.tests.helpers.buffer import BufferThread
@@ -237,3 +238,42 @@ def malformed(rng: random.Random) -> bytes:
     return rng.choice(
         (noise, greeting[: rng.randrange(64)], greeting + noise, greeting + command, greeting + long_command)
     )
+
+
+@pytest.mark.parametrize(
+    ("roles", "sentence"),
+    [
+        (("searcher",), "the key of node1 is for searcher only, not for importer: run on the node of the buffer "
+         "`tba keys authorize node1 {public} --role searcher --role importer`"),
+        ((), "it does not admit the key of node1: run there `tba keys authorize NAME {public} --role ROLE`"),
+        (None, "does it need keys (security.keys)?"),
+    ],
+    ids=["another role", "not authorised", "no key"],
+)  # fmt: skip
+def test_a_command_whose_key_is_refused_says_so_at_once(
+    buffer, keyring, tmp_path, tba_here, monkeypatch, roles, sentence
+):
+    """It waits for nothing: with these times it would not end."""
+    monkeypatch.setattr("tba.buffer.tools.import_file._REPLY_SECONDS", 1e9)
+    # The display is repeated until Ctrl-C.
+    monkeypatch.setattr("tba.cli.inspection.time", Mock(sleep=Mock(side_effect=KeyboardInterrupt)))
+    settings, public = [f"run.dir={tmp_path}", "run.name=test", f"buffer.address={buffer.address}"], ""
+    if roles is not None:
+        keys = keyring.client("node1", *roles)
+        write_pair(tmp_path / "node1", keys.own)
+        write_public(tmp_path / "node1" / BUFFER, public=keys.server)
+        settings, public = [*settings, f"security.keys={tmp_path}/node1"], keys.own.public
+    options = [part for one in settings for part in ("--set", one)]
+    (tmp_path / "rows.jsonl").write_text('{"prompt_ids": [1], "response_ids": [2], "prompt_key": "p"}\n')
+    for command in (("import", "rows.jsonl"), ("archive", "archive")):
+        refused = tba_here("buffer", *command, *options)
+        assert (refused.exit_code, sentence.format(public=public) in refused.message) == (1, True), refused.message
+    if not roles:
+        said = tba_here("status", *options).message
+        shown = tba_here("status", "--watch", "--json", *options).json["explanation"]
+        found = tba_here("doctor", "--only", "buffer address", *options).message
+        assert [sentence.format(public=public) in one for one in (said, shown, found)] == [True] * 3, (
+            said,
+            shown,
+            found,
+        )

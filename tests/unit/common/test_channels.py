@@ -19,8 +19,8 @@ import pytest
 import zmq
 
 from tba.common.errors import AddressInUse, BufferUnavailable, ConfigError, Refused
+from tba.common.wire import channels, messages
 from tba.common.wire import client as client_module
-from tba.common.wire import messages
 from tba.common.wire.channels import ClientChannel, Peer, ServerChannel
 from tba.common.wire.client import BufferClient
 from tba.common.wire.codec import decode_request, encode_reply
@@ -236,6 +236,18 @@ def test_a_connection_whose_message_has_no_end_is_closed_and_others_are_not(monk
     lines = [record for record in caplog.records if record.getMessage() == "connection closed"]
     assert lines
     assert "a message has no end" in lines[0].fields["reason"]
+
+
+def test_after_a_check_of_the_connections_that_had_to_wait_for_other_threads_the_next_one_comes_later(monkeypatch):
+    with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(ClientChannel(server.address)):
+        while not server._connections._open:
+            server.receive(0.05, 1)
+        # A check that waits takes no CPU time.
+        monkeypatch.setattr(channels, "_bytes_received", lambda _: time.sleep(0.02) or 0)
+        server._connections._next_check_at = 0.0
+        began = time.monotonic()
+        server._connections.end_unfinished(all_read=True)
+        assert server._connections._next_check_at - began >= 40 * 0.02
 
 
 def test_a_file_with_the_number_of_a_closed_connection_keeps_its_locks(tmp_path):

@@ -370,13 +370,20 @@ def test_resume_without_a_checkpoint_starts_at_the_first_step_and_an_existing_ch
 
 
 @pytest.mark.slow
-def test_a_buffer_of_another_run_is_rejected(make_run):
-    run = make_run()
+def test_a_trainer_of_another_run_is_refused_before_it_is_a_client_and_a_finished_run_stays_so(make_run):
+    run = finish(make_run())
     sections = run.config.model_dump()
-    sections["run"]["name"] = "other"
+    sections["run"] |= {"name": "other", "dir": run.config.run.dir.with_name("other")}
+    before = run.config
     run.config = Config.model_validate(sections)
     with pytest.raises(ConfigError, match="belongs to run test, and run.name is other"):
         run.train()
+    run.config = before
+    assert run.query("SELECT COUNT(*) FROM clients WHERE role = 'trainer'") == [1]
+    with closing(BufferClient(run.buffer.address, role="monitor", name="m")) as monitor:
+        status, _ = monitor.call(GetStatus(), Status, deadline_seconds=60)
+    assert [client.activity for client in status.clients if client.role == "trainer"] == ["gone"]
+    assert status.finished
 
 
 def replayed(run: Run, directory: Path) -> tuple[int, float]:

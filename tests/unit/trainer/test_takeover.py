@@ -119,7 +119,7 @@ def test_a_trainer_that_waits_for_another_one_logs_it_once(harness, monkeypatch)
 
     monkeypatch.setattr(buffer_link.log, "info", lambda event, **_: logged.append(event))
     direct: Any = Direct()
-    hello(direct, lambda: False, buffer.clock)
+    hello(direct, "test", lambda: False, buffer.clock)
     assert logged == ["waiting, in case the earlier trainer has died"]
 
 

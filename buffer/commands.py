@@ -276,12 +276,9 @@ def prune(
     if not (yes or dry_run or archive):
         raise UsageError("--export FILE keeps what is deleted in a file; --yes deletes it for good")
     path = existing(options, buffer).database
-    from tba.buffer.tools.prune import prune_run, prune_steps
+    from tba.buffer.tools.prune import prune_rows
 
-    if before_step is None:
-        done = prune_run(path, run or "", archive=archive, dry_run=dry_run)
-    else:
-        done = prune_steps(path, run, before_step, keep_steps=keep_steps, archive=archive, dry_run=dry_run)
+    done = prune_rows(path, run, before_step, keep_steps=keep_steps, archive=archive, dry_run=dry_run)
     return print_json(done) if as_json else _print_pruned(path, done, archive, dry_run=dry_run)
 
 

@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,6 @@ _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[
 # Within this time an equal warning is counted. The number of different ones that are remembered is limited.
 _EQUAL_SECONDS = 60.0
 _EQUAL_KEPT = 1000
-# Of a failed thread, the innermost ones.
-_FRAMES = 8
 # They differ from one response to the next.
 _NOT_COMPARED = ("prompt", "error")
 
@@ -79,13 +76,9 @@ def _log_failed_thread(failed: threading.ExceptHookArgs) -> None:
     """Log that a thread of a library has ended, as one line: a traceback is 30 lines of a journal."""
     if failed.exc_type is SystemExit:
         return
-    where = traceback.extract_tb(failed.exc_traceback)[-_FRAMES:]
-    get_logger(__name__).error(
-        "a thread has failed",
-        thread=failed.thread.name if failed.thread else "",
-        error=f"{failed.exc_type.__name__}: {failed.exc_value}",
-        at=", ".join(f"{frame.filename}:{frame.lineno}" for frame in where),
-    )
+    thread, error = failed.thread.name if failed.thread else "", f"{failed.exc_type.__name__}: {failed.exc_value}"
+    fields = {"thread": thread, "error": error}
+    logging.getLogger(__name__).error("a thread has failed", extra={"fields": fields}, exc_info=failed.exc_value)
 
 
 class DuplicateFilter:

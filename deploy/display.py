@@ -3,6 +3,7 @@
 import contextlib
 import math
 import socket
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,7 +85,7 @@ def summary_line(facts: Facts, status: Status, steps: int, remaining: float | No
     arriving = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     parts += [f"{arriving} trajectories/s" if rate else "no new trajectories", _searchers_at(status)]
     if remaining is not None:
-        parts.append(f"left {duration(remaining)}")
+        parts.append(f"left {format_duration(remaining)}")
     trainer = last_trainer(status)
     if trainer is not None:
         parts += filter(None, [status.no_recent_data, trainer.reason, trainer.warning])
@@ -202,14 +203,9 @@ def _numbers(status: Status, width: int) -> Text:
         _epoch(status),
         *([_errors(status)] if status.errors else []),
     ]
-    lines = [""]
-    for part in parts:
-        longer = f"{lines[-1]}   {part}".strip()
-        if len(longer) <= width:
-            lines[-1] = longer
-        else:
-            lines.append(part)
-    return Text("\n".join(filter(None, lines)))
+    # Lines do not break at the spaces within a figure.
+    whole = "   ".join(part.replace(" ", "\xa0") for part in parts)
+    return Text(textwrap.fill(whole, width, break_long_words=False).replace("\xa0", " "))
 
 
 def _epoch(status: Status) -> str:
@@ -225,20 +221,10 @@ def _errors(status: Status) -> str:
 
 def _progress(step: int, steps: int, remaining: float | None) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_row(
-        f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), f"left {duration(remaining)}"
-    )
+    left = "" if remaining is None else f"left {format_duration(remaining)}"
+    table.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), left)
     return table
 
 
 def _version(client: ClientStatus) -> str:
     return "none" if client.weights_version is None else f"v{client.weights_version}"
-
-
-def duration(seconds: float | None) -> str:
-    """Return `1:02:03`, `2:03`, or a dash if unknown."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -70,37 +70,32 @@ def prune_tokens(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool
         }
 
 
-def prune_steps(
-    path: Path, run_name: str | None, before_step: int, *, keep_steps: int, archive: Path | None, dry_run: bool
+def prune_rows(
+    path: Path, run_name: str | None, before_step: int | None, *, keep_steps: int, archive: Path | None, dry_run: bool
 ) -> dict[str, Any]:
-    """Delete what is older than a step, after an export to `archive` if that is given.
+    """Delete what is older than a step, or without one a whole run, after an export to `archive` if that is given.
 
-    Raises LockTaken, UsageError for what is not there or may still be needed, StorageError for a full disk.
+    Raises LockTaken, UsageError for what is not there or may still be needed or for the only run of the file,
+    StorageError for a full disk.
     """
     with _opened(path) as store:
         run = _run_of(store, path, run_name)
-        _refuse_needed(store, run, before_step, keep_steps, path)
-        newest = store.database.all(
-            "SELECT newest_trajectory FROM batches WHERE run = ? AND step = ?", run.id, before_step
-        )
-        if not newest:
-            raise UsageError(f"run {run.name} in {path} has no batch of step {before_step}")
-        old = f"""SELECT t.id FROM trajectory_rows t WHERE t.run = {run.id} AND t.id <= {newest[0][0] or 0}
-                  AND NOT EXISTS (SELECT 1 FROM consumption_rows c JOIN batches b ON b.id = c.batch
-                                  WHERE c.trajectory = t.id AND b.step >= {before_step})"""  # noqa: S608
-        batches = f"run = {run.id} AND step < {before_step}"
-        return _prune(store, run, old, batches, archive=archive, dry_run=dry_run)
-
-
-def prune_run(path: Path, run_name: str, *, archive: Path | None, dry_run: bool) -> dict[str, Any]:
-    """Delete a whole run. Raises as `prune_steps`, also if it is the only run of the file."""
-    with _opened(path) as store:
-        run = _run_of(store, path, run_name)
-        if len(store.runs.all()) == 1:
-            raise UsageError(f"{run_name} is the only run of {path}: delete the file")
-        of_run = f"run = {run.id}"
-        old = f"SELECT t.id FROM trajectory_rows t WHERE t.{of_run}"  # noqa: S608
-        return _prune(store, run, old, of_run, archive=archive, dry_run=dry_run, whole=True)
+        old, batches = f"SELECT t.id FROM trajectory_rows t WHERE t.run = {run.id}", f"run = {run.id}"  # noqa: S608
+        if before_step is None:
+            if len(store.runs.all()) == 1:
+                raise UsageError(f"{run.name} is the only run of {path}: delete the file")
+        else:
+            _refuse_needed(store, run, before_step, keep_steps, path)
+            newest = store.database.all(
+                "SELECT newest_trajectory FROM batches WHERE run = ? AND step = ?", run.id, before_step
+            )
+            if not newest:
+                raise UsageError(f"run {run.name} in {path} has no batch of step {before_step}")
+            old += f""" AND t.id <= {newest[0][0] or 0}
+                AND NOT EXISTS (SELECT 1 FROM consumption_rows c JOIN batches b ON b.id = c.batch
+                                WHERE c.trajectory = t.id AND b.step >= {before_step})"""  # noqa: S608
+            batches += f" AND step < {before_step}"
+        return _prune(store, run, old, batches, archive=archive, dry_run=dry_run, whole=before_step is None)
 
 
 @contextlib.contextmanager

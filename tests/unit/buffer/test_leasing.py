@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tba.buffer.service.curriculum import Curriculum
 from tba.buffer.tools.check import check
-from tba.buffer.tools.prune import prune_run, prune_tokens
+from tba.buffer.tools.prune import prune_rows, prune_tokens
 from tba.common.config import Config, CurriculumSection
 from tba.common.errors import EXIT_CONFIG, Refused
 from tba.common.wire import messages
@@ -451,7 +451,7 @@ def test_pruning_a_run_leaves_none_of_its_decisions(harness, tmp_path):
     Searching(buffer, {"p1": 4}).visit(9)
     buffer.store.open_run("other", seed=0, config={}, software={})
     buffer.store.close()
-    prune_run(tmp_path / "two.sqlite", "test", archive=None, dry_run=False)
+    prune_rows(tmp_path / "two.sqlite", "test", None, keep_steps=0, archive=None, dry_run=False)
     assert {row["result"] for row in check(tmp_path / "two.sqlite")} == {"ok"}
 
 

@@ -1,13 +1,16 @@
 """SQL over the database of a run: one statement that reads, with limits on its time, rows and memory.
 
-Each saved query has a permanent address, `/r/RUN/sql?query=NAME`, and so has any other statement, `/r/RUN/sql?sql=...`.
-In a saved one, `{run}` stands for the name of the run.
+Saved queries are those of tba, and `queries/NAME.sql` in the directory of a run. Each has a permanent address,
+`/r/RUN/sql?query=NAME`. In its text, `{run}` stands for the name of the run.
 """
 
 import csv
 import io
+import re
+import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -27,11 +30,15 @@ _TABLE_ROWS = 200
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 # One statement at a time: together they would take the memory and the cores of the run.
 _turn = threading.Lock()
+DIRECTORY = "queries"
+_MOST_FILES = 200
+_MOST_BYTES = 64 << 10
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,98}\.sql")
 
 _SCHEMA = """SELECT s.name, GROUP_CONCAT(c.name, ', ') AS columns FROM sqlite_schema s JOIN pragma_table_info(s.name) c
     WHERE s.type IN ('view', 'table') GROUP BY s.name ORDER BY s.type DESC, s.name"""
 
-_SAVED = {
+_BUILT_IN = {
     "best responses": """SELECT id, reward, policy_version, prompt_text, answer, text
 FROM trajectories WHERE run = '{run}' ORDER BY reward DESC LIMIT 20""",
     "held-out prompts with a wrong response": """SELECT version, prompt_text, answer, response, reward, error
@@ -63,9 +70,10 @@ FROM groups WHERE run = '{run}' AND done_at IS NOT NULL AND reward_variance = 0 
 def page(request: Request) -> Response:
     """Show a statement and its result, or the error that it raised."""
     run = run_of(request)
+    saved = queries(run)
     with run.rows() as rows:
         schema = rows.all(_SCHEMA)
-    sql, name = _asked(request, run)
+    sql, name = _asked(request, saved)
     result, sentence = None, ""
     if sql:
         try:
@@ -81,8 +89,10 @@ def page(request: Request) -> Response:
         numbers=_numbers(result.rows) if result is not None else {},
         sentence=sentence,
         name=name,
-        saved=list(_SAVED),
+        built_in=list(_BUILT_IN),
+        own=[name for name in saved if name not in _BUILT_IN],
         schema=schema,
+        directory=run.directory / DIRECTORY,
         seconds=SECONDS,
     )
 
@@ -102,7 +112,7 @@ def csv_file(request: Request) -> Response:
     """Return the result of a statement as CSV."""
     run = run_of(request)
     try:
-        sql, _ = _asked(request, run)
+        sql, _ = _asked(request, queries(run))
         result = _run(request, sql, MAX_QUERY_ROWS)
     except MemoryError as error:
         raise UsageError("the query needs too much memory") from error
@@ -124,17 +134,12 @@ def _cell(value: Any) -> Any:
     return value
 
 
-def _asked(request: Request, run: Run) -> tuple[str, str]:
+def _asked(request: Request, saved: Mapping[str, str]) -> tuple[str, str]:
     """Return the statement that the address holds or names, and the name of the saved query, "" for none."""
     name = request.query_params.get("query", "")
-    if not name:
-        return request.query_params.get("sql", "").strip(), ""
-    if name not in _SAVED:
-        raise HTTPException(
-            404, f"no query is called {name[:100]}: there are {', '.join(_SAVED)}, and sql=SELECT holds any other one"
-        )
-    # A quote in the name of a run is doubled in SQL.
-    return _SAVED[name].replace("{run}", run.name.replace("'", "''")), name
+    if name and name not in saved:
+        raise HTTPException(404, f"no query is called {name[:100]}: there are {', '.join(saved)}")
+    return (saved[name], name) if name else (request.query_params.get("sql", "").strip(), "")
 
 
 def _run(request: Request, sql: str, rows: int) -> QueryResult:
@@ -147,3 +152,26 @@ def _run(request: Request, sql: str, rows: int) -> QueryResult:
         return query_limited(run_of(request).database, sql, rows=rows, seconds=SECONDS)
     finally:
         _turn.release()
+
+
+def queries(run: Run) -> dict[str, str]:
+    """Return the statements of tba, then those of the user by the names of their files.
+
+    Only regular files are read, since links could leak others.
+    """
+    folder = run.directory / DIRECTORY
+    found = [] if folder.is_symlink() else sorted(folder.glob("*.sql"))[:_MOST_FILES]
+    own = {path.stem: text for path in found if _FILE_NAME.fullmatch(path.name) and (text := _text(path)) is not None}
+    # A quote in the name of a run is doubled in SQL.
+    name = run.name.replace("'", "''")
+    return {title: text.replace("{run}", name) for title, text in (_BUILT_IN | own).items()}
+
+
+def _text(path: Path) -> str | None:
+    try:
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+            return None
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None

@@ -171,7 +171,7 @@ class Rows(ArrayCounts, omit_defaults=True, frozen=True):
 
 
 class Hello(Request, frozen=True, omit_defaults=True):
-    """Any role -> buffer, once after start. Reply: Welcome, also if it serves another run than this; or Failure."""
+    """Any role -> buffer, once after start. Reply: Welcome, also if its run is not `run_name`; or Failure."""
 
     TYPE = "hello"
     host: Name

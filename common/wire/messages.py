@@ -171,10 +171,7 @@ class Rows(ArrayCounts, omit_defaults=True, frozen=True):
 
 
 class Hello(Request, frozen=True, omit_defaults=True):
-    """Any role -> buffer, once after start. Reply: Welcome, or Failure if the sender belongs to another run.
-
-    If the buffer serves another run than `run_name`, Welcome names it, and the sender does not become its client.
-    """
+    """Any role -> buffer, once after start. Reply: Welcome, also if its run is not `run_name`; or Failure."""
 
     TYPE = "hello"
     host: Name
@@ -185,8 +182,7 @@ class Hello(Request, frozen=True, omit_defaults=True):
 class RegisterPrompts(Request, frozen=True, omit_defaults=True):
     """Searcher -> buffer, before the first lease: the prompt keys of the task, in chunks.
 
-    `texts` are the prompts as text and `answers` their reference answers, for people who query the database: none at
-    all, or one per key, None where it is not known.
+    `texts` are the prompts and `answers` their reference answers, for people: none, or one per key, None if unknown.
     Reply: Registered. Prompts are added in their order, so a chunk after the first missing prompt adds nothing: the
     searcher continues from `known`, until it receives `complete`. A request without keys only asks. A fingerprint other
     than the registered one is refused: all searchers of a run must work on the same data.

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -153,11 +154,14 @@ def test_a_finished_run_stays_so_until_its_configuration_has_more_steps(site):
     def ended() -> bool:
         return not any(is_active(site.fleet.nodes[name], unit) for name, unit in units)
 
+    def is_at(step: int) -> bool:
+        return site.steps() == step
+
     for more in (5, 10):
         steps = site.steps() + more
         config.write_text(re.sub("^steps = .*", f"steps = {steps}", config.read_text(), flags=re.M))
         site.play("site")
-        wait_until("the last step", lambda steps=steps: site.steps() == steps, 300)
+        wait_until("the last step", partial(is_at, steps), 300)
         wait_until("trainer and searchers have ended", ended, 600)
         before = main_pids([*site.fleet.nodes.values()])
         assert site.play("site", "--check")[0] == 0

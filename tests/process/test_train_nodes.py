@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tba.tests.helpers.checks import PATIENCE_SECONDS, wait_until
+from tba.tests.helpers.checks import PATIENCE_SECONDS, not_none, wait_until
 from tba.tests.helpers.namespaces import address, cut, inside, namespaces
 from tba.tests.helpers.trainer import TrainRun
 from tba.tests.process.test_train_ranks import STEPS, assert_same_training, children_of, train_here
@@ -113,7 +113,7 @@ def test_two_nodes_that_share_one_model_stop_with_the_second_and_resume_without_
     started[1].send_signal(signal.SIGTERM)
     assert [node.wait(PATIENCE_SECONDS) for node in started] == [0, 0]
     assert 15 <= len(run.lines()) < STEPS
-    assert checkpoint.newest(run.config.checkpoints).step == len(run.lines())
+    assert not_none(checkpoint.newest(run.config.checkpoints)).step == len(run.lines())
     assert [node.wait(PATIENCE_SECONDS) for node in nodes.start(run, "--set", "train.sharding=all", "--resume")] == [
         0,
         0,

@@ -53,7 +53,9 @@ def test_a_client_that_looks_for_another_run_learns_which_one_this_is_and_is_non
     with connected(buffer.address) as monitor:
         for role in ("searcher", "trainer", "evaluator"):
             with connected(buffer.address, role) as client:
-                assert ask(client, messages.Hello(host="h", pid=1, run_name="other")).run_name == "test"
+                welcome = ask(client, messages.Hello(host="h", pid=1, run_name="other"))
+                assert isinstance(welcome, messages.Welcome)
+                assert welcome.run_name == "test"
         status = ask(monitor, GetStatus())
         assert isinstance(status, Status)
         assert [client.role for client in status.clients] == ["monitor"]

@@ -221,6 +221,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     lab = Lab(tmp_path_factory.mktemp("lab"))
     yield lab
     lab.close()
+    # For the tests that follow, as `tba.tests.runner` did before the first.
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

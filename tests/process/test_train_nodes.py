@@ -1,4 +1,4 @@
-"""`tba train` on two nodes, with one or two ranks on each: nodes are network namespaces, and share no directory but the test's."""
+"""`tba train` on two nodes of one or two ranks: nodes are network namespaces, and share no directory but the test's."""
 
 import os
 import shutil
@@ -71,7 +71,14 @@ class Nodes:
         own = [{}, {"TBA_MODEL__PATH": f"{other}/model", "TBA_RUN__DIR": f"{other}/run"}]
         own[1]["NOTIFY_SOCKET"] = f"{self._root}/unit"
         return [
-            run.start("--processes", str(processes), *arguments, inside=inside(name), NODE_RANK=str(node), **common | own[node])
+            run.start(
+                "--processes",
+                str(processes),
+                *arguments,
+                inside=inside(name),
+                NODE_RANK=str(node),
+                **common | own[node],
+            )
             for node, name in enumerate(self._network)
         ]
 

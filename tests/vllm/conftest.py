@@ -111,8 +111,8 @@ class Lab:
         model.save_pretrained(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
-        # vLLM collects garbage ten times in the life of an engine, and all that was imported would be searched each time.
-        # It ends the freeze itself when an engine ends.
+        # vLLM collects garbage ten times in the life of an engine, and would search all that was imported each time. It
+        # ends the freeze itself when an engine ends.
         gc.freeze()
         settings: dict[str, Any] = {
             "max_model_len": 256,

@@ -17,6 +17,7 @@ from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_episode, make_trajectory
 from tba.tests.helpers.trainer import VOCABULARY, make_learner, make_row, objective, save_tiny_model, tiny_model
+from tba.tests.runner import size
 from tba.trainer.batch.batch import TrainBatch, counted, decode, pack_batch, unpack_batch
 from tba.trainer.model.chunked_logprobs import Kept, token_logprobs
 from tba.trainer.model.scorer import Scorer
@@ -237,7 +238,7 @@ def variation(table: Tensor, optimum: np.ndarray, top_p: float) -> float:
 @pytest.mark.parametrize("name", ["tb", "tb_stale"])
 def test_the_posterior_of_top_p_is_the_true_one_over_what_is_sampled(name):
     """And over all responses, if a part of the data is sampled from all of the vocabulary."""
-    for seed in range(2):
+    for seed in range(size(1, 2)):
         table, optimum, largest = trained(name, [0.9], seed)
         assert largest < 1e-5
         assert variation(table, optimum, 0.9) < 0.005

@@ -41,7 +41,8 @@ def check_gain(result, directory, points: float) -> None:
 @pytest.mark.parametrize("seed", size([0], [0, 1, 2]))
 def test_the_demo_gains_25_points_on_held_out_problems(tba, tmp_path, pytestconfig, seed):
     directory = tmp_path / "demo"
-    result = run_demo(tba, directory, pytestconfig.rootpath, f"run.seed={seed}", *size(FEWER, ()))
+    settings = size(("train.steps=48", *FEWER), ())
+    result = run_demo(tba, directory, pytestconfig.rootpath, f"run.seed={seed}", *settings)
     check_gain(result, directory, points=25)
     assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
 

@@ -9,16 +9,6 @@ from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.keyring import Keyring
 from tba.tests.process.conftest import arithmetic, free_port
 
-# Searcher and trainer would compute all the time at full speed, while the test waits for what they say.
-SLOW = """
-import time
-from tba.searcher.tasks.arithmetic import ArithmeticTask
-
-class Slow(ArithmeticTask):
-    def score(self, prompt, response, finished):
-        time.sleep(0.02)
-        return super().score(prompt, response, finished)
-"""
 ROLES = {
     "buffer": ("buffer", "serve"),
     "search": ("search", "--cpu", "1"),
@@ -63,11 +53,8 @@ class Run:
 
 @pytest.fixture
 def run(make_config, start_tba, key, tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW)
     config = make_config(
         **arithmetic(
-            task={"name": "slow.py"},
-            buffer={"max_staleness": 2},
             security={"keys": str(key.parents[1])},
             train={"steps": 100_000, "serve_snapshots": f"tcp://127.0.0.1:{free_port()}"},
             search={"weights_from": "trainer"},

@@ -64,6 +64,7 @@ def batch_of(harness: Any, trajectories: list[Trajectory]) -> TrainBatch:
     return decode(reply.message, [memoryview(frame) for frame in reply.frames], prompts=2, samples=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [{}, {"packing": "packed"}, {"micro_batch_tokens": 20}], ids=str)
 @pytest.mark.parametrize("cuts", [[one] for one in CUTS] + [[{}, *CUTS, {"temperature": 0.7}]])
 def test_ratios_of_fresh_data_are_1(harness, tmp_path, cuts, train):

@@ -71,9 +71,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order tests; mark them by folder and by what their module imports, so that no test has to repeat it."""
-    items.sort(key=_place)
+    items.sort(key=lambda item: _place(item.path))
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+        folder = _folder(item.path)
         if folder in {"vllm", "gpu"}:
             item.add_marker(folder)
             # vLLM and its libraries warn of each other; of ours every warning stays an error.
@@ -85,8 +85,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("torch")
 
 
-def _place(item: pytest.Item) -> int:
-    folders = [n for n, folder in enumerate(_LONGEST_FIRST) if item.path.is_relative_to(TESTS / folder)]
+@functools.cache
+def _folder(path: Path) -> str:
+    return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+
+
+@functools.cache
+def _place(path: Path) -> int:
+    folders = [n for n, folder in enumerate(_LONGEST_FIRST) if path.is_relative_to(TESTS / folder)]
     return folders[0] if folders else len(_LONGEST_FIRST)
 
 

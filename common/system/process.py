@@ -57,16 +57,18 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def objects_frozen() -> Iterator[None]:
-    """Exclude existing objects from garbage collection in the block.
+    """Exclude existing objects from garbage collection in the block, and after it if the caller had frozen any.
 
     A full collection of 350,000 objects takes 0.2 s, in each rank at another step.
     """
+    outermost = gc.get_freeze_count() == 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if outermost:
+            gc.unfreeze()
 
 
 class StopSignal:

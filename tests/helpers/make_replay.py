@@ -71,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
 # The last bit of MKL's square root, which Adam uses, depends on the processor in spite of the environment, so numpy's
 # replaces it.
 RUN_COMMANDS = """
-import importlib, json, os, pkgutil, sys
+import gc, importlib, json, os, pkgutil, sys
 import numpy, tba.buffer, tba.trainer, torch, transformers.models.llama.modeling_llama
 for package in (tba.buffer, tba.trainer):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -82,6 +82,8 @@ def square_root(tensor):
     return torch.from_numpy(numpy.sqrt(values, out=numpy.empty_like(values)))
 
 torch.Tensor.sqrt = square_root
+# Collections of garbage in a fork would search, and so copy, all that was imported.
+gc.freeze()
 for folder, arguments in json.load(sys.stdin):
     if child := os.fork():
         os.waitpid(child, 0)

@@ -15,6 +15,8 @@ from tba.tests.process.conftest import clean_environment, free_port
 from tba.tests.runner import size
 
 ROOT_CONFIG = "examples/arithmetic/demo.toml"
+# A searcher less starts a process less, and the first and the last snapshot are enough to evaluate.
+FEWER = ("train.keep_snapshot_every=80", "search.cpu_searchers=1")
 
 
 def run_demo(tba, directory, root, *assignments: str):
@@ -39,7 +41,8 @@ def check_gain(result, directory, points: float) -> None:
 @pytest.mark.parametrize("seed", size([0], [0, 1, 2]))
 def test_the_demo_gains_25_points_on_held_out_problems(tba, tmp_path, pytestconfig, seed):
     directory = tmp_path / "demo"
-    result = run_demo(tba, directory, pytestconfig.rootpath, f"run.seed={seed}")
+    settings = size(("train.steps=48", *FEWER), ())
+    result = run_demo(tba, directory, pytestconfig.rootpath, f"run.seed={seed}", *settings)
     check_gain(result, directory, points=25)
     assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
 
@@ -48,9 +51,8 @@ def test_the_demo_gains_25_points_on_held_out_problems(tba, tmp_path, pytestconf
 @pytest.mark.skipif(" " in sys.prefix, reason="torch does not quote the path of this environment when it compiles")
 def test_the_demo_gains_points_on_vllm(tba, tmp_path, pytestconfig):
     directory = tmp_path / "demo"
-    # A searcher less starts an engine less, and the first and the last snapshot are enough to evaluate.
-    small = ("train.steps=25", "train.keep_snapshot_every=25", "search.cpu_searchers=1")
-    result = run_demo(tba, directory, pytestconfig.rootpath, "search.engine=vllm", *size(small, ()))
+    settings = size(("train.steps=25", *FEWER), ())
+    result = run_demo(tba, directory, pytestconfig.rootpath, "search.engine=vllm", *settings)
     check_gain(result, directory, points=size(5, 25))
     with closing(sqlite3.connect(directory / "buffer.sqlite")) as database, database:
         assert database.execute("SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows").fetchone()[0] > 3

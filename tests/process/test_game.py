@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-import subprocess
+import runpy
 import sys
 from functools import partial
 from itertools import pairwise
@@ -15,7 +15,7 @@ import pytest
 
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.whole_run import STEPS, check_history, children_of, small_sections, starts_of
-from tba.tests.process.conftest import ROOT, clean_environment, free_port
+from tba.tests.process.conftest import ROOT, free_port
 from tba.tests.process.test_demo import check_gain
 from tba.tests.runner import size
 
@@ -44,8 +44,11 @@ class Slow(GuessTask):
 def start(tmp_path_factory):
     """The untrained model of the game."""
     directory = tmp_path_factory.mktemp("game") / "start"
-    command = [sys.executable, "examples/game/prepare.py", "--out", str(directory)]
-    subprocess.run(command, cwd=ROOT, env=clean_environment(), check=True, capture_output=True, timeout=200)
+    # In this process, which has torch already.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "path", [*sys.path])
+        patched.setattr(sys, "argv", ["prepare.py", "--out", str(directory)])
+        runpy.run_path(str(ROOT / "examples/game/prepare.py"), run_name="__main__")
     return directory
 
 
@@ -96,12 +99,12 @@ def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_con
     launcher = start_tba("run", run.file)
     killed = []
     for number, victim in enumerate(("worker", "search", "buffer serve", "train")):
-        wait_until(partial(steps_done, run, 2 * number + 1), 120)
+        wait_until(partial(steps_done, run, 2 * number + 1))
         searcher = children_of(launcher, " search ")[0]
         workers = [child for child in searcher.children() if is_worker(child)]
         killed += kill(workers[:1] if victim == "worker" else children_of(launcher, f" {victim} ")[:1])
         if victim != "worker":
-            wait_until(partial(started_again, run, victim), 200, f"start of {victim}")
+            wait_until(partial(started_again, run, victim), what=f"start of {victim}")
     assert launcher.wait(400) == 0
     check_history(run, killed=killed, prompts=_PROMPTS)
     check_that_long_episodes_were_leased_first(run)

@@ -7,13 +7,13 @@ import pytest
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.whole_run import PROMPTS, log_of, small_sections, starts_of
 
-# Of each searcher's first process, the engine hangs in its 60th step, and the processes that follow do not. The second
-# searcher keeps the interpreter's lock meanwhile.
+# The engine hangs in the 20th step of the first two processes of the searcher. The second keeps the interpreter's lock
+# meanwhile.
 HANG = """
 import os, sys
 if "search" in sys.orig_argv and "--index" in sys.orig_argv:
     import ctypes, importlib.abc, threading
-    mark = os.environ["HUNG_ONCE"] + sys.orig_argv[-1]
+    marks = os.environ["HUNG"]
 
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
@@ -24,9 +24,10 @@ if "search" in sys.orig_argv and "--index" in sys.orig_argv:
             step, steps = TransformersEngine.step, []
             def hanging_step(self):
                 steps.append(1)
-                if len(steps) == 60 and not os.path.exists(mark):
-                    open(mark, "w").close()
-                    if mark.endswith("1"):
+                hung = len(os.listdir(marks))
+                if len(steps) == 20 and hung < 2:
+                    open(f"{marks}/{hung}", "w").close()
+                    if hung == 1:
                         ctypes.PyDLL(None).sleep(600)
                     threading.Event().wait()
                 return step(self)
@@ -37,29 +38,32 @@ if "search" in sys.orig_argv and "--index" in sys.orig_argv:
 
 
 @pytest.fixture
-def hang_once(tmp_path, monkeypatch):
-    """Make an engine of each searcher hang once."""
+def hang_twice(tmp_path, monkeypatch):
+    """Make the engine of a searcher hang, and that of its next process. Returns a folder with a file for each."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(HANG)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("HUNG_ONCE", str(tmp_path / "hung"))
+    (tmp_path / "hung").mkdir()
+    monkeypatch.setenv("HUNG", str(tmp_path / "hung"))
+    return tmp_path / "hung"
 
 
 def test_a_searcher_whose_engine_hangs_is_restarted_and_its_prompts_are_answered(
-    make_config, start_tba, hang_once, tmp_path
+    make_config, start_tba, hang_twice, tmp_path
 ):
-    # No lease expires within this test: the restarted searchers return those of the ones that hung.
-    search, train = {"cpu_searchers": 2, "step_seconds": 2.0}, {"steps": 100_000}
-    run = make_config(**small_sections(search=search, buffer={"lease_seconds": 600.0}, train=train))
+    # No lease expires within this test: the restarted searcher returns those of the one that hung. The trainer waits
+    # for new data meanwhile.
+    search, buffer = {"step_seconds": 2.0}, {"lease_seconds": 600.0, "max_staleness": 2}
+    run = make_config(**small_sections(search=search, buffer=buffer, train={"steps": 100_000}))
     launcher = start_tba("run", run.file)
     wait_until(lambda: run.steps_trained() >= 1)
-    wait_until(lambda: starts_of(run, "search") == 4)
+    wait_until(lambda: starts_of(run, "search") == 3)
     answered = "SELECT COUNT(*) FROM visits WHERE epoch = 0 AND done_at IS NOT NULL"
     wait_until(lambda: run.query(answered) == [(PROMPTS,)])
     launcher.terminate()
     assert launcher.wait(60) == 0
     output = log_of(tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("hung*")) == ["hung0", "hung1"]
+    assert len(list(hang_twice.iterdir())) == 2
     assert output.count("this process exits exit_code=75 limit=search.step_seconds") == 1
     assert output.count("Timeout (0:00:0") == 1
     assert output.count("in hanging_step") >= 2

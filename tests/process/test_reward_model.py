@@ -1,5 +1,6 @@
 """The reward model in its own process: it scores in batches, and when it dies, rows get an error."""
 
+import functools
 import os
 import re
 import resource
@@ -61,7 +62,9 @@ def rewards(classifier):
         one.close()
 
 
+@functools.cache
 def prompts():
+    """Return all prompts of the arithmetic task, which takes longer to make than a score."""
     return load_task(Config().task).prompts()
 
 

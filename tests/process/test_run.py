@@ -119,12 +119,12 @@ def test_a_judge_that_is_down_in_the_last_evaluation_is_no_accuracy_and_is_asked
         assert (accuracy, why.startswith(reason), failed) == (None, True, 0.8)
     assert f"last evaluation not measured: {reason}" in tba_here("runs", tmp_path, "--json").output
     (tmp_path / "down").unlink()
-    again = tba("eval", "--config", run.file, "--all", "--json")
-    assert again.returncode == 0, again.stderr
+    again = tba_here("eval", "--config", run.file, "--all", "--json")
+    assert again.exit_code == 0, again.message
     assert all(accuracy is not None and why is None for accuracy, why, _ in run.query(stored))
     assert run.query("SELECT answer FROM trajectories WHERE answer IS NULL") == []
     rows = tba_here("eval", "--config", run.file, "--wrong", "--json").json
-    last = max(json.loads(again.stdout), key=lambda row: row["step"])
+    last = max(again.json, key=lambda row: row["step"])
     assert len(rows) == round(40 * (1 - last["accuracy"])) > 0
     for row in rows:
         assert row["prompt"].endswith("=")

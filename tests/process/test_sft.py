@@ -75,7 +75,7 @@ def test_two_processes_that_are_stopped_resume_with_the_losses_of_an_uninterrupt
     tba, tba_here, start_tba, pairs, example_model, tmp_path
 ):
     out, straight = tmp_path / "warm", tmp_path / "straight"
-    common = ("sft", pairs, "--model", str(example_model), "--cpu", "--batch-size", "4", "--steps", "60")
+    common = ("sft", pairs, "--model", str(example_model), "--cpu", "--batch-size", "4", "--steps", "30")
     two = (*common, "--out", str(out), "--set", "train.processes=2", "--set", "train.offload=optimizer")
     assert tba_here(*common, "--out", straight).exit_code == 0
     stopped, metrics = start_tba(*two), tmp_path / "warm.work/metrics.jsonl"

@@ -69,11 +69,12 @@ def checked(tba):
     return run
 
 
-def test_a_new_task_passes_its_check_and_scores(tba_here, checked, tmp_path):
+def test_a_new_task_passes_its_check_and_scores(tba_here, tmp_path):
     assert tba_here("task", "new", "doubling", "--dir", tmp_path).exit_code == 0
     file = tmp_path / "doubling.py"
-    code, findings, _ = checked(file, "--set", f"model.path={EXAMPLE_MODEL}")
-    assert code == 0
+    result = tba_here("task", "check", file, "--set", f"model.path={EXAMPLE_MODEL}", "--json")
+    assert result.exit_code == 0, result.message
+    findings = {one["check"]: one for one in result.json}
     assert {one["result"] for one in findings.values()} == {"ok"}
     assert "'10+10='" in findings["rendering"]["detail"]
     shown = tba_here("task", "check", file, "--key", "10", "-r", "20", "-r", "21", "--json")

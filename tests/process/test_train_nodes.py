@@ -1,4 +1,4 @@
-"""`tba train` on two nodes, two ranks on each: nodes are network namespaces, and share no directory but the test's."""
+"""`tba train` on two nodes of one or two ranks: nodes are network namespaces, and share no directory but the test's."""
 
 import os
 import shutil
@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tba.tests.helpers.trainer import TrainRun
 from tba.tests.process.test_train_ranks import STEPS, assert_same_training, children_of, train_here
 from tba.trainer import checkpoint
 
-TRAIN: dict[str, Any] = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 24, "checkpoint_every": 6}
+TRAIN: dict[str, Any] = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 12, "checkpoint_every": 3}
 # One of two ranks, which works until it loses the other. It allows a node 4 seconds of silence.
 RANK = """
 import sys, torch
@@ -64,14 +65,21 @@ class Nodes:
         shutil.copy(run.config.model.path / Path("config.json"), other / "model")
         return run
 
-    def start(self, run: TrainRun, *arguments: str) -> list[Any]:
+    def start(self, run: TrainRun, *arguments: str, processes: int = 2) -> list[Any]:
         """Start `tba train` on both nodes."""
         common = {"NNODES": "2", "MASTER_ADDR": address(0)}
         other = self._root / "other"
         own = [{}, {"TBA_MODEL__PATH": f"{other}/model", "TBA_RUN__DIR": f"{other}/run"}]
         own[1]["NOTIFY_SOCKET"] = f"{self._root}/unit"
         return [
-            run.start("--processes", "2", *arguments, inside=inside(name), NODE_RANK=str(node), **common | own[node])
+            run.start(
+                "--processes",
+                str(processes),
+                *arguments,
+                inside=inside(name),
+                NODE_RANK=str(node),
+                **common | own[node],
+            )
             for node, name in enumerate(self._network)
         ]
 
@@ -91,7 +99,7 @@ def test_a_killed_node_ends_the_other_and_one_node_resumes_the_same_training(nod
     while nodes.unit.recv(100) != b"READY=1":
         pass
     run.feed()
-    wait_until(lambda: len(run.lines()) >= 15)
+    wait_until(lambda: len(run.lines()) >= 8)
     for pid in children_of(second.pid).values():
         os.kill(pid, signal.SIGKILL)
     assert (first.wait(PATIENCE_SECONDS), second.wait(PATIENCE_SECONDS)) == (1, 1)
@@ -105,19 +113,18 @@ def test_a_killed_node_ends_the_other_and_one_node_resumes_the_same_training(nod
 
 @pytest.mark.needs("peft")
 def test_two_nodes_that_share_one_model_stop_with_the_second_and_resume_without_a_shared_disk(nodes, tba_here):
+    """One rank on each node: the other test has two."""
     straight, run = nodes.make("straight", rank=2), nodes.make("run", rank=2)
     train_here(straight, tba_here)
-    started = nodes.start(run, "--set", "train.sharding=all")
+    sharded = partial(nodes.start, run, "--set", "train.sharding=all", processes=1)
+    started = sharded()
     run.feed()
-    wait_until(lambda: len(run.lines()) >= 15)
+    wait_until(lambda: len(run.lines()) >= 8)
     started[1].send_signal(signal.SIGTERM)
     assert [node.wait(PATIENCE_SECONDS) for node in started] == [0, 0]
-    assert 15 <= len(run.lines()) < STEPS
+    assert 8 <= len(run.lines()) < STEPS
     assert not_none(checkpoint.newest(run.config.checkpoints)).step == len(run.lines())
-    assert [node.wait(PATIENCE_SECONDS) for node in nodes.start(run, "--set", "train.sharding=all", "--resume")] == [
-        0,
-        0,
-    ]
+    assert [node.wait(PATIENCE_SECONDS) for node in sharded("--resume")] == [0, 0]
     assert_same_training(run, straight)
     straight.buffer.stop()
     run.buffer.stop()

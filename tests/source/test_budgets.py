@@ -21,6 +21,7 @@ ROLES = tuple(BUDGETS["files"])
 MAX_PARAMETERS = 8
 
 
+@functools.cache
 def python_files(part: str) -> list[Path]:
     """The Python files of a role, a folder or a single file."""
     return [path for path in source_files("*.py") if path.is_relative_to(ROOT / part)]

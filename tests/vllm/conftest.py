@@ -6,6 +6,7 @@ process takes 4 to 5 s to start, each further one about 1 s.
 """
 
 import copy
+import gc
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -110,6 +111,9 @@ class Lab:
         model.save_pretrained(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
+        # vLLM collects garbage ten times in the life of an engine, and would search all that was imported each time. It
+        # ends the freeze itself when an engine ends.
+        gc.freeze()
         settings: dict[str, Any] = {
             "max_model_len": 256,
             "max_in_flight": 32,
@@ -217,6 +221,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     lab = Lab(tmp_path_factory.mktemp("lab"))
     yield lab
     lab.close()
+    # For the tests that follow, as `tba.tests.runner` did before the first.
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -237,6 +237,7 @@ def test_a_crowd_of_names_that_do_no_work_keeps_no_searcher_out(harness, monkeyp
     buffer.ask(messages.Heartbeat(activity="x", reason="", weights_version=None, metrics={}), sender="idle0.1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("searchers", "patience", "seconds"), [(8, 60, 1), (600, 60, 2), (2000, 60, 3), (2000, 4, 1)])
 def test_a_large_fleet_sends_heartbeats_less_often_but_never_as_late_as_its_leases_expire(searchers, patience, seconds):
     clock = ManualClock()

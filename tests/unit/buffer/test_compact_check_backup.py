@@ -136,6 +136,7 @@ def test_prune_of_tokens_needs_no_secret_of_the_run(capped, tba_buffer):
     assert (done["trajectories_compacted"], done["trajectories_kept"]) == (8, 2)
 
 
+@pytest.mark.slow
 def test_prune_of_tokens_is_of_the_run_that_is_named_whatever_the_configuration_says(capped, tba_buffer):
     record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
     store = Store(capped, durability="process")

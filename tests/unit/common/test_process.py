@@ -1,5 +1,6 @@
 """A process: its memory, signals, cores, watchdog, background threads, and the command that started it."""
 
+import gc
 import logging
 import os
 import pty
@@ -19,6 +20,7 @@ from tba.common.system.process import (
     NotifySocket,
     StopSignal,
     notify_systemd,
+    objects_frozen,
     openmp_threads,
     partition_cores,
     starting_on,
@@ -246,3 +248,16 @@ def test_a_log_has_about_twenty_steps_of_a_training_and_those_with_a_held_out_lo
             report({"step": step, "steps": 313, "loss": 1.0} | ({"held_out_loss": 2.0} if step == 50 else {}))
     logged = [record.fields["step"] for record in caplog.records]
     assert logged == [1, *range(15, 50, 15), 50, *range(60, 313, 15), 313]
+
+
+@pytest.mark.slow
+def test_objects_are_frozen_in_a_block_and_stay_so_if_its_caller_had_frozen_some():
+    gc.unfreeze()
+    with objects_frozen():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    # As `tba.tests.runner` does, for the tests that follow.
+    gc.freeze()
+    with objects_frozen():
+        pass
+    assert gc.get_freeze_count() > 0

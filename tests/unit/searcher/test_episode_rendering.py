@@ -30,6 +30,7 @@ def renderer_of(tokenizer: Any, **settings: Any) -> PromptRenderer:
     return PromptRenderer(tokenizer, TaskSection(**settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_contexts_of_random_episodes_are_those_of_the_template_or_known_to_be_broken(name):
     family = FAMILIES[name]

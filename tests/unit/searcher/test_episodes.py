@@ -318,6 +318,7 @@ def test_the_calculator_knows_sums_differences_and_products_alone(expression, va
     assert calculate(expression) == value
 
 
+@pytest.mark.slow
 def test_the_calculator_answers_a_call_and_ends_at_an_answer():
     task = CalculatorTask()
     prompt = task.prompts()[0]

@@ -251,6 +251,7 @@ def test_a_response_that_was_cut_off_is_scored_penalised_or_left_out_of_training
 PHASES = [{"until": 2, "weights": {"format": 0.5, "reward": 4.0}}, {"until": 5, "weights": {"correct": -1.0}}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "phase"), [(0, 0), (1, 0), (2, 1), (4, 1), (5, None)])
 def test_the_rewards_of_a_group_are_those_of_the_phase_in_which_its_visit_began(make, version, phase):
     engine = FakeEngine()

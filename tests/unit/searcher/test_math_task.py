@@ -148,7 +148,7 @@ def test_a_space_between_two_numbers_is_kept():
     assert normalised(f"2{' ' * 100_000}1") == "2 1"
 
 
-PAIRS = size(1_500, 6_000)
+PAIRS = size(600, 6_000)
 KINDS = read_verdicts("math_kinds.txt")
 TABLES = KINDS | read_verdicts("math_answers.txt")
 

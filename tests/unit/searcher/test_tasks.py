@@ -327,6 +327,7 @@ def test_each_prompt_of_a_mixture_is_scored_by_its_task(file):
             assert reward == Reward(1.0, parts)
 
 
+@pytest.mark.slow
 def test_a_mixture_with_a_coroutine_scores_concurrently(file):
     file.write_text(FILE.replace("def score", "async def score"))
     task = load_task(mixture(file, None, None))

@@ -312,6 +312,7 @@ def test_an_engine_of_this_package_keeps_every_promise(model: Path):
     assert len(findings) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "promise"),
     [
@@ -330,6 +331,7 @@ def test_a_broken_promise_is_found(model: Path, kind: type[Right], promise: str)
     assert promise in broken(kind(model), model)
 
 
+@pytest.mark.slow
 def test_the_command_exits_with_1_for_an_engine_that_breaks_a_promise(model: Path, capsys: pytest.CaptureFixture[str]):
     assert conformance.main([f"{__name__}:Right", str(model)]) == 0
     assert conformance.main([f"{__name__}:ScoresOneTokenLate", str(model)]) == 1

@@ -16,6 +16,7 @@ from tba.tests.helpers import trainer
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.trainer import random_batch
 from tba.tests.helpers.weights import flip_a_byte
+from tba.tests.runner import slow
 from tba.trainer import checkpoint
 from tba.trainer.checkpoint import CheckpointWriter
 from tba.trainer.model.host_buffers import HostBuffers
@@ -56,7 +57,11 @@ RESUMED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("keys", RESUMED, ids=["plain", "tied", "distill", "offload", "half", "reset", "ema"])
+@pytest.mark.parametrize(
+    "keys",
+    [RESUMED[0], *slow(*RESUMED[1:])],
+    ids=["plain", "tied", "distill", "offload", "half", "reset", "ema"],
+)
 def test_three_steps_and_three_after_a_resume_equal_six_steps_bit_for_bit(tmp_path, keys):
     def made(seed: int = 0) -> Learner:
         return trainer.make_learner(**keys | KEYS | {"model": keys.get("model", {}) | {"seed": seed}})

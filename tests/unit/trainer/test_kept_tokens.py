@@ -17,6 +17,7 @@ from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_episode, make_trajectory
 from tba.tests.helpers.trainer import VOCABULARY, make_learner, make_row, objective, save_tiny_model, tiny_model
+from tba.tests.runner import size
 from tba.trainer.batch.batch import TrainBatch, counted, decode, pack_batch, unpack_batch
 from tba.trainer.model.chunked_logprobs import Kept, token_logprobs
 from tba.trainer.model.scorer import Scorer
@@ -63,6 +64,7 @@ def batch_of(harness: Any, trajectories: list[Trajectory]) -> TrainBatch:
     return decode(reply.message, [memoryview(frame) for frame in reply.frames], prompts=2, samples=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [{}, {"packing": "packed"}, {"micro_batch_tokens": 20}], ids=str)
 @pytest.mark.parametrize("cuts", [[one] for one in CUTS] + [[{}, *CUTS, {"temperature": 0.7}]])
 def test_ratios_of_fresh_data_are_1(harness, tmp_path, cuts, train):
@@ -237,7 +239,7 @@ def variation(table: Tensor, optimum: np.ndarray, top_p: float) -> float:
 @pytest.mark.parametrize("name", ["tb", "tb_stale"])
 def test_the_posterior_of_top_p_is_the_true_one_over_what_is_sampled(name):
     """And over all responses, if a part of the data is sampled from all of the vocabulary."""
-    for seed in range(2):
+    for seed in range(size(1, 2)):
         table, optimum, largest = trained(name, [0.9], seed)
         assert largest < 1e-5
         assert variation(table, optimum, 0.9) < 0.005

@@ -169,6 +169,7 @@ def test_numbers_of_rows_equal_those_of_the_full_logits(keys):
     assert numbers["skipped"] == [weight == 0 for weight in numbers["weight"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_of_rows_do_not_depend_on_micro_batches_and_chunks(name):
     found = []

@@ -14,6 +14,7 @@ from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.puts import make_episode
 from tba.tests.helpers.trainer import make_batch, make_learner, make_row, objective, random_batch, tiny_model
 from tba.tests.helpers.two_turns import BETA, Policy, gain, gain_of, group_of, make_sampler, make_world, train
+from tba.tests.runner import slow
 from tba.trainer.batch.batch import Row, TrainBatch, counted, decode
 from tba.trainer.model.scorer import Scorer
 from tba.trainer.step.accumulate import turns_of
@@ -105,7 +106,7 @@ def step_of(batch: TrainBatch, name: str, tokens: int) -> tuple[Any, torch.Tenso
     return learner.step(batch), gradient
 
 
-@pytest.mark.parametrize("tokens", [10_000, 20])
+@pytest.mark.parametrize("tokens", [20, *slow(10_000)])
 @pytest.mark.parametrize(
     "name",
     ["tb", "turn", "tb_stale", "tb_learned_z", "tb_prefix", "oapl", "grpo", "dr_grpo", "ppo_clip", "ppo", "cispo"],

@@ -410,7 +410,13 @@ def test_the_scheduled_learning_rate_and_beta_are_used_and_recorded():
     assert 0.002 < float((weights[2] - weights[1]).abs().max()) < 0.02
 
 
-@pytest.mark.parametrize(("name", "tokens"), [*((name, 1) for name in NAMES), ("tb", 30), ("tb", 100)])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        *(("tb", tokens) for tokens in (1, 30, 100)),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES if name != "tb"),
+    ],
+)
 def test_gradients_do_not_depend_on_the_size_of_micro_batches(name, tokens):
     batch = random_batch(2, prompts=5)
     one, whole = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, get_scheduler
 
 from tba.common.clock import SystemClock
 from tba.common.config import TrainSection
@@ -45,6 +45,8 @@ from tba.trainer.step.step_metrics import (
 
 log = get_logger(__name__)
 
+# Names of `train.schedule` in transformers.
+_SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "wsd": "warmup_stable_decay"}
 # How many trajectory ids an error message lists.
 _NAMED_IDS = 20
 _LOG_Z_LEARNING_RATE = 1e-3
@@ -403,22 +405,17 @@ class Learner:
 def learning_rate_schedule(config: TrainSection) -> Callable[[int], float]:
     """Return the learning rate as a function of the number of updates made before, so that a resume needs no state.
 
-    These are the schedules of transformers, whose module imports peft, which takes 0.3 s.
+    The schedules of transformers are stateful objects around a pure function; only that function is used.
     """
     warmup, decay = _phases(config)
-    steps, kind = config.steps, config.schedule
-    peak_ends = steps - decay if kind == "wsd" else warmup
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return step / warmup
-        if step < peak_ends or kind == "constant":
-            return 1.0
-        progress = (step - peak_ends) / max(1, steps - peak_ends)
-        if kind == "linear":
-            return max(0.0, (steps - step) / max(1, steps - warmup))
-        return 0.0 if kind == "wsd" and step >= steps else max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
-
+    scheduler = get_scheduler(
+        _SCHEDULES[config.schedule],
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),
+        num_warmup_steps=warmup,
+        num_training_steps=config.steps,
+        scheduler_specific_kwargs={"num_decay_steps": decay} if config.schedule == "wsd" else None,
+    )
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
     return lambda step: config.learning_rate * factor(step)
 
 

@@ -253,21 +253,6 @@ def test_schedules_follow_a_linear_warm_up_and_a_wsd_decay_longer_than_the_run_i
     assert rates([5, 10, 60, 110], schedule="cosine", **keys) == pytest.approx([0.5, 1, 0.5, 0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("steps", "warmup", "decay"), [(100, 10, 40), (7, 0, 0), (5, 5, 0), (5, 9, 0), (6, 1, 5)])
-def test_schedules_are_those_of_transformers_bit_for_bit(steps, warmup, decay):
-    from transformers import get_scheduler
-
-    names = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "wsd": "warmup_stable_decay"}
-    keys = {"steps": steps, "warmup_steps": warmup, "decay_steps": decay}
-    for schedule, name in names.items():
-        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        own = {"num_decay_steps": decay} if schedule == "wsd" else None
-        (expected,) = get_scheduler(name, optimizer, warmup, steps, own).lr_lambdas
-        at = list(range(steps + 3))
-        assert rates(at, schedule=schedule, **keys) == [expected(step) for step in at]
-
-
 @pytest.mark.parametrize(("steps", "warmup", "decay"), [(1000, 50, 500), (200, 20, 100), (5, 0, 2), (2, 0, 1)])
 def test_defaults_fit_into_the_run_without_a_warning(caplog, steps, warmup, decay):
     rate = learning_rate_schedule(TrainSection(learning_rate=1.0, steps=steps))

@@ -80,6 +80,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
         (r"(?<![A-Za-z])([A-Za-z])\(-(\d+)\)(?= ?=)", r"\1_{\2}"),
         (r"\\(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),
+        (r"\{ ?(\w+) ?\\choose ?(\w+) ?\}", r"\\binom{\1}{\2}"),
+        (r"\\lg(?![a-z])", r"\\log_{10}"),
         (r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
         (r"(?<=\d) (?=\d{3}(?!\d))", ""),
         (r"^(?:[^,(\[{]*=)? ?[+-]?[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", lambda found: found[0].replace(",", "")),

@@ -246,11 +246,16 @@ class PromptRenderer:
         return None
 
     def require_complete(self, prompt: Content, response: Message | None = None) -> None:
-        """Raise ValueError if the chat template ignores tools, calls, names, or the thoughts of the response."""
+        """Raise ValueError if the chat template ignores a role, tools, calls, names or the response's thoughts."""
         if prompt.ids or (messages := self.conversation(prompt)) is None:
             return
+        variables = self._variables(prompt)
+        instructed = self._config.system and messages[0][0] != _SYSTEM
+        said = [*([(_SYSTEM, self._config.system)] if instructed else []), *messages]
+        if not {(message[0], True) for message in said} <= self._written_roles:
+            self._written([], said, variables)
         messages = [*messages, *([response] if response else [])]
-        whole, variables = [as_map(message) for message in messages], self._variables(prompt)
+        whole = [as_map(message) for message in messages]
         for name in (*_SAID, *(_THOUGHT if response else ())):
             # Each is left out once, but not from a tool's message, whose name is that of the call.
             kept = len(whole) - 1 if name in _THOUGHT else 0

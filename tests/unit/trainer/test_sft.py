@@ -227,7 +227,7 @@ def test_a_chat_template_that_changes_or_rejects_the_prompt_is_reported(encoder,
     messages = [USER, {"role": "assistant", "content": "2"}]
     file = write(tmp_path / "rows.jsonl", json.dumps({"messages": messages}))
     for template, words in (
-        ("{{ messages | length }}", "differently"),
+        ("{{ messages | length }}{{ messages[0].content }}", "differently"),
         ("{{ raise_exception('no system message') }}", "no system message"),
         (None, "no chat template"),
     ):

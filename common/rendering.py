@@ -208,11 +208,11 @@ class PromptRenderer:
         """Return the token ids of a text that has its special tokens."""
         return [int(id_) for id_ in self.tokenizer.encode(text, add_special_tokens=False)]
 
-    def response_ids(self, prompt: Content, response: str) -> list[int]:
-        """Return the token ids of a response that follows a prompt: some tokenizers put a space before a first word."""
-        text = self.text(prompt)
+    def response_ids(self, text: str, response: str) -> list[int]:
+        """Return the token ids of a response that follows a text: some tokenizers put a space before a first word."""
         before, whole = self.encode(text), self.encode(text + response)
-        return whole[len(before) :] if whole[: len(before)] == before else self._encode_after(response)
+        follows = before and whole[: len(before)] == before
+        return whole[len(before) :] if follows else self._encode_after(response)
 
     def after_answer(self, prompt: Content) -> str:
         """Return what the chat template writes behind an answer, "" if there is none or that cannot be told."""

@@ -416,7 +416,7 @@ def _tokens(prompt: _Prompt, response: Message, encoder: Encoder) -> tuple[list[
     renderer = encoder.renderer
     prompt_ids, text = renderer.ids(prompt), renderer.text_with(prompt, response)
     if text is None:
-        return prompt_ids, _ended(renderer.encode(response[1]), response, encoder)
+        return prompt_ids, _ended(renderer.response_ids(prompt.text, response[1]), response, encoder)
     renderer.require_complete(prompt, response)
     ids = renderer.encode(text)
     if ids[: len(prompt_ids)] == prompt_ids:

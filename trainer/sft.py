@@ -382,7 +382,8 @@ def _read_row(value: Any) -> tuple[_Prompt, Message]:
         *before, response = _messages(said)
         prompt = _Prompt(messages=before, template_kwargs=variables)
     else:
-        texts = value.get("prompt"), value.get("answer") if value.get("response") is None else value["response"]
+        said = value.get("answer") if value.get("response") is None else value["response"]
+        texts = value.get("prompt"), str(said) if type(said) in (int, float) else said
         if not isinstance(texts[0], str) or not isinstance(texts[1], str):
             raise ValueError(
                 "a row has `messages`, or `prompt` and `response` (or `answer`), which are strings; this one has "

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.common.errors import ConfigError, quantity
 from tba.common.rotation import Rotation
@@ -26,7 +26,7 @@ from tba.trainer.model.chunked_logprobs import Kept, token_logprobs
 from tba.trainer.model.packed_attention import ATTENTION
 from tba.trainer.model.packing import pack
 from tba.trainer.objectives.responses import row_sums
-from tba.trainer.preflight.shape import meta_model
+from tba.trainer.preflight.shape import meta_model, trained_config
 
 # What has a learned value: each turn, each counted token, or neither.
 Places = Literal["", "turn", "token"]
@@ -48,12 +48,7 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
         _remove_dropout(model)
         return model
     with loading(f"the model in {directory}", device):
-        # Without a kernel for them transformers makes plain weights of them, which would not be saved as they were.
-        if getattr(from_directory(AutoConfig, directory), "quantization_config", None):
-            raise ConfigError(
-                f"the weights in {directory} are quantized (quantization_config in config.json), and cannot be "
-                "trained: use the model that they were made of, or one that was saved with plain weights"
-            )
+        trained_config(directory)
         model, info = from_directory(
             AutoModelForCausalLM, directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )

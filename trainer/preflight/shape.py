@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tba.common.errors import ConfigError
 from tba.common.system.load_errors import loading
 from tba.common.weights.pretrained import from_config, from_directory
 
@@ -50,9 +51,21 @@ class ModelShape:
 def meta_model(directory: Path) -> PreTrainedModel:
     """Return the float32 model of a directory on the meta device, from its config.json alone. Raises ConfigError."""
     with loading(f"the configuration of the model in {directory}"), torch.device("meta"):
-        config = from_directory(AutoConfig, directory)
+        config = trained_config(directory)
         model: PreTrainedModel = from_config(AutoModelForCausalLM, config, directory, dtype=torch.float32)
     return model
+
+
+def trained_config(directory: Path) -> Any:
+    """Return the configuration of a model that is trained. Raises ConfigError if its weights are quantized."""
+    config = from_directory(AutoConfig, directory)
+    if getattr(config, "quantization_config", None):
+        # Without a kernel for them transformers makes plain weights of them, which would not be saved as they were.
+        raise ConfigError(
+            f"the weights in {directory} are quantized (quantization_config in config.json), and cannot be trained: "
+            "use the model that they were made of, or one that was saved with plain weights"
+        )
+    return config
 
 
 def shape_of(model: PreTrainedModel, targets: Sequence[str] | Literal["all"] = "all") -> ModelShape:

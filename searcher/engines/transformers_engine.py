@@ -89,7 +89,8 @@ class TransformersEngine:
         config = self._model.config.get_text_config()
         # Cached keys keep their rotation, which is another one above the limit.
         # Models whose attention knows distances alone, such as BLOOM and MPT, have no largest position.
-        positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", _NO_LIMIT)
+        named = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+        positions = int(named or _NO_LIMIT)
         self._context = min(positions, Rotation.of(config).limit or positions)
         # By name in the files.
         self._names = _names_in_files(self._model)

@@ -26,7 +26,7 @@ from tba.trainer.model.chunked_logprobs import Kept, token_logprobs
 from tba.trainer.model.packed_attention import ATTENTION
 from tba.trainer.model.packing import pack
 from tba.trainer.objectives.responses import row_sums
-from tba.trainer.preflight.shape import meta_model, trained_config
+from tba.trainer.preflight.shape import meta_model, refuse_quantized
 
 # What has a learned value: each turn, each counted token, or neither.
 Places = Literal["", "turn", "token"]
@@ -48,7 +48,7 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
         _remove_dropout(model)
         return model
     with loading(f"the model in {directory}", device):
-        trained_config(directory)
+        refuse_quantized(directory)
         model, info = from_directory(
             AutoModelForCausalLM, directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )

@@ -1,4 +1,4 @@
-"""Rows of a data file: JSON lines, CSV or parquet, the first two also compressed by gzip."""
+"""Rows of a data file: JSON lines, a JSON array, CSV or parquet, all but parquet also compressed by gzip."""
 
 import csv
 import gzip
@@ -17,6 +17,8 @@ _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _PARQUET, _GZIP = b"PAR1", b"\x1f\x8b"
 # Rows of parquet in memory at once.
 _BATCH = 256
+# Bytes in which a file begins.
+_BEGIN = 64
 
 
 def is_data_file(name: str) -> bool:
@@ -38,6 +40,9 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
                 return
             plain: Any = gzip.GzipFile(fileobj=file) if magic.startswith(_GZIP) else file
             separator = _SEPARATORS.get(Path(path.name.removesuffix(".gz")).suffix.lower())
+            if not separator and plain.peek(_BEGIN).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+                yield from ((f"{path} row {number}", row) for number, row in enumerate(_json_array(plain, path), 1))
+                return
             lines = _csv(plain, path, separator) if separator else _json_lines(plain, path, TaskError)
             yield from ((f"{path}:{number}", row) for number, row in lines)
     except IsADirectoryError:
@@ -70,6 +75,14 @@ def _json_lines(lines: Iterable[bytes], path: Path, malformed: type[Exception] |
             shown = line[:60].decode("utf-8", "replace").strip()
             raise malformed(f"{path}:{number}: the line is not JSON: {error}; it begins {shown!r}") from error
         yield number, value
+
+
+def _json_array(file: Any, path: Path) -> list[Any]:
+    try:
+        rows: list[Any] = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{path} begins as a JSON array, and is none: {error}") from error
+    return rows
 
 
 def _csv(file: Any, path: Path, separator: str) -> Iterator[tuple[int, dict[str, str]]]:

@@ -208,11 +208,11 @@ class PromptRenderer:
         """Return the token ids of a text that has its special tokens."""
         return [int(id_) for id_ in self.tokenizer.encode(text, add_special_tokens=False)]
 
-    def response_ids(self, prompt: Content, response: str) -> list[int]:
-        """Return the token ids of a response that follows a prompt: some tokenizers put a space before a first word."""
-        text = self.text(prompt)
+    def response_ids(self, text: str, response: str) -> list[int]:
+        """Return the token ids of a response that follows a text: some tokenizers put a space before a first word."""
         before, whole = self.encode(text), self.encode(text + response)
-        return whole[len(before) :] if whole[: len(before)] == before else self._encode_after(response)
+        follows = before and whole[: len(before)] == before
+        return whole[len(before) :] if follows else self._encode_after(response)
 
     def after_answer(self, prompt: Content) -> str:
         """Return what the chat template writes behind an answer, "" if there is none or that cannot be told."""
@@ -246,11 +246,16 @@ class PromptRenderer:
         return None
 
     def require_complete(self, prompt: Content, response: Message | None = None) -> None:
-        """Raise ValueError if the chat template ignores tools, calls, names, or the thoughts of the response."""
+        """Raise ValueError if the chat template ignores a role, tools, calls, names or the response's thoughts."""
         if prompt.ids or (messages := self.conversation(prompt)) is None:
             return
+        variables = self._variables(prompt)
+        instructed = self._config.system and messages[0][0] != _SYSTEM
+        said = [*([(_SYSTEM, self._config.system)] if instructed else []), *messages]
+        if not {(message[0], True) for message in said} <= self._written_roles:
+            self._written([], said, variables)
         messages = [*messages, *([response] if response else [])]
-        whole, variables = [as_map(message) for message in messages], self._variables(prompt)
+        whole = [as_map(message) for message in messages]
         for name in (*_SAID, *(_THOUGHT if response else ())):
             # Each is left out once, but not from a tool's message, whose name is that of the call.
             kept = len(whole) - 1 if name in _THOUGHT else 0

@@ -212,7 +212,8 @@ class GenerationStage:
         if guide is None or fraction is None:
             return None
         room = max_tokens if guide.context is None else guide.context - len(self._prompt_ids(prompt.key))
-        shown = self._renderer.response_ids(prompt, guide.stopping.before_string(prompt.demonstration))
+        demonstration = guide.stopping.before_string(prompt.demonstration)
+        shown = self._renderer.response_ids(self._renderer.text(prompt), demonstration)
         ids = list(takewhile(lambda id_: id_ not in guide.stopping.ids, shown))[: min(room, max_tokens)]
         return np.asarray(ids[: round(fraction * (len(ids) - 1))], np.int32)
 

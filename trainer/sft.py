@@ -372,7 +372,8 @@ def _read_row(value: Any) -> tuple[_Prompt, Message]:
         *before, response = _messages(said)
         prompt = _Prompt(messages=before, template_kwargs=variables)
     else:
-        texts = value.get("prompt"), value.get("answer") if value.get("response") is None else value["response"]
+        said = value.get("answer") if value.get("response") is None else value["response"]
+        texts = value.get("prompt"), str(said) if type(said) in (int, float) else said
         if not isinstance(texts[0], str) or not isinstance(texts[1], str):
             raise ValueError(
                 "a row has `messages`, or `prompt` and `response` (or `answer`), which are strings; this one has "
@@ -406,7 +407,7 @@ def _tokens(prompt: _Prompt, response: Message, encoder: Encoder) -> tuple[list[
     renderer = encoder.renderer
     prompt_ids, text = renderer.ids(prompt), renderer.text_with(prompt, response)
     if text is None:
-        return prompt_ids, _ended(renderer.encode(response[1]), response, encoder)
+        return prompt_ids, _ended(renderer.response_ids(prompt.text, response[1]), response, encoder)
     renderer.require_complete(prompt, response)
     ids = renderer.encode(text)
     if ids[: len(prompt_ids)] == prompt_ids:

@@ -242,7 +242,8 @@ class Parser:
         if prompt_ids is None:
             prompt_ids = self._tokenizer().prompt(line.prompt or "")
         if response_ids is None:
-            response_ids = self._tokenizer().response(line.response or "", finished=line.stop_reason == STOP_EOS)
+            finished = line.stop_reason == STOP_EOS
+            response_ids = self._tokenizer().response(line.response or "", line.prompt or "", finished=finished)
         logprobs = [0.0] * len(response_ids) if line.logprobs is None else line.logprobs
         runs = [[0, len(response_ids)]] if line.version_runs is None else line.version_runs
         if not runs or any(len(run) != 2 for run in runs):

@@ -31,9 +31,9 @@ class Tokenizer:
         """Return the ids of a prompt, as a searcher encodes a text that no chat template renders."""
         return self._renderer.raw_ids(text)
 
-    def response(self, text: str, *, finished: bool) -> list[int]:
+    def response(self, text: str, prompt: str, *, finished: bool) -> list[int]:
         """Return the ids of a response, `finished` with the end token. Raises ValueError if it spells an end token."""
-        ids = self._renderer.encode(text)
+        ids = self._renderer.response_ids(prompt, text)
         if spelt := set(ids) & set(self._ends):
             token = self._renderer.tokenizer.decode([min(spelt)], skip_special_tokens=False)
             raise ValueError(f"the response spells the end token {token!r}: remove it")

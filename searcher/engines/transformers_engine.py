@@ -42,6 +42,7 @@ from tba.searcher.engines.stopping import Stopping
 _CHUNK = 64
 # Rounding must not turn a number in [0, 1) into 1, which is past the last token.
 _BELOW_ONE = 1 - 2.0**-40
+_NO_LIMIT = 1 << 30
 
 # The layer types that the KV cache supports. With a sliding window it keeps all positions, and the mask hides those
 # outside.
@@ -87,7 +88,10 @@ class TransformersEngine:
         self._stopping = stopping
         config = self._model.config.get_text_config()
         # Cached keys keep their rotation, which is another one above the limit.
-        self._context = min(config.max_position_embeddings, Rotation.of(config).limit or config.max_position_embeddings)
+        # Models whose attention knows distances alone, such as BLOOM and MPT, have no largest position.
+        named = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+        positions = int(named or _NO_LIMIT)
+        self._context = min(positions, Rotation.of(config).limit or positions)
         # By name in the files.
         self._names = _names_in_files(self._model)
         tied = tied_names(self._model)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from tba.common.errors import first_line
 from tba.common.log import get_logger
 from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, ErrorKind
 from tba.common.wire.messages import Visit
@@ -190,6 +189,11 @@ def described(error: BaseException, task: Task, prompt: Prompt, method: str, mem
     """Return an error of a task's code as a text, and log where it was raised. `method` is an environment's."""
     if isinstance(error, MemoryError):
         return f"out of memory (limit {memory_mib} MiB)" if memory_mib else "out of memory"
+    try:
+        said = f"{type(error).__name__}: {error}"
+    # The code of an exception's message is the task's, too.
+    except Exception:  # noqa: BLE001
+        said = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     # The line of the task, and not of a library that it calls.
     frame = next((frame for frame in reversed(frames) if "site-packages" not in frame.filename), frames[-1])
@@ -199,9 +203,9 @@ def described(error: BaseException, task: Task, prompt: Prompt, method: str, mem
         task=name_of(task, prompt),
         at=f"{frame.filename}:{frame.lineno}",
         prompt=prompt.key,
-        error=storable(f"{type(error).__name__}: {first_line(error)}"),
+        error=storable(said.splitlines()[0]),
     )
-    return f"{type(error).__name__}: {error}"
+    return said
 
 
 def checked_score(reward: Any) -> Reward:

@@ -21,8 +21,8 @@ _NUMBER = re.compile(rf"(?:(?<!\d)-?{_WHOLE}(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE]
 _SPELLINGS = (
     (re.compile("\N{MINUS SIGN}"), "-"),
     (re.compile(r"(?<!\d)(?<!\d\$)-(?:US)?\\*[$€£¥₹]\s?(?=[\d.])"), "-"),
-    (re.compile(r"\{,\}|,\\!"), ","),
-    (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"\{,\}|,\\!|，"), ","),
+    (re.compile(r"(?<=\d)(?:\\[,!]|['’_\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
 )
 _SUBSET = "main"
 # The solutions have results of a calculator, as in "48/2 = <<48/2=24>>24".

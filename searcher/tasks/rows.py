@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from tba.common.rendering import message_of, variables_of
 from tba.searcher.tasks.task import ListedTask, Prompt
 
 log = get_logger(__name__)
+
+# Every integer below is a float.
+_EXACT = 2**53
 
 
 def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
@@ -101,8 +105,10 @@ class RowsTask(ListedTask):
 def key_of(text: str, variables: dict[str, Any] | None = None) -> str:
     """Return the key of a prompt, which depends on its text and the variables of its template alone.
 
-    Raises ValueError for a lone surrogate.
+    Raises ValueError for a lone surrogate, and for an empty text, which is the null of CSV.
     """
+    if not text.strip():
+        raise ValueError("the question is empty")
     asked = json.dumps([text, variables], sort_keys=True, default=str) if variables else text
     data_files.require_unicode(asked)
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
@@ -148,12 +154,15 @@ def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
     value = value_in(row, column)
     values = value if several and isinstance(value, list) else [value]
     for one in values:
-        number = (isinstance(one, int) and not isinstance(one, bool)) or (isinstance(one, float) and math.isfinite(one))
+        finite = isinstance(one, float | Decimal) and math.isfinite(one)
+        number = finite or (isinstance(one, int) and not isinstance(one, bool))
         if not isinstance(one, str) and not number:
             raise ValueError(f"the column {column} has {one!r:.60}, which is neither a text nor a finite number")
     if not values:
         raise ValueError(f"the column {column} is an empty list")
-    return [str(one) for one in values]
+    # A column of integers with an empty cell has 18.0 for 18.
+    whole = [isinstance(one, float) and one.is_integer() and abs(one) < _EXACT for one in values]
+    return [str(int(one) if is_whole else one) for one, is_whole in zip(values, whole, strict=True)]
 
 
 def _column_of(row: Any, names: Sequence[str], option: str) -> str:

@@ -26,7 +26,7 @@ from tba.trainer.model.chunked_logprobs import Kept, token_logprobs
 from tba.trainer.model.packed_attention import ATTENTION
 from tba.trainer.model.packing import pack
 from tba.trainer.objectives.responses import row_sums
-from tba.trainer.preflight.shape import meta_model
+from tba.trainer.preflight.shape import meta_model, refuse_quantized
 
 # What has a learned value: each turn, each counted token, or neither.
 Places = Literal["", "turn", "token"]
@@ -48,6 +48,7 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
         _remove_dropout(model)
         return model
     with loading(f"the model in {directory}", device):
+        refuse_quantized(directory)
         model, info = from_directory(
             AutoModelForCausalLM, directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
@@ -132,7 +133,8 @@ def enable_gradient_checkpointing(model: PreTrainedModel, *, autocast: bool) -> 
 def _check_head(model: PreTrainedModel) -> None:
     """Reject models that scale or cap the logits of their linear head: `Scorer` applies the head alone.
 
-    The head's output is replaced by large numbers, which a cap changes whatever the weights are.
+    The head's output is replaced by large numbers, which a cap changes whatever the weights are. Also reject models
+    whose hidden states are not finite, or depend on later tokens.
     """
     head, inputs = model.get_output_embeddings(), []
 
@@ -143,10 +145,15 @@ def _check_head(model: PreTrainedModel) -> None:
     tokens_NT = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device)[None]
     with head.register_forward_hook(replace):
         logits_NTV = model(input_ids=tokens_NT, use_cache=False).logits
-    hidden_NTH = model.base_model(input_ids=tokens_NT, use_cache=False).last_hidden_state
+    name, body, near = type(model).__name__, model.base_model, partial(torch.allclose, atol=1e-3, rtol=1e-3)
+    hidden_NTH = getattr(body(input_ids=tokens_NT, use_cache=False), "last_hidden_state", head.weight[:1])
+    if not hidden_NTH.isfinite().all():
+        raise ConfigError(f"{name} computes numbers that are not finite: its weights are damaged, copy them again")
     unchanged = inputs and torch.equal(logits_NTV, replace(head, (hidden_NTH,), logits_NTV))
-    if not unchanged or not torch.allclose(inputs[0], hidden_NTH, atol=1e-3, rtol=1e-3):
-        raise ConfigError(f"{type(model).__name__} scales or caps its logits: this release cannot train it")
+    if not unchanged or inputs[0].shape != hidden_NTH.shape or not near(inputs[0], hidden_NTH):
+        raise ConfigError(f"{name} scales or caps its logits: this release cannot train it")
+    if not near(body(input_ids=tokens_NT[:, :-1], use_cache=False).last_hidden_state, hidden_NTH[:, :-1]):
+        raise ConfigError(f"in {name} tokens depend on later ones, as in an encoder: it is no causal language model")
 
 
 class Scores(NamedTuple):

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tba.common.errors import ConfigError
 from tba.common.system.load_errors import loading
+from tba.common.weights.model_files import read_json
 from tba.common.weights.pretrained import from_config, from_directory
 
 # Configurations of mixtures of experts name these differently.
@@ -50,9 +52,21 @@ class ModelShape:
 def meta_model(directory: Path) -> PreTrainedModel:
     """Return the float32 model of a directory on the meta device, from its config.json alone. Raises ConfigError."""
     with loading(f"the configuration of the model in {directory}"), torch.device("meta"):
+        refuse_quantized(directory)
         config = from_directory(AutoConfig, directory)
         model: PreTrainedModel = from_config(AutoModelForCausalLM, config, directory, dtype=torch.float32)
     return model
+
+
+def refuse_quantized(directory: Path) -> None:
+    """Raise ConfigError if the weights of a model that is to be trained are quantized."""
+    config = read_json(directory / "config.json")
+    if any(part.get("quantization_config") for part in (config, config.get("text_config") or {})):
+        # Without a kernel for them transformers makes plain weights of them, which would not be saved as they were.
+        raise ConfigError(
+            f"the weights in {directory} are quantized (quantization_config in config.json), and cannot be trained: "
+            "use the model that they were made of, or one that was saved with plain weights"
+        )
 
 
 def shape_of(model: PreTrainedModel, targets: Sequence[str] | Literal["all"] = "all") -> ModelShape:

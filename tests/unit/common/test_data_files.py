@@ -24,6 +24,8 @@ def files(folder):
         "a.jsonl": LINES.encode(),
         "a.jsonl.gz": gzip.compress(LINES.encode(), mtime=0),
         "blob-without-suffix": gzip.compress(LINES.encode(), mtime=0),
+        "a.json": b"\xef\xbb\xbf\n" + json.dumps(ROWS, indent=1).encode(),
+        "a.json.gz": gzip.compress(json.dumps(ROWS).encode(), mtime=0),
         "a.csv": CSV.encode(),
         "a.tsv": CSV.replace(",", "\t").replace("1\t", "1,").encode(),
         "a.csv.gz": gzip.compress(CSV.encode(), mtime=0),
@@ -38,7 +40,7 @@ def files(folder):
 def test_every_format_gives_the_same_rows(tmp_path):
     found = {path.name: [row for _, row in read(path)] for path in files(tmp_path)}
     assert found == dict.fromkeys(found, ROWS)
-    assert len(found) == 8
+    assert len(found) == 10
 
 
 def test_the_place_of_a_row_is_its_line_or_its_number(tmp_path):
@@ -59,6 +61,7 @@ def test_a_field_that_only_other_rows_of_parquet_have_is_absent_and_a_null_colum
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"a": 1}\nhello', r"a.jsonl:2: the line is not JSON: .* it begins 'hello'"),
+        ("a.json", b'[{"a": 1},]', r"a.json begins as a JSON array, and is none: .*: line 1 column 1"),
         (
             "a.jsonl.gz",
             gzip.compress(LINES.encode(), mtime=0)[:-9],

@@ -90,7 +90,7 @@ def test_code_of_the_hub_that_a_configuration_names_is_refused(tmp_path):
 def test_a_model_whose_package_is_missing_is_refused_with_its_name(tmp_path):
     model = changed_model(tmp_path / "m", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     with pytest.raises(ConfigError, match=r"needs a package that is not installed: .*bitsandbytes"):
-        load_model(model, torch.device("cpu"))
+        cpu_engine(model)
 
 
 SHORT = r"^out of memory while the model in /m was loaded on cuda:1 \(.*\): end other processes that"

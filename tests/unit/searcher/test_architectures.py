@@ -3,6 +3,8 @@
 Whether embedding and head are one tensor is read from the loaded model, and every parameter is accounted for.
 """
 
+import json
+
 import numpy as np
 import pytest
 
@@ -109,3 +111,35 @@ def test_files_with_the_head_alone_are_refused_with_what_to_do(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"embed_tokens.weight' .* If only the tied head is there, load .* save it"):
         cpu_engine(tmp_path)
+
+
+def test_a_model_without_a_largest_position_generates(tmp_path):
+    """As BLOOM and MPT, which know distances alone."""
+    save("bloom", tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["max_position_embeddings"]
+    path.write_text(json.dumps(fields))
+    model = load_model(tmp_path / "model", torch.device("cpu"))
+    assert_generates(cpu_engine(tmp_path / "model", max_in_flight=3), model)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "words"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "in Gemma3ForCausalLM tokens depend on later ones"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"are quantized \(quantization_config in config"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "are quantized"),
+        ("llama", {}, "computes numbers that are not finite"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_by_its_cause(name, field, words, tmp_path):
+    save(name, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | field))
+    if not field:
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["model.norm.weight"][0] = float("nan")
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=words):
+        load_model(tmp_path, torch.device("cpu"))

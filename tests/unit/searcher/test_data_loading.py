@@ -1,8 +1,11 @@
 """What tasks read from data: answers that are numbers, columns that are empty in some rows, half characters."""
 
+import decimal
 import json
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tba.buffer.tools.import_file import Parser
@@ -41,10 +44,21 @@ def test_a_number_is_an_answer(write, task, answer, gold):
     assert task(write({"question": "q", "answer": answer})).score(prompt, f"\\boxed{{{gold}}}", True).total == 1
 
 
+def test_a_decimal_of_parquet_is_an_answer_and_a_whole_float_is_an_integer(tmp_path):
+    """pandas stores a column of integers as floats if a cell is empty."""
+    table = {"question": ["q1"], "answer": [34.0], "price": [decimal.Decimal("1.50")]}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    for column, gold in (("answer", "34"), ("price", "1.50")):
+        task = AnswersTask(str(tmp_path / "a.parquet"), answer=column)
+        assert task.prompts()[0].answer == gold
+        assert task.score(task.prompts()[0], gold, True).total == 1
+
+
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(
     ("row", "found"),
     [
+        ({"question": " ", "answer": "1"}, "the question is empty"),
         ({"question": "q", "answer": None, "solution": "By induction on 3 cases."}, "the column answer is null"),
         ({"question": "q", "solution": "By induction on 3 cases."}, "the column answer is missing; the row has"),
         ({"question": "q", "answer": float("nan")}, "answer has nan, which is neither a text nor a finite number"),

@@ -304,16 +304,37 @@ def family(request, tmp_path):
 @pytest.mark.parametrize("text", TEXTS)
 def test_all_readers_encode_a_text_to_the_same_ids(family, text, tmp_path):
     directory, original, before = family
-    prompt = [*before, *original.encode(text, add_special_tokens=False)]
-    response = [*original.encode(text, add_special_tokens=False), original.eos_token_id]
+    alone = original.encode(text, add_special_tokens=False)
+    prompt = [*before, *alone]
+    # What follows the prompt, where no token spans both: some tokenizers put a space before the first word of a text.
+    both = original.encode(text + text, add_special_tokens=False)
     renderer = PromptRenderer(load_tokenizer(directory), TaskSection(template="raw"))
     assert renderer.ids(Prompt("p", text)) == prompt
     imported = ImportTokenizer(str(directory))
-    assert (imported.prompt(text), imported.response(text, finished=True)) == (prompt, response)
+    response = imported.response(text, text, finished=True)
+    assert imported.prompt(text) == prompt
+    assert both[: len(alone)] != alone or response == [*both[len(alone) :], original.eos_token_id]
+    if original.decode(alone) == text:
+        assert original.decode([*alone, *response], skip_special_tokens=True) == text + text
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps({"prompt": text, "response": text}))
     (row,) = read_rows([file], Encoder(renderer, [original.eos_token_id], vocabulary=10_000, longest=1000))
     assert (row.prompt_ids.tolist(), row.response_ids.tolist()) == (prompt, response)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "tool", ""])
+def test_a_message_that_the_chat_template_leaves_out_is_refused(role):
+    """As the system message in the first template of Phi 3; with role "" it is that of the configuration."""
+    tokenizer = chat_tokenizer("phi 3")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}<|end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    told = [("user", "2+2?"), ("assistant", "4"), ("user", "3+3?")]
+    PromptRenderer(tokenizer, TaskSection()).require_complete(Prompt("p", messages=told))
+    renderer = PromptRenderer(tokenizer, TaskSection(system="" if role else "Be brief."))
+    with pytest.raises(ValueError, match=f"does not write messages of the role '{role or 'system'}'"):
+        renderer.require_complete(Prompt("p", messages=[(role, "Be brief."), *told] if role else told))
 
 
 @pytest.mark.parametrize("class_", ["LlamaTokenizerFast", "LlamaTokenizer"])

@@ -384,3 +384,19 @@ def test_the_prompt_of_a_mixture_keeps_its_messages(file):
     (prompt,) = task.prompts()
     assert prompt.messages == (("user", "hello"),)
     assert task.score(prompt, "", True) == Reward(1.0, {"chat.reward": 1.0})
+
+
+def test_an_exception_whose_message_raises_is_the_error_of_its_response():
+    class Silent(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    class Judge:
+        name = "judge"
+
+        def score(self, prompt, response, finished):
+            raise Silent
+
+    task: Any = Judge()
+    reward, error = score(task, Prompt("p", "q"), "r", True)
+    assert (reward.total, error) == (0.0, "reward of judge: Silent")

@@ -277,7 +277,7 @@ def test_a_demonstration_follows_its_prompt_without_a_space_of_the_tokenizer(kin
     for answer in ("42!", " 42!"):
         prompt = Prompt("p", **asked, demonstration=answer)
         renderer = PromptRenderer(tokenizer, Config().task)
-        whole = [*renderer.ids(prompt), *renderer.response_ids(prompt, answer)]
+        whole = [*renderer.ids(prompt), *renderer.response_ids(renderer.text(prompt), answer)]
         assert tokenizer.decode(whole).endswith((renderer.text(prompt) + answer)[-8:])
         assert given_ids(prompt, tokenizer) == whole[len(renderer.ids(prompt)) : -1]
 
@@ -287,7 +287,7 @@ def test_a_demonstration_whose_first_letters_the_tokenizer_joins_with_the_prompt
     whole = tokenizer.encode("The answer", add_special_tokens=False)
     renderer, prompt = PromptRenderer(tokenizer, Config().task), Prompt("p", "The answ", demonstration="er")
     assert whole[: len(before := renderer.encode(prompt.text))] != before
-    assert tokenizer.decode([*before, *renderer.response_ids(prompt, "er")]) == "The answer"
+    assert tokenizer.decode([*before, *renderer.response_ids(renderer.text(prompt), "er")]) == "The answer"
 
 
 def make_guided(prompt: str, given: int, tokens: list[int], reward: float, **fields: Any) -> Any:

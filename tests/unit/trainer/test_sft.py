@@ -166,7 +166,7 @@ def test_resuming_with_other_data_is_rejected(base, pairs, tmp_path):
 
 def test_a_pair_and_the_last_message_of_a_conversation_end_with_the_end_token(encoder, tmp_path):
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
-    pair = '{"prompt": "1+1=", "answer": "2", "source": "me"}'
+    pair = '{"prompt": "1+1=", "answer": 2, "source": "me"}'
     file = write(tmp_path / "rows.jsonl", pair, "", json.dumps({"messages": messages}))
     tokenizer = encoder.renderer.tokenizer
     tokenizer.chat_template = CHAT + "{% if not add_generation_prompt %}=={% endif %}"
@@ -199,7 +199,7 @@ USER = {"role": "user", "content": "1"}
         ("{", "Expecting"),
         ("[1]", "JSON object"),
         ('{"prompt": "1"}', "`response`"),
-        ('{"prompt": "1", "response": 2}', "strings"),
+        ('{"prompt": "1", "response": true}', "strings"),
         ('{"prompt": "1", "response": ""}', "empty"),
         ('{"prompt": "", "response": "2"}', "no tokens"),
         ('{"prompt": "1111111111", "response": "22"}', "13 tokens, of at most 12"),
@@ -227,7 +227,7 @@ def test_a_chat_template_that_changes_or_rejects_the_prompt_is_reported(encoder,
     messages = [USER, {"role": "assistant", "content": "2"}]
     file = write(tmp_path / "rows.jsonl", json.dumps({"messages": messages}))
     for template, words in (
-        ("{{ messages | length }}", "differently"),
+        ("{{ messages | length }}{{ messages[0].content }}", "differently"),
         ("{{ raise_exception('no system message') }}", "no system message"),
         (None, "no chat template"),
     ):

@@ -3,10 +3,12 @@
 import csv
 import gzip
 import json
+import math
 import os
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,18 @@ _PARQUET, _GZIP = b"PAR1", b"\x1f\x8b"
 _BATCH = 256
 # Bytes in which a file begins.
 _BEGIN = 64
+# Every integer below is a float.
+_EXACT = 2**53
+
+
+def as_text(value: Any) -> str:
+    """Return a text, or a finite number, as text. Raises ValueError."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, int | float | Decimal) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.60} is neither a text nor a finite number")
+    # A column of integers with an empty cell has 18.0 for 18.
+    return str(int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value)
 
 
 def is_data_file(name: str) -> bool:
@@ -81,7 +95,9 @@ def _json_array(file: Any, path: Path) -> list[Any]:
     try:
         rows: list[Any] = json.load(file)
     except (ValueError, RecursionError) as error:
-        raise TaskError(f"{path} begins as a JSON array, and is none: {error}") from error
+        raise TaskError(
+            f"{path} begins as a JSON array, and is none ({error}): write one array, or one object per line"
+        ) from error
     return rows
 
 

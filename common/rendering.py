@@ -323,10 +323,15 @@ class PromptRenderer:
             # Some templates write the calls of a message and not its content.
             own = [one["role"] == role and not one.get("tool_calls") for one in maps]
             probed = [
-                one | {"content": one["content"] + _PROBE} if is_own else one
+                one | {"content": _PROBE + one["content"] + _PROBE} if is_own else one
                 for is_own, one in zip(own, maps, strict=True)
             ]
-            if any(own) and self._rendered([*before, *probed], variables) == text:
+            try:
+                ignored = any(own) and self._rendered([*before, *probed], variables) == text
+            # It renders these messages, and refuses another content.
+            except ValueError:
+                ignored = False
+            if ignored:
                 raise ValueError(f"the chat template does not write messages of the role {role!r}: use another role")
             self._written_roles.add((role, begins))
         return text

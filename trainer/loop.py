@@ -17,6 +17,7 @@ from tba.common.errors import (
     BufferUnavailable,
     CheckpointError,
     OutOfMemory,
+    RankLost,
     Refused,
     TbaError,
     TrainingBroken,
@@ -108,7 +109,7 @@ def run_other_rank(learner: Learner, ranks: Ranks, stop: Callable[[], bool] = la
     """Take part in what rank 0 commands until END.
 
     Ranks other than 0 have no connection to the buffer and write no files. Only rank 0 acts on `stop()`, of any of
-    them. Raises RuntimeError if rank 0 is gone, OutOfMemory.
+    them. Raises RuntimeError if rank 0 is gone, RankLost if other ranks alone were told to stop, OutOfMemory.
     """
     while True:
         command, payload = ranks.receive()
@@ -132,7 +133,17 @@ def run_other_rank(learner: Learner, ranks: Ranks, stop: Callable[[], bool] = la
         elif command == ASK:
             ranks.any(stop())
         elif command == END:
+            _check_end(ranks, bool(payload), stop)
             return
+
+
+def _check_end(ranks: Ranks, finished: bool, stop: Callable[[], bool]) -> None:
+    """Raise RankLost at the end of an unfinished training if other ranks were told to stop, but not this one.
+
+    Its supervisor then starts it again, and it waits for them.
+    """
+    if ranks.size > 1 and not finished and not stop():
+        raise RankLost("another node of this trainer was stopped: a checkpoint is saved, continue with --resume")
 
 
 class Trainer:
@@ -203,11 +214,12 @@ class Trainer:
         # Raised only if `stop()` becomes true while a request waits for the buffer.
         except BufferUnavailable:
             self.save()
-        self._ranks.send(END)
-        self._ranks.close()
         finished = self.learner.steps_done >= self._steps
+        self._ranks.send(END, b"finished" if finished else b"")
+        self._ranks.close()
         how = "the run is finished: --resume with more train.steps extends it" if finished else "--resume continues it"
         log.info("trainer stopped", step=self.learner.steps_done, steps=self._steps, next=how)
+        _check_end(self._ranks, finished, self._should_stop)
 
     def close(self) -> None:
         """Close everything, also after an error."""

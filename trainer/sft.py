@@ -24,6 +24,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -373,7 +374,8 @@ def _read_row(value: Any) -> tuple[_Prompt, Message]:
         prompt = _Prompt(messages=before, template_kwargs=variables)
     else:
         said = value.get("answer") if value.get("response") is None else value["response"]
-        texts = value.get("prompt"), str(said) if type(said) in (int, float) else said
+        is_number = isinstance(said, int | float | Decimal) and not isinstance(said, bool)
+        texts = value.get("prompt"), data_files.as_text(said) if is_number else said
         if not isinstance(texts[0], str) or not isinstance(texts[1], str):
             raise ValueError(
                 "a row has `messages`, or `prompt` and `response` (or `answer`), which are strings; this one has "

@@ -95,11 +95,12 @@ class LeaseBook:
         left = self.order[self.position : stop]
         expected = lengths(left)
         average = sum(expected.values()) / max(1, len(expected))
-        longest = sorted(left, key=lambda prompt: -expected.get(prompt, average))
+        longest = sorted(left, key=lambda prompt: (prompt in self.postponed, -expected.get(prompt, average)))
         count = min(count, len(left))
         among = min(count * searchers, len(left))
         chosen = [longest[n * among // count] for n in range(count)]
-        self.order[self.position : stop] = [*chosen, *(prompt for prompt in left if prompt not in chosen)]
+        taken = set(chosen)
+        self.order[self.position : stop] = [*chosen, *(prompt for prompt in left if prompt not in taken)]
         return count
 
     # ------------------------------------------------------------ changes

@@ -122,8 +122,8 @@ class Connections:
                 connection.counted_from = received
             unfinished.append((received - connection.counted_from, descriptor))
         # Not CPU time: on busy cores this thread waits for others in the middle of a check, and replies wait for it.
-        rest = _CHECK_REST * (time.monotonic() - now)
-        self._next_check_at = now + max(_CHECK_SECONDS, min(rest, _MOST_REST_SECONDS))
+        ended = time.monotonic()
+        self._next_check_at = ended + max(_CHECK_SECONDS, min(_CHECK_REST * (ended - now), _MOST_REST_SECONDS))
         self.active.clear()
         total = sum(size for size, _ in unfinished)
         for size, descriptor in sorted(unfinished, reverse=True):

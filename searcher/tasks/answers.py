@@ -58,7 +58,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"^ ?\\operatorname ?\{([A-Za-z ]+)\} ?$", r"\\text{\1}"),
         (r"\\?\$|[€£¥₹\"“”]|^(?:\\text\{)?(?:USD|Rs\.?) ?\}?", ""),
         (r"^[ *]+|[ *.,;\\]+$", ""),
-        (r"\{ ?(\w+) ?\\choose ?(\w+) ?\}", r"\\binom{\1}{\2}"),
+        (r"\{ ?(\w+) ?\\choose ?(\w+) ?\}", r"{\\binom{\1}{\2}}"),
         (r"^\{ ?([^{}]*)\}$", r"\1"),
         (r"^(\\text\{)? ?(?i:(?:the )?(?:final |correct )?answer(?: is|:)+|option|choice)[: *]*", r"\1"),
         (r"^(\\text\{)? ?(?i:about|approximately|around|roughly|exactly) ?|^\\approx(?![a-z])", r"\1"),

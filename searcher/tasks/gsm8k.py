@@ -22,7 +22,8 @@ _SPELLINGS = (
     (re.compile("\N{MINUS SIGN}"), "-"),
     (re.compile(r"(?<!\d)(?<!\d\$)-(?:US)?\\*[$€£¥₹]\s?(?=[\d.])"), "-"),
     (re.compile(r"\{,\}|,\\!|，"), ","),
-    (re.compile(r"(?<=\d)(?:\\[,!]|['’_\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<![\w.])\d{1,3}(?:['’_]\d{3})+(?!\w)"), lambda found: re.sub(r"\D", "", found[0])),
 )
 _SUBSET = "main"
 # The solutions have results of a calculator, as in "48/2 = <<48/2=24>>24".

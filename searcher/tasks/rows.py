@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from decimal import Decimal
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,6 @@ from tba.common.rendering import message_of, variables_of
 from tba.searcher.tasks.task import ListedTask, Prompt
 
 log = get_logger(__name__)
-
-# Every integer below is a float.
-_EXACT = 2**53
 
 
 def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
@@ -153,16 +148,12 @@ def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
     """Return the texts or finite numbers of a column as texts: one, or with `several` a list. Raises ValueError."""
     value = value_in(row, column)
     values = value if several and isinstance(value, list) else [value]
-    for one in values:
-        finite = isinstance(one, float | Decimal) and math.isfinite(one)
-        number = finite or (isinstance(one, int) and not isinstance(one, bool))
-        if not isinstance(one, str) and not number:
-            raise ValueError(f"the column {column} has {one!r:.60}, which is neither a text nor a finite number")
     if not values:
         raise ValueError(f"the column {column} is an empty list")
-    # A column of integers with an empty cell has 18.0 for 18.
-    whole = [isinstance(one, float) and one.is_integer() and abs(one) < _EXACT for one in values]
-    return [str(int(one) if is_whole else one) for one, is_whole in zip(values, whole, strict=True)]
+    try:
+        return [data_files.as_text(one) for one in values]
+    except ValueError as error:
+        raise ValueError(f"in the column {column} {error}") from None
 
 
 def _column_of(row: Any, names: Sequence[str], option: str) -> str:

@@ -52,16 +52,15 @@ class ModelShape:
 def meta_model(directory: Path) -> PreTrainedModel:
     """Return the float32 model of a directory on the meta device, from its config.json alone. Raises ConfigError."""
     with loading(f"the configuration of the model in {directory}"), torch.device("meta"):
-        refuse_quantized(directory)
         config = from_directory(AutoConfig, directory)
         model: PreTrainedModel = from_config(AutoModelForCausalLM, config, directory, dtype=torch.float32)
     return model
 
 
 def refuse_quantized(directory: Path) -> None:
-    """Raise ConfigError if the weights of a model that is to be trained are quantized."""
+    """Raise ConfigError if the weights of a model that is to be trained are quantized. A frozen one may be."""
     config = read_json(directory / "config.json")
-    if any(part.get("quantization_config") for part in (config, config.get("text_config") or {})):
+    if any(part.get("quantization_config") for part in (config, *config.values()) if isinstance(part, dict)):
         # Without a kernel for them transformers makes plain weights of them, which would not be saved as they were.
         raise ConfigError(
             f"the weights in {directory} are quantized (quantization_config in config.json), and cannot be trained: "

@@ -6,6 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from tba.buffer.service.curriculum import Curriculum
+from tba.buffer.service.leases import LeaseBook
+from tba.buffer.store.tables.prompts import Decision
 from tba.buffer.tools.check import check
 from tba.buffer.tools.prune import prune_rows, prune_tokens
 from tba.common.config import Config, CurriculumSection
@@ -544,3 +546,9 @@ def test_a_restart_within_a_batch_leases_each_prompt_once(harness, tmp_path, vis
         rest = [key for key in shuffle_of(restarted, 1) if key not in found[10:visited]]
         assert found[max(visited, 10) : 20] == rest
         assert found[20:] == shuffle_of(restarted, 2)
+
+
+def test_postponed_prompts_stay_at_the_end_however_long_their_responses():
+    book = LeaseBook(0, [1, 2, 3, 4], 0, [], [], [Decision(2, "postponed", 0, 32)])
+    book.longest_first(4, 4, 1, lambda prompts: {prompt: 10.0 * (prompt == 2) for prompt in prompts})
+    assert book.order[-1] == 2

@@ -1,6 +1,7 @@
 """The memory estimate against sums made by hand, against what autograd saves, and against what FSDP2 gathers."""
 
 import itertools
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -38,7 +39,7 @@ from tba.trainer.preflight.check import (
     layer_activation_bytes,
     state_bytes,
 )
-from tba.trainer.preflight.shape import ModelShape, shape_of, with_reference
+from tba.trainer.preflight.shape import ModelShape, refuse_quantized, shape_of, with_reference
 from tba.trainer.step.build import require_memory
 from tba.trainer.step.host_optimizer import HostAdamW
 
@@ -562,3 +563,13 @@ def test_a_scorer_under_autocast_has_float32_hidden_states_on_bfloat16_embedding
     )
     Scorer(model, autocast=True)
     assert model.get_input_embeddings()(torch.tensor([1])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("part", [None, "text_config", "thinker_config"])
+def test_a_quantized_policy_is_refused_before_anything_is_loaded(part, tmp_path):
+    quantized: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"vision_config": None} | ({part: quantized} if part else quantized))
+    )
+    with pytest.raises(ConfigError, match=r"are quantized \(quantization_config in config"):
+        refuse_quantized(tmp_path)

@@ -25,12 +25,12 @@ _BEGIN = 64
 _EXACT = 2**53
 
 
-def as_text(value: Any) -> str:
-    """Return a text, or a finite number, as text. Raises ValueError."""
+def as_text(value: Any, column: str) -> str:
+    """Return the text or finite number of a column as text. Raises ValueError."""
     if isinstance(value, str):
         return value
     if not isinstance(value, int | float | Decimal) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{value!r:.60} is neither a text nor a finite number")
+        raise ValueError(f"the column {column} has {value!r:.60}, which is neither a text nor a finite number")
     # A column of integers with an empty cell has 18.0 for 18.
     return str(int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value)
 

@@ -373,9 +373,10 @@ def _read_row(value: Any) -> tuple[_Prompt, Message]:
         *before, response = _messages(said)
         prompt = _Prompt(messages=before, template_kwargs=variables)
     else:
-        said = value.get("answer") if value.get("response") is None else value["response"]
+        column = "answer" if value.get("response") is None else "response"
+        said = value.get(column)
         is_number = isinstance(said, int | float | Decimal) and not isinstance(said, bool)
-        texts = value.get("prompt"), data_files.as_text(said) if is_number else said
+        texts = value.get("prompt"), data_files.as_text(said, column) if is_number else said
         if not isinstance(texts[0], str) or not isinstance(texts[1], str):
             raise ValueError(
                 "a row has `messages`, or `prompt` and `response` (or `answer`), which are strings; this one has "

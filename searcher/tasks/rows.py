@@ -150,10 +150,7 @@ def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
     values = value if several and isinstance(value, list) else [value]
     if not values:
         raise ValueError(f"the column {column} is an empty list")
-    try:
-        return [data_files.as_text(one) for one in values]
-    except ValueError as error:
-        raise ValueError(f"in the column {column} {error}") from None
+    return [data_files.as_text(one, column) for one in values]
 
 
 def _column_of(row: Any, names: Sequence[str], option: str) -> str:

@@ -61,9 +61,9 @@ def test_a_decimal_of_parquet_is_an_answer_and_a_whole_float_is_an_integer(tmp_p
         ({"question": " ", "answer": "1"}, "the question is empty"),
         ({"question": "q", "answer": None, "solution": "By induction on 3 cases."}, "the column answer is null"),
         ({"question": "q", "solution": "By induction on 3 cases."}, "the column answer is missing; the row has"),
-        ({"question": "q", "answer": float("nan")}, "in the column answer nan is neither a text nor a finite number"),
-        ({"question": "q", "answer": True}, "column answer True is neither"),
-        ({"question": "q", "answer": {"a": 1}}, "column answer {'a': 1} is neither"),
+        ({"question": "q", "answer": float("nan")}, "answer has nan, which is neither a text nor a finite number"),
+        ({"question": "q", "answer": True}, "answer has True, which is neither"),
+        ({"question": "q", "answer": {"a": 1}}, "answer has {'a': 1}, which is neither"),
         ({"question": None, "answer": "1"}, "the column question is null"),
         ({"question": 7, "answer": "1"}, "the column question is not a text: 7"),
         ({"question": None, "problem": "other", "answer": "1"}, "the column question is null"),
@@ -85,7 +85,7 @@ def test_the_columns_of_the_first_row_are_those_of_all(write):
     assert [prompt.answer for prompt in MathTask(write(*rows)).prompts()] == ["30", "30"]
     with pytest.raises(TaskError, match="rows.jsonl:1: the column answer is null"):
         MathTask(write(rows[0] | {"answer": None}))
-    with pytest.raises(TaskError, match=r"column answer \['1', '2'\] is neither"):
+    with pytest.raises(TaskError, match=r"answer has \['1', '2'\], which is neither"):
         MathTask(write({"question": "q", "answer": ["1", "2"]}))
 
 

@@ -200,7 +200,7 @@ USER = {"role": "user", "content": "1"}
         ("[1]", "JSON object"),
         ('{"prompt": "1"}', "`response`"),
         ('{"prompt": "1", "response": true}', "strings"),
-        ('{"prompt": "1", "response": NaN}', "nan is neither a text nor a finite number"),
+        ('{"prompt": "1", "response": NaN}', "the column response has nan, which is neither"),
         ('{"prompt": "1", "response": ""}', "empty"),
         ('{"prompt": "", "response": "2"}', "no tokens"),
         ('{"prompt": "1111111111", "response": "22"}', "13 tokens, of at most 12"),

@@ -240,6 +240,7 @@ def malformed(rng: random.Random) -> bytes:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("roles", "sentence"),
     [

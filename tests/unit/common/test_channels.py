@@ -347,6 +347,7 @@ def dialled(**options: Any) -> Iterator[tuple[Server, BufferClient]]:
         yield server, client
 
 
+@pytest.mark.slow
 def test_a_reply_to_an_earlier_request_delays_the_resending_of_later_ones():
     clock = ManualClock()
     with dialled(clock=clock) as (server, client):

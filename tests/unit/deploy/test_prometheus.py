@@ -35,6 +35,7 @@ def test_a_scrape_returns_the_samples_that_were_set_last():
     assert "process_resident_memory_bytes" in text
 
 
+@pytest.mark.slow
 def test_idle_and_dropped_connections_start_no_thread_and_print_nothing(monkeypatch, capsys):
     # DNS may take minutes for the name of a machine.
     monkeypatch.setattr(socket, "getfqdn", pytest.fail)

@@ -139,6 +139,7 @@ def test_columns_of_any_names_are_read(make, row, options, prompt, accepted):
     assert rewards == [1.0] * len(accepted) + [0.0]
 
 
+@pytest.mark.slow
 def test_rows_of_verl_and_dapo_are_read_from_parquet(tmp_path):
     rows: list[dict[str, Any]] = [
         {

@@ -306,6 +306,7 @@ def test_a_faulty_engine_is_the_matter_of_the_loop_and_a_refusal_that_of_the_cli
         assert (reply.result().status, reply.result().body["error"]["message"]) == (400, "too long")
 
 
+@pytest.mark.slow
 def test_clients_that_send_no_whole_request_are_disconnected_and_others_are_answered(served, monkeypatch):
     monkeypatch.setattr(module, "_CLIENT_SECONDS", 1.0)
     monkeypatch.setattr(module, "_MOST_CONNECTIONS", 3)
@@ -320,6 +321,7 @@ def test_clients_that_send_no_whole_request_are_disconnected_and_others_are_answ
     wait_until(lambda: ask(served, "/v1/models").status == 200)
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_no_answer_is_disconnected(served, monkeypatch):
     monkeypatch.setattr(module, "_CLIENT_SECONDS", 1.0)
     requests = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1_000_000

@@ -184,6 +184,7 @@ def test_a_snapshot_that_is_still_missing_at_the_second_attempt_is_a_warning(lab
     assert levels(caplog) == ["INFO", "WARNING"]
 
 
+@pytest.mark.slow
 def test_the_files_that_serve_are_pinned_and_older_ones_are_released(lab, follower):
     for step in range(6):
         assert follower.settle(lab.publish(step))
@@ -236,6 +237,7 @@ def with_wrong_canary(lab, ref):
     return replace(ref, manifest_sha256=sha256_of(manifest))
 
 
+@pytest.mark.slow
 def test_a_searcher_gives_up_when_its_engine_refuses_five_snapshots_in_a_row(lab, follower):
     assert follower.settle(lab.publish(0))
     for step in (1, 2, 3, 4):

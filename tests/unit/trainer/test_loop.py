@@ -104,6 +104,7 @@ def finish(run: Run) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_run_makes_all_steps_and_is_declared_finished(make_run, monkeypatch):
     # No second one in time: the status of the finished run is the trainer's last word.
     monkeypatch.setattr("tba.trainer.buffer_link._PAUSE_SECONDS", 60.0)

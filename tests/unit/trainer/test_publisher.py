@@ -129,6 +129,7 @@ def test_a_trainer_that_serves_no_snapshots_writes_no_deltas_and_keeps_no_weight
     assert [one() for one in made] == [None] * 3 * len(lab.weights())
 
 
+@pytest.mark.slow
 def test_a_snapshot_with_a_delta_is_complete_and_one_after_a_large_change_or_a_restart_has_none(publisher_harness):
     lab = publisher_harness(dtype="bfloat16", serve_snapshots="tcp://127.0.0.1:*")
     publisher = lab.publisher()

@@ -341,6 +341,7 @@ def test_a_database_with_odd_values_hides_no_other_run_of_the_list(filled, tmp_p
         assert 'href="/r/test~b/sql"' in page.text
 
 
+@pytest.mark.slow
 def test_a_server_is_asked_only_while_it_has_the_database_open(filled):
     with socket.create_server(("127.0.0.1", 0)) as server, closing(sqlite3.connect(filled)) as database:
         server.settimeout(0.2)

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.harness import print_table
 from benchmarks.wall_clock.pace import PACES, Pace
@@ -47,7 +48,7 @@ SHARE = 0.5
 SHORTER = 64
 # As `searcher.loop`: a searcher asks for prompts when it has room for this part of its load.
 REFILLS = 8
-ORDERS = ("off", "on", "known")
+ORDERS = ("off", "on", "known", "single")
 # Searchers, slots, slack.
 RUNS = ((3, 16, 0), (7, 16, 0), (7, 256, 0), (3, 16, 2), (7, 256, 4))
 
@@ -68,12 +69,14 @@ class Lengths:
 
 @dataclass(slots=True)
 class Group:
-    """The responses to a visit: their lengths, the versions that began them, and (when, tokens) of those that ended."""
+    """The responses to a visit: lengths, the versions that began them, when each ended, in this order, and how many
+    of these are put."""
 
     visit: Visit
     tokens: list[float]
     versions: list[int] = field(default_factory=list)
-    ended: list[tuple[float, float]] = field(default_factory=list)
+    ended: dict[int, float] = field(default_factory=dict)
+    put: int = 0
 
 
 class Searcher:
@@ -84,9 +87,9 @@ class Searcher:
         self._pace, self._slots = pace, slots
         # Twice what its engine holds, as in tba, but not more than its part of a batch: others would have none.
         self._load = min(2 * slots, part)
-        self._queue: deque[tuple[float, Group]] = deque()
-        # Where the clock of tokens is when a response ends, its tokens, and its group.
-        self._rows: list[tuple[float, int, float, Group]] = []
+        self._queue: deque[tuple[int, Group]] = deque()
+        # Where the clock of tokens is when a response ends, its number in its group, and the group.
+        self._rows: list[tuple[float, int, int, Group]] = []
         self._clock, self._count = 0.0, itertools.count()
 
     @property
@@ -97,13 +100,13 @@ class Searcher:
 
     def submit(self, group: Group) -> None:
         self.groups[group.visit.lease] = group
-        self._queue.extend((tokens, group) for tokens in group.tokens)
+        self._queue.extend((number, group) for number in range(SAMPLES))
 
     def fill(self, version: int) -> None:
         while self._queue and len(self._rows) < self._slots:
-            tokens, group = self._queue.popleft()
+            number, group = self._queue.popleft()
             group.versions.append(version)
-            heapq.heappush(self._rows, (self._clock + tokens, next(self._count), tokens, group))
+            heapq.heappush(self._rows, (self._clock + group.tokens[number], next(self._count), number, group))
 
     @property
     def _token_seconds(self) -> float:
@@ -114,14 +117,20 @@ class Searcher:
         return (self._rows[0][0] - self._clock) * self._token_seconds if self._rows else math.inf
 
     def advance(self, seconds: float, now: float) -> list[Group]:
-        """Decode for some seconds. Returns the groups that are complete."""
+        """Decode for some seconds. Returns the groups of which a response has ended."""
         self._clock += seconds / self._token_seconds
-        complete = []
+        groups = {}
         while self._rows and self._rows[0][0] <= self._clock + 1e-6:
-            *_, tokens, group = heapq.heappop(self._rows)
-            group.ended.append((now, tokens))
-            complete += [group] if len(group.ended) == SAMPLES else []
-        return complete
+            *_, number, group = heapq.heappop(self._rows)
+            group.ended[number] = now
+            groups[group.visit.lease] = group
+        return list(groups.values())
+
+    def lost(self) -> tuple[int, float, float]:
+        """Return what a kill loses now: finished responses, their tokens, and the tokens of unfinished ones."""
+        lost = [[group.tokens[n] for n in [*group.ended][group.put :]] for group in self.groups.values()]
+        begun = sum(self._clock - (end - group.tokens[n]) for end, _, n, group in self._rows)
+        return sum(map(len, lost)), sum(map(sum, lost)), begun
 
 
 class Buffer(ServiceHarness):
@@ -133,9 +142,9 @@ class Buffer(ServiceHarness):
             limits = {"samples_per_insert": 1, "samples_per_insert_slack": slack * PROMPTS * SAMPLES}
         sections = {
             "run": {"seed": seed},
-            "curriculum": {"longest_first": order != "off"},
-            "buffer": limits,
-            "search": {"samples_per_prompt": SAMPLES},
+            "curriculum": {"longest_first": order in ("on", "known")},
+            "buffer": {"replacement": "never", **limits},
+            "search": {"samples_per_prompt": SAMPLES, "put": "sample" if order == "single" else "group"},
             "train": {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "publish_every": 1},
         }
         super().__init__(Path(folder, "buffer.sqlite"), Config.model_validate(sections))
@@ -173,29 +182,32 @@ class Buffer(ServiceHarness):
         return True
 
     def take(self, searcher: Searcher, group: Group) -> None:
-        """Put a group."""
+        """Put what has ended of a group, unless the rest of it is missing and groups are put."""
+        closes = len(group.ended) == SAMPLES
+        if not closes and self.config.search.put == "group":
+            return
         self.parked.clear()
         key, lease = group.visit.prompt_key, group.visit.lease
         rows = [
-            make_trajectory(key, lease, version, tokens=[lease, n] + [0] * round(tokens / SHORTER))
-            for n, (tokens, version) in enumerate(zip(group.tokens, group.versions, strict=True))
+            make_trajectory(key, lease, group.versions[n], tokens=[lease, n] + [0] * round(group.tokens[n] / SHORTER))
+            for n in [*group.ended][group.put :]
         ]
-        self.put(rows, searcher.sent, searcher.name)
-        searcher.sent += SAMPLES
-        del searcher.groups[lease]
+        self.put(rows, searcher.sent, searcher.name, closes=closes)
+        searcher.sent += len(rows)
+        group.put += len(rows)
+        if closes:
+            del searcher.groups[lease]
 
 
-def run(
-    pace: Pace, *, searchers: int, slots: int, slack: int, order: str, steps: int, seed: int
-) -> tuple[float, float, float, float]:
-    """Return (seconds a step, staleness, waiting in steps, first half); `slack` is in batches, 0 is synchronous."""
+def run(pace: Pace, *, searchers: int, slots: int, slack: int, order: str, steps: int, seed: int) -> tuple[float, ...]:
+    """Return the columns after the order; `slack` is in batches, 0 is synchronous."""
     steps += WARM_UP
     part = SAMPLES * math.ceil(PROMPTS / searchers)
     engines = [Searcher(f"s{number}.1", pace, slots, part) for number in range(searchers)]
     now, published, done, asked = 0.0, 0, 0, 0
     # (time, what) of the trainer and of its publication.
     step_ends, publication, ends = math.inf, (math.inf, 0), list[float]()
-    waits, halves = list[float](), list[float]()
+    waits, halves, lost = list[float](), list[float](), list[NDArray[np.float64]]()
     with tempfile.TemporaryDirectory(prefix="tba-streaming-") as folder:
         buffer = Buffer(folder, slack, order, Lengths(pace, seed), seed)
         while done < steps:
@@ -210,10 +222,15 @@ def run(
                 engine.fill(published)
             wait = min([one.next_end() for one in engines] + [step_ends - now, publication[0] - now])
             now += wait
+            if done >= WARM_UP:
+                lost.append(wait * np.sum([one.lost() for one in engines], axis=0) / searchers)
             for engine in engines:
                 for group in engine.advance(wait, now):
                     buffer.take(engine, group)
-                    times, tokens = np.array(group.ended).T
+                    if len(group.ended) < SAMPLES:
+                        continue
+                    times = np.array([*group.ended.values()])
+                    tokens = np.array(group.tokens)[[*group.ended]]
                     waits += (times[-1] - times).tolist() if done >= WARM_UP else []
                     halves.append(tokens[: SAMPLES // 2].mean() / tokens.mean())
             if now >= publication[0] - 1e-9:
@@ -225,11 +242,15 @@ def run(
                 done, step_ends = done + 1, math.inf
                 publication = (now + pace.publish, done)
                 ends.append(now)
-        sql = "SELECT AVG(mean_staleness) FROM batches WHERE step >= ?"
-        (staleness,) = buffer.store.database.one(sql, WARM_UP)
+        sql = """SELECT AVG(c.staleness), AVG(t.response_tokens) / (SELECT AVG(response_tokens) FROM trajectory_rows)
+            FROM consumption c JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.step >= ?"""
+        staleness, length = buffer.store.database.one(sql, WARM_UP)
         buffer.store.close()
-    seconds = (ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP)
-    return seconds, staleness, float(np.mean(waits)) / seconds, float(np.mean(halves))
+    total = ends[-1] - ends[WARM_UP - 1]
+    seconds = total / (len(ends) - WARM_UP)
+    responses, finished, begun = np.sum(lost, axis=0) / total
+    waiting, half = float(np.mean(waits)) / seconds, float(np.mean(halves))
+    return seconds, staleness, waiting, half, length, responses, finished / (finished + begun)
 
 
 def main() -> None:
@@ -245,6 +266,7 @@ def main() -> None:
         rows.append([f"{slack} batches" if slack else "synchronous", searchers, slots, order, *cells])
         print(*rows[-1], flush=True)
     headings = ["slack", "searchers", "slots", "order", "s/step", "staleness", "waiting", "first half"]
+    headings += ["length", "lost", "of tokens"]
     print_table("Long responses first", headings, rows)
 
 

@@ -207,7 +207,10 @@ class Searcher:
             generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config), lambda: engine.weights_version
         )
         phases = config.task.phases
-        self._scoring = ScoringStage(rewards, loaded.stopping, config.task.truncated, episodes, phases=phases)
+        self._scoring = ScoringStage(
+            rewards, loaded.stopping, config.task.truncated, episodes, phases=phases,
+            singly=config.search.put == "sample",
+        )  # fmt: skip
         self._pipeline = Pipeline(generation, self._scoring, self._delivery)
         self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")
         self._outage_prompts = outage_prompts(loaded.task.prompts(), config, client.sender)

@@ -228,17 +228,21 @@ class GenerationStage:
 
 
 class ScoringStage:
-    """Responses in, groups whose rows all have their reward out. The episodes of a group are played here."""
+    """Responses in, groups whose rows all have their reward out. The episodes of a group are played here.
+
+    With `singly` each row of a group without episodes comes out at once, as a part of its group.
+    """
 
     def __init__(
         self, rewards: Rewards, stopping: Stopping, truncated: Truncated, episodes: Episodes, *, gives_up: bool = True,
-        phases: Sequence[Phase] = (),
+        phases: Sequence[Phase] = (), singly: bool = False,
     ) -> None:  # fmt: skip
         self._gives_up = gives_up
         self._rewards = rewards
         self._stopping = stopping
         self._truncated = truncated
         self._phases = phases
+        self._singly = singly
         self.episodes = episodes
         # By ticket: the group of each episode in play.
         self._played: dict[int, tuple[Group, SamplingSettings]] = {}
@@ -274,7 +278,7 @@ class ScoringStage:
         self._rewards.submit(generation.id, prompt, text, generation.stop_reason == STOP_EOS)
 
     def done(self, wait_seconds: float) -> list[Group]:
-        """The groups that are complete. Waits for the first score at most `wait_seconds`, if one is due."""
+        """The groups that are complete, or parts of them. Waits for the first score at most `wait_seconds`, if due."""
         for scored in self._rewards.wait(wait_seconds if self._rewards.waiting else 0.0):
             if scored.ticket in self.episodes:
                 self.episodes.told(scored)
@@ -368,9 +372,13 @@ class ScoringStage:
             metadata=group.metadata,
         )
         group.done.append(row)
-        if len(group.done) == group.size:
-            # Only a group of responses has a prompt of its own.
-            self._complete.append(group if len(group.prompt_ids) else _usable(group))
+        is_whole = len(group.done) == group.size
+        # Only a group of responses has a prompt of its own. Episodes are judged together.
+        has_episodes = not len(group.prompt_ids)
+        if self._singly and not has_episodes:
+            self._complete.append(replace(group, done=[row], closes=is_whole))
+        elif is_whole:
+            self._complete.append(_usable(group) if has_episodes else group)
 
     def _warn_of_kept(self, size: int) -> None:
         """Log once that a row has more kept tokens than a message has room for: its ratios are not known."""
@@ -442,5 +450,6 @@ class Pipeline:
         for response in self.generation.done() if generate else ():
             self.scoring.submit(response)
         for group in self.scoring.done(wait_seconds):
-            self._leases.discard(group.visit.lease)
-            self.delivery.submit(group.done, group.visit.lease)
+            if group.closes:
+                self._leases.discard(group.visit.lease)
+            self.delivery.submit(group.done, group.visit.lease, closes=group.closes)

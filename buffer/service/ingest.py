@@ -62,7 +62,8 @@ class Ingest:
             }
             self._add(put, columns, rows)
             state.next_sequences[sender] = max(state.next_sequences[sender], put.first_sequence + len(put))
-            self._close_visits({(put.visit[row], prompts[row]) for row in rows}, sender)
+            if put.closes:
+                self._close_visits({(put.visit[row], prompts[row]) for row in rows}, sender)
         ack = messages.PutAck(first_sequence=put.first_sequence, stored=len(rows), duplicates=len(stored))
         state.uncommitted_puts.append((sender, ack))
         return ReplyBody(ack)

@@ -48,7 +48,7 @@ class PutColumns:
     those of the table that need no state of the run: ROW_FIELDS, with maps and lists as JSON text, `prompt_tokens`,
     `response_tokens`, `dedup_hash` and `payload_bytes`. `counts_from` is None for rows of the run's policies; for
     others, by their metadata, the version that their staleness counts from, NO_POLICY for step 0. `payload` has one
-    column per array kind.
+    column per array kind. `closes`: the visits are answered with these rows.
     """
 
     first_sequence: int
@@ -58,6 +58,7 @@ class PutColumns:
     columns: dict[str, Sequence[Any]]
     counts_from: list[int | None]
     payload: list[list[memoryview]]
+    closes: bool
 
     def __len__(self) -> int:
         return len(self.prompt_key)
@@ -90,6 +91,7 @@ def to_columns(request: Request) -> Message | PutColumns:
         columns=columns,
         counts_from=counts_from,
         payload=payload,
+        closes=message.closes,
     )
 
 

@@ -134,6 +134,11 @@ def _check(config: Config) -> None:
         raise ValueError(
             'train.offload = "optimizer" has no effect with lora.rank: adapters have small states, remove it'
         )
+    if config.search.put == "sample" and config.buffer.replacement != "never":
+        raise ValueError(
+            f'search.put = "sample" with buffer.replacement = "{config.buffer.replacement}" would train on the first '
+            'response to a prompt again and again, before the others are there: set buffer.replacement = "never"'
+        )
     for key in ("kl", "embedder"):
         if getattr(config.eval, key) and not config.eval.samples:
             raise ValueError(f"eval.{key} measures sampled responses, and eval.samples is 0: set it, such as to 16")

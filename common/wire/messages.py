@@ -219,9 +219,10 @@ class LeasePrompts(Request, frozen=True):
     wait_seconds: Wait
 
 
-class PutTrajectories(Request, frozen=True):
-    """Searcher or importer -> buffer, when a group is complete. Reply: PutAck, after the commit.
+class PutTrajectories(Request, frozen=True, omit_defaults=True):
+    """Searcher or importer -> buffer, when a group or response is complete. Reply: PutAck, after the commit.
 
+    With `closes` the rows are the last ones of their visits, which are then answered (`search.put`).
     Row i has sequence number `first_sequence + i` of this sender; rows already stored are counted as duplicates. Array
     frames follow. An importer's prompts need not be registered and its versions need not be announced: unknown
     versions, and those of rows whose metadata has `imported_version`, become NO_POLICY. So do those of an
@@ -232,6 +233,7 @@ class PutTrajectories(Request, frozen=True):
     ARRAYS = True
     first_sequence: Id
     rows: Rows
+    closes: bool = True
 
 
 class SampleBatch(Request, frozen=True):

@@ -1,4 +1,4 @@
-"""Delivery: complete groups are spooled, posted to the buffer, and released when it acknowledges them.
+"""Delivery: puts (`search.put`) are spooled, posted to the buffer, and released when it acknowledges them.
 
     submit ──► spool ──► window ──► acknowledged
                   └── while the buffer is away, puts beyond the window wait on disk, in order
@@ -33,7 +33,7 @@ _MAX_BYTES = 32 << 20
 
 @dataclass(slots=True)
 class Put:
-    """An unacknowledged put: its request id, its size in bytes and the lease it closes."""
+    """An unacknowledged put: its request id, its size in bytes and the lease that it answers."""
 
     id: int
     size: int
@@ -177,11 +177,14 @@ class Delivery:
         """Whether everything is acknowledged, including the puts of dead searchers."""
         return not (self.groups or self._deliveries)
 
-    def submit(self, trajectories: Sequence[Trajectory], lease: int) -> None:
-        """Spool a complete group, and post it if the window has room. Raises StorageError like `step`."""
+    def submit(self, trajectories: Sequence[Trajectory], lease: int, *, closes: bool = True) -> None:
+        """Spool a put, and post it if the window has room. Raises StorageError like `step`.
+
+        `closes`: these are the last rows of the visit.
+        """
         assert self._spool is not None, "nothing is generated before `open`"
         columns, arrays = pack(trajectories)
-        message = messages.PutTrajectories(first_sequence=self.rows, rows=messages.Rows(**columns))
+        message = messages.PutTrajectories(first_sequence=self.rows, rows=messages.Rows(**columns), closes=closes)
         self.rows += len(trajectories)
         id_, frames = self._client.encode(message, arrays)
         put = Put(id_, sum(map(len, frames)), lease, frames)

@@ -95,6 +95,8 @@ class Scored:
 class Group:
     """The responses to one visit of a prompt. `done` holds the finished rows, `size` of them in the end.
 
+    A part of it, to be put by itself, `closes` the visit if it is the last one.
+
     All have this `metadata`. Those of a guided group begin with the tokens of `prefix`, which may be none; that of a
     plain group is None. `version` is that of the policy when the visit began.
     """
@@ -107,6 +109,7 @@ class Group:
     prefix: Int32 | None = None
     version: int = 0
     done: list[Trajectory] = field(default_factory=list)
+    closes: bool = True
 
 
 def digest(turn: Turn) -> bytes:

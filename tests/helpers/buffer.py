@@ -98,9 +98,9 @@ class ServiceHarness:
         answer = self.ask(message, sender=sender)
         return None if answer is None else answer.message
 
-    def put(self, trajectories: list[Trajectory], first_sequence: int, sender: str = "s.1"):
+    def put(self, trajectories: list[Trajectory], first_sequence: int, sender: str = "s.1", *, closes: bool = True):
         """Put trajectories."""
-        message, frames = put_message(trajectories, first_sequence)
+        message, frames = put_message(trajectories, first_sequence, closes=closes)
         return self.ask(message, frames, sender=sender).message
 
     def sample(self, step: int, prompts: int, samples: int):

@@ -76,10 +76,12 @@ def read_log_ratios(blobs: Sequence[bytes | None] | None) -> list[list[float] | 
     return [None if blob is None else np.frombuffer(blob, LOG_RATIO_DTYPE).tolist() for blob in blobs or []]
 
 
-def put_message(rows: Sequence[Trajectory], first: int = 0) -> tuple[messages.PutTrajectories, list[bytes]]:
+def put_message(
+    rows: Sequence[Trajectory], first: int = 0, *, closes: bool = True
+) -> tuple[messages.PutTrajectories, list[bytes]]:
     """Return a put and its frames; `first` is the sequence number of the first row."""
     columns, frames = pack(rows)
-    return messages.PutTrajectories(first_sequence=first, rows=messages.Rows(**columns)), frames
+    return messages.PutTrajectories(first_sequence=first, rows=messages.Rows(**columns), closes=closes), frames
 
 
 @contextmanager

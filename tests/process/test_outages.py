@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from tba.common.wire.codec import decode_request
+from tba.common.wire.fields import NO_VISIT
+from tba.searcher.delivery.spool import read_put
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.proxy import Proxy
-from tba.tests.process.conftest import arithmetic
+from tba.tests.process.conftest import arithmetic, merged
 from tba.tests.runner import size
 
 SAMPLES = 4
@@ -26,10 +29,12 @@ CUT_SECONDS = size(8, 30)
 class Searcher:
     """One searcher process, which connects to the address `through`."""
 
-    def __init__(self, start_tba: Callable[..., subprocess.Popen[bytes]], run: Any, label: int, through: str) -> None:
+    def __init__(
+        self, start_tba: Callable[..., subprocess.Popen[bytes]], run: Any, label: int, through: str, patch: str = ""
+    ) -> None:
         command = ("search", "--cpu", "1", "--index", str(label), "--set", f"buffer.address={through}")
         self._run, self._label = run, label
-        self._process = start_tba(*command, "--config", run.file)
+        self._process = start_tba(*command, "--config", run.file, patch=patch)
 
     @property
     def spool(self) -> Path:
@@ -45,6 +50,11 @@ class Searcher:
         """Wait until the buffer has this many additional rows."""
         there = self.rows()
         wait_until(lambda: self.rows() >= there + more)
+
+    def kill(self) -> None:
+        """Send SIGKILL and wait."""
+        self._process.kill()
+        self._process.wait()
 
     def leave(self) -> None:
         """Send SIGTERM and wait."""
@@ -64,14 +74,14 @@ def spooled(directory: Path) -> int:
 
 
 @pytest.fixture
-def run(make_config, serve_weights):
-    """A run with a buffer that has announced weights."""
+def run(make_config, serve_weights, request):
+    """A run with a buffer that has announced weights; its parameter are changes of the configuration."""
     sections = arithmetic(
         buffer={"lease_seconds": 4.0},
         task={"limit": PROMPTS},
         search={"samples_per_prompt": SAMPLES, "max_in_flight": IN_FLIGHT},
     )
-    made = make_config(**sections)
+    made = make_config(**merged(sections, getattr(request, "param", {})))
     serve_weights(made)
     return made
 
@@ -85,9 +95,14 @@ def network(run):
 
 
 def check_history(run: Any, tba_here: Callable[..., Any]) -> None:
-    """Check that groups are complete and each prompt is visited once per finished epoch, and run `tba buffer check`."""
+    """Check that groups are complete, and the visits."""
     groups = run.query("SELECT visit, prompt, COUNT(*) FROM trajectory_rows GROUP BY visit, prompt")
     assert [group for group in groups if group[2] % SAMPLES] == []
+    check_visits(run, tba_here)
+
+
+def check_visits(run: Any, tba_here: Callable[..., Any]) -> None:
+    """Check that each prompt is visited once per finished epoch, and run `tba buffer check`."""
     visits = run.query("SELECT epoch, COUNT(*), COUNT(DISTINCT prompt), COUNT(done_at) FROM visits GROUP BY epoch")
     assert [epoch for epoch, count, different, _ in visits if count != different] == []
     # Only the newest two epochs have open visits: older visits are leased again before new ones are opened.
@@ -125,3 +140,44 @@ def test_generation_continues_during_a_silent_cut_and_every_row_is_stored_once(
     assert not spool.exists()
     direct.leave()
     check_history(run, tba_here)
+
+
+# The last response of each group does not end.
+NEVER_WHOLE = f"""
+from tba.searcher.engines.transformers_engine import TransformersEngine
+step = TransformersEngine.step
+TransformersEngine.step = lambda self: [one for one in step(self) if one.id % {SAMPLES} != {SAMPLES - 1}]
+"""
+
+
+@pytest.mark.parametrize(
+    "run", [{"search": {"put": "sample"}, "buffer": {"replacement": "never"}}], indirect=True, ids=["sample"]
+)
+def test_a_searcher_killed_within_its_groups_loses_no_finished_response_and_another_answers_its_visits(
+    run, network, start_tba, tba_here
+):
+    first = Searcher(start_tba, run, 0, network.address, patch=NEVER_WHOLE)
+    first.wait_for_rows(3 * IN_FLIGHT)
+    network.silence()
+    spool = first.spool
+    # More than the responses of its leases.
+    wait_until(lambda: spooled(spool) > 2 * IN_FLIGHT)
+    first.kill()
+    ((newest,),) = run.query("SELECT MAX(id) FROM visits")
+    puts = [decode_request([memoryview(frame) for frame in read_put(path)]).message for path in spool.glob("*.put")]
+    assert any(put.rows.lease != [NO_VISIT] for put in puts)
+    finished = {*stored(run, spool.name), *(put.first_sequence for put in puts)}
+    network.heal()
+    second = Searcher(start_tba, run, 1, run.address)
+    wait_until(lambda: run.query("SELECT COUNT(*) FROM visits WHERE id <= ? AND done_at IS NULL", newest) == [(0,)])
+    second.leave()
+    assert stored(run, spool.name) == list(range(len(finished)))
+    assert finished == set(range(len(finished)))
+    sql = """SELECT SUM(s.sender = ?), SUM(s.sender != ?) FROM visits v
+        JOIN trajectory_rows t ON t.visit = v.id JOIN senders s ON s.id = t.sender WHERE v.id <= ? GROUP BY v.id"""
+    counts = run.query(sql, spool.name, spool.name, newest)
+    assert len(counts) == newest
+    assert {after for _, after in counts} == {SAMPLES}
+    assert {before for before, _ in counts} <= set(range(SAMPLES))
+    assert SAMPLES - 1 in {before for before, _ in counts}
+    check_visits(run, tba_here)

@@ -61,6 +61,39 @@ def test_rows_already_stored_close_no_visit(harness, trajectory):
     assert open_leases(buffer) == {second.lease}
 
 
+def test_a_visit_is_open_until_the_last_of_its_single_responses_is_stored(harness, trajectory):
+    buffer = harness(fill=(1, 0))
+    (visit,) = buffer.lease(1).visits
+    rows = [trajectory(visit.prompt_key, visit.lease, tokens=[n]) for n in range(3)]
+    for n, row in enumerate(rows):
+        assert open_leases(buffer) == {visit.lease}
+        assert buffer.put([row], n, closes=n == 2).stored == 1
+        # A duplicate, as of a put whose reply was lost.
+        assert buffer.put([row], n, closes=n == 2).duplicates == 1
+    assert visit.lease not in open_leases(buffer)
+    assert buffer.store.database.all("SELECT visit FROM trajectory_rows") == [(visit.lease,)] * 3
+
+
+def test_a_visit_whose_searcher_died_between_its_responses_is_answered_as_a_whole_and_keeps_them(harness, trajectory):
+    buffer = harness(buffer={"lease_seconds": 30}, fill=(2, 0))
+    (visit,) = buffer.lease(1, sender="dead.1").visits
+    rows = [trajectory(visit.prompt_key, visit.lease, tokens=[n]) for n in range(5)]
+    buffer.put(rows[:1], 0, sender="dead.1", closes=False)
+    buffer.clock.advance(31)
+    buffer.service.expire_leases()
+    assert buffer.lease(1, sender="other.1").visits == [visit]
+    buffer.put(rows[1:2], 0, sender="other.1", closes=False)
+    # From its spool, the second one the last of its group.
+    buffer.put(rows[:1], 0, sender="dead.1", closes=False)
+    buffer.put(rows[2:3], 1, sender="dead.1", closes=True)
+    assert open_leases(buffer) == {visit.lease}
+    buffer.put(rows[3:4], 1, sender="other.1", closes=True)
+    assert open_leases(buffer) == set()
+    sql = "SELECT s.sender, t.sequence FROM trajectory_rows t JOIN senders s ON s.id = t.sender WHERE visit = ?"
+    found = sorted(buffer.store.database.all(sql, visit.lease))
+    assert found == [("dead.1", 0), ("dead.1", 1), ("other.1", 0), ("other.1", 1)]
+
+
 def test_a_late_put_closes_its_visit_unless_it_is_leased_to_another_searcher(harness, trajectory):
     buffer = harness(buffer={"lease_seconds": 30}, fill=(2, 0))
     first, second = buffer.lease(2, sender="slow.1").visits

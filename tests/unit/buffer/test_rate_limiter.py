@@ -88,6 +88,10 @@ def test_limits_smaller_than_a_batch_are_refused():
     message = refusal(search={"samples_per_prompt": 7, "guided": 0.5}, **guided)
     assert "with search.guided needs search.samples_per_prompt >= train.samples_per_prompt = 8" in message
     Config.model_validate({"search": {"samples_per_prompt": 8, "guided": 0.5}, **guided})
+    single = {"put": "sample"}
+    assert 'set buffer.replacement = "never"' in refusal(search=single)
+    assert "would train on the first response" in refusal(search=single, buffer={"replacement": "always"})
+    Config.model_validate({"search": single, "buffer": {"replacement": "never"}})
     # Visits of one phase fill a group together.
     phases = {"phases": [{"until": 5, "weights": {"correct": 1.0}}]}
     Config.model_validate({"search": {"samples_per_prompt": 7}, "task": phases, **guided})

@@ -197,6 +197,17 @@ def test_the_bytes_of_a_request_are_those_of_protocol_version_3():
     )
 
 
+def test_a_put_says_only_that_it_does_not_close_its_visit(trajectory):
+    bodies = []
+    for closes in (True, False):
+        message, frames = put_message([trajectory()], closes=closes)
+        sent = request(message, frames)
+        bodies.append(msgpack.unpackb(sent[0])["body"])
+        assert decode_request(views(sent)).message == message
+    assert bodies[0].keys() == {"first_sequence", "rows"}
+    assert bodies[1] == bodies[0] | {"closes": False}
+
+
 def test_a_put_carries_one_frame_per_array_kind_and_decodes_to_the_same_arrays(trajectory):
     sent = [trajectory(tokens=[1, 2, 3]), trajectory(tokens=[9])]
     message, frames = put_message(sent)

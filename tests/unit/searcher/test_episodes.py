@@ -189,11 +189,11 @@ class Delivered:
     def __init__(self):
         self.leases, self.groups = set(), []
 
-    def submit(self, rows, lease):
+    def submit(self, rows, lease, *, closes):
         self.groups.append(rows)
 
 
-def groups_of(game, task, samples, workers, kind=Stopping):
+def groups_of(game, task, samples, workers, kind=Stopping, *, singly=False):
     """Return the groups that a real engine and real workers make of three visits."""
     tokenizer, directory = game
     config = Config.model_validate(
@@ -208,7 +208,8 @@ def groups_of(game, task, samples, workers, kind=Stopping):
     exploration = Exploration(config.search, run_seed=0, searcher="s")
     generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, samples)
     episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 5)
-    pipeline = Pipeline(generation, ScoringStage(rewards, stopping, "score", episodes), cast(Any, delivery))
+    scoring = ScoringStage(rewards, stopping, "score", episodes, singly=singly)
+    pipeline = Pipeline(generation, scoring, cast(Any, delivery))
     pipeline.submit(Visit(lease=n + 1, epoch=0, prompt_key=prompt.key) for n, prompt in enumerate(task.prompts()[:3]))
     while len(delivery.groups) < 3:
         pipeline.step(generate=pipeline.generating, wait_seconds=0.1)
@@ -286,7 +287,8 @@ def test_each_recorded_log_probability_is_that_of_a_forward_pass_over_the_row(ga
         assert np.allclose(row.logprobs, np.array(expected) * row.loss_mask, atol=1e-4)
 
 
-def test_a_group_without_three_quarters_of_its_episodes_is_not_trained_on(game):
+@pytest.mark.parametrize("singly", [False, True])
+def test_a_group_without_three_quarters_of_its_episodes_is_not_trained_on(game, singly):
     class Few(GuessTask):
         count = 0
 
@@ -296,7 +298,7 @@ def test_a_group_without_three_quarters_of_its_episodes_is_not_trained_on(game):
                 raise OSError("no board left")
             return super().environment(prompt)
 
-    for rows in groups_of(game, Few(), 3, workers=0):
+    for rows in groups_of(game, Few(), 3, workers=0, singly=singly):
         kinds = sorted(row.error_kind for row in rows)
         assert kinds == ["environment", "group", "group"]
         reasons = {row.error for row in rows if row.error_kind == "group"}

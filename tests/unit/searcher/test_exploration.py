@@ -154,7 +154,7 @@ class FakeDelivery:
     def __init__(self) -> None:
         self.groups: list[Any] = []
 
-    def submit(self, rows, lease) -> None:
+    def submit(self, rows, lease, *, closes) -> None:
         self.groups.append((lease, rows))
 
 

@@ -184,7 +184,8 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
             "engine": "transformers", "samples_per_prompt": SAMPLES, "max_in_flight": rows, "max_tokens": 60,
             "spool_dir": str(tmp_path / "spool"),
         } | keys  # fmt: skip
-        buffer = harness(search=search, task={"limit": 200, "reward_workers": 0} | (task or {}))
+        sampling = {"replacement": "never"} if keys.get("put") == "sample" else {}
+        buffer = harness(search=search, buffer=sampling, task={"limit": 200, "reward_workers": 0} | (task or {}))
         if neighbour:
             beat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={}, serves=neighbour)
             buffer.ask(beat, sender="other.1")
@@ -270,6 +271,26 @@ def test_every_row_of_the_engine_is_busy_and_a_group_is_put_when_it_is_complete_
     leases = [message.rows.lease[0] for message, _ in client.puts]
     assert leases != sorted(leases)
     assert all(len(message.rows.prompt_key) == SAMPLES for message, _ in client.puts)
+
+
+@pytest.mark.slow
+def test_single_responses_are_put_as_they_end_and_the_last_one_closes_their_visit(search):
+    _, client = search(steps=200, put="sample")
+    puts = [(message.rows.lease, message.closes) for message, _ in client.puts]
+    assert all(len(leases) == 1 for leases, _ in puts)
+    of_visit: dict[int, list[bool]] = {}
+    for (lease,), closes in puts:
+        of_visit.setdefault(lease, []).append(closes)
+    whole = [closes for closes in of_visit.values() if closes[-1]]
+    assert len(whole) > 20
+    assert all(closes == [False] * (SAMPLES - 1) + [True] for closes in whole)
+    assert all(len(closes) < SAMPLES for closes in of_visit.values() if not closes[-1])
+    # Responses to different prompts end in between.
+    assert [leases for leases, _ in puts] != sorted(leases for leases, _ in puts)
+    visits = client._buffer.store.database.all("SELECT id, done_at IS NOT NULL FROM visits")
+    stored = {id_ for id_, closes in of_visit.items() if closes[-1]}
+    assert {id_ for id_, done in visits if done} <= stored
+    assert len(stored) - sum(done for _, done in visits) <= 1
 
 
 @pytest.mark.slow

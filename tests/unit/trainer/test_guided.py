@@ -172,7 +172,7 @@ class Delivered:
     def __init__(self) -> None:
         self.rows: list[Any] = []
 
-    def submit(self, rows, lease) -> None:
+    def submit(self, rows, lease, *, closes) -> None:
         self.rows += rows
 
 

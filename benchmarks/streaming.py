@@ -186,7 +186,8 @@ class Buffer(ServiceHarness):
         closes = len(group.ended) == SAMPLES
         if not closes and self.config.search.put == "group":
             return
-        self.parked.clear()
+        # Part of a group gives no searcher room.
+        self.parked = set() if closes else self.parked - {"trainer"}
         key, lease = group.visit.prompt_key, group.visit.lease
         rows = [
             make_trajectory(key, lease, group.versions[n], tokens=[lease, n] + [0] * round(group.tokens[n] / SHORTER))

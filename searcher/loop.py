@@ -363,8 +363,8 @@ class Searcher:
             return "waiting", self._delivery.pause
         if self._rewards.waiting and not self._engine.in_flight:
             return "waiting", f"{quantity(self._rewards.waiting, 'response is', 'responses are')} being scored"
-        if self._delivery.groups and not self._engine.in_flight:
-            return "waiting", f"the buffer has not acknowledged {quantity(self._delivery.groups, 'group')}"
+        if self._delivery.puts and not self._engine.in_flight:
+            return "waiting", f"the buffer has not acknowledged {quantity(self._delivery.puts, 'put')}"
         if not self._engine.in_flight:
             return "waiting", self._weights.reason or self._wait_reason or "prompts"
         return "generating", self._weights.reason

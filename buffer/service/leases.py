@@ -1,8 +1,8 @@
 """Prompt leases: the order of prompts in an epoch, and which searcher works on which prompt.
 
 Invariant: within an epoch every prompt is visited exactly once, except for those that the curriculum skips. A visit is
-open from its lease to the commit of its trajectories. If its searcher falls silent, the same visit is leased to another
-one.
+open from its lease to the commit of its last trajectories. If its searcher falls silent, the same visit is leased to
+another one.
 """
 
 import heapq

@@ -360,7 +360,7 @@ def _scoring(status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:
     if waiting := round(total(searchers, "unacknowledged_groups")):
         return Stall(
             "unacknowledged",
-            f"the buffer has not acknowledged {quantity(waiting, 'group')} of {_names_of(searchers, status)}"
+            f"the buffer has not acknowledged {quantity(waiting, 'put')} of {_names_of(searchers, status)}"
             f"{_why_slow(status)}",
         )
     return None

@@ -140,22 +140,22 @@ class Delivery:
             spool.release()
 
     @property
-    def groups(self) -> int:
-        """Groups that are not acknowledged."""
+    def puts(self) -> int:
+        """Puts that are not acknowledged."""
         return len(self._window)
 
     @property
     def leases(self) -> Iterator[int]:
-        """The leases of the groups that are not acknowledged."""
+        """The leases of the puts that are not acknowledged."""
         return (put.lease for put in self._window if put.lease != fields.NO_VISIT)
 
     @property
     def pause(self) -> str:
         """The reason why generation has to pause; empty if it need not."""
         buffer = f"waiting for the buffer at {self._client.address}"
-        if self._disk_error and self.groups:
+        if self._disk_error and self.puts:
             return f"{self._disk_error}: {buffer}"
-        # Above the limit puts are still written, so that complete groups are not lost.
+        # Above the limit puts are still written, so that nothing complete is lost.
         if self._spool is not None and self._spool.bytes >= self._limit_mib * (1 << 20):
             return f"the spool is full ({self._limit_mib:g} MiB): {buffer}"
         return ""
@@ -165,7 +165,7 @@ class Delivery:
         """Figures for the heartbeat."""
         spools = [*self._dead, *([self._spool] if self._spool is not None else [])]
         return {
-            "unacknowledged_groups": float(self.groups),
+            "unacknowledged_groups": float(self.puts),
             "spool_bytes": float(0 if self._spool is None else self._spool.bytes),
             "spool_damaged": float(sum(spool.damaged for spool in spools)),
             "spool_undeleted": float(self.undeleted),
@@ -175,7 +175,7 @@ class Delivery:
     @property
     def is_done(self) -> bool:
         """Whether everything is acknowledged, including the puts of dead searchers."""
-        return not (self.groups or self._deliveries)
+        return not (self.puts or self._deliveries)
 
     def submit(self, trajectories: Sequence[Trajectory], lease: int, *, closes: bool = True) -> None:
         """Spool a put, and post it if the window has room. Raises StorageError like `step`.
@@ -236,10 +236,10 @@ class Delivery:
             spool.release()
         if self._spool is None:
             return
-        if self.groups:
+        if self.puts:
             log.warning(
                 "left in the spool, for the next searcher that starts here",
-                groups=self.groups,
+                puts=self.puts,
                 directory=self._spool.directory,
             )
         self._spool.close()
@@ -250,7 +250,7 @@ class Delivery:
         reason = self._client.obstacle if news else ""
         if (news, reason) == self._logged:
             return
-        size = {"groups": self.groups, "mebibytes": self.metrics["spool_bytes"] / (1 << 20)}
+        size = {"puts": self.puts, "mebibytes": self.metrics["spool_bytes"] / (1 << 20)}
         if news:
             log.warning(news, **size, **({"reason": reason} if reason else {}))
         else:

@@ -12,7 +12,7 @@ from tba.buffer.store.tables.runs import Run
 
 @dataclass(slots=True)
 class OpenVisit:
-    """A visit whose trajectories have not arrived. `sender` is None if no searcher holds its lease."""
+    """A visit whose last trajectories have not arrived. `sender` is None if no searcher holds its lease."""
 
     id: int
     epoch: int

@@ -235,12 +235,12 @@ STALLS: dict[str, tuple[Status, str, tuple[str, ...]]] = {
     "puts get no reply": (
         starved(waiting(metrics={"unacknowledged_groups": 5.0})),
         "unacknowledged",
-        ("5 groups of searcher gpu0", "network"),
+        ("5 puts of searcher gpu0", "network"),
     ),
     "puts wait for a slow disk": (
         starved(waiting(metrics={"unacknowledged_groups": 1.0}), commit_seconds=9.0),
         "unacknowledged",
-        ("1 group", "9.0 s"),
+        ("1 put of searcher gpu0", "9.0 s"),
     ),
     "both sides wait": (
         starved(waiting("gpu0", _UNDER_WAY), waiting("gpu1", _UNDER_WAY)),

@@ -9,11 +9,14 @@ of two or four batches. An epoch is five batches. The first one has no history; 
 
 StreamRL (arXiv 2504.15930) starts long responses first, as a model ranks them. *Off* is the order of the epoch, *on* is
 `curriculum.longest_first`. A prompt has half of the variance of the logarithm of a length. *Known* is the same order by
-the longest response that the visit will have: what a perfect forecast would be worth.
+the longest response that the visit will have: what a perfect forecast would be worth. *Single* is `search.put = "sample"`
+in the order of the epoch. Groups have no response twice (`buffer.replacement = "never"`).
 
 *s/step* is the mean time from step to step with its standard deviation over seeds, *staleness* that of the batches,
 *waiting* the time in steps from the end of a response to the end of its group, and *first half* the mean length of the
-responses that end in the first half of their group, as a share of the group's. Rewards of a run's shorter halves:
+responses that end in the first half of their group, as a share of the group's. *Length* is the mean length of the
+responses of batches, as a share of all; *lost* the finished responses that a kill of a searcher loses, and *of tokens*
+their share of all tokens that it loses. Rewards of a run's shorter halves:
 
     tba buffer query "SELECT AVG(reward) FILTER (WHERE n <= 4), AVG(reward) FROM (SELECT reward, ROW_NUMBER() OVER
         (PARTITION BY visit ORDER BY response_tokens) n FROM trajectory_rows WHERE error IS NULL)"

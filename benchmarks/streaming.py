@@ -9,8 +9,8 @@ of two or four batches. An epoch is five batches. The first one has no history; 
 
 StreamRL (arXiv 2504.15930) starts long responses first, as a model ranks them. *Off* is the order of the epoch, *on* is
 `curriculum.longest_first`. A prompt has half of the variance of the logarithm of a length. *Known* is the same order by
-the longest response that the visit will have: what a perfect forecast would be worth. *Single* is `search.put = "sample"`
-in the order of the epoch. Groups have no response twice (`buffer.replacement = "never"`).
+the longest response that the visit will have: what a perfect forecast would be worth. *Single* has the order of *off*
+and `search.put = "sample"`. Groups have no response twice (`buffer.replacement = "never"`).
 
 *s/step* is the mean time from step to step with its standard deviation over seeds, *staleness* that of the batches,
 *waiting* the time in steps from the end of a response to the end of its group, and *first half* the mean length of the

@@ -93,11 +93,9 @@ class Scored:
 
 @dataclass(slots=True)
 class Group:
-    """The responses to one visit of a prompt. `done` holds the finished rows, `size` of them in the end.
+    """The responses to one visit of a prompt, or a part of them. `done` holds the finished rows, `size` in the end.
 
-    A part of it, to be put by itself, `closes` the visit if it is the last one.
-
-    All have this `metadata`. Those of a guided group begin with the tokens of `prefix`, which may be none; that of a
+    `closes`: these rows are the last ones of the visit. All have this `metadata`. Those of a guided group begin with the tokens of `prefix`, which may be none; that of a
     plain group is None. `version` is that of the policy when the visit began.
     """
 

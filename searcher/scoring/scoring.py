@@ -95,8 +95,9 @@ class Scored:
 class Group:
     """The responses to one visit of a prompt, or a part of them. `done` holds the finished rows, `size` in the end.
 
-    `closes`: these rows are the last ones of the visit. All have this `metadata`. Those of a guided group begin with the tokens of `prefix`, which may be none; that of a
-    plain group is None. `version` is that of the policy when the visit began.
+    `closes`: these rows are the last ones of the visit. All have this `metadata`. Those of a guided group begin with the
+    tokens of `prefix`, which may be none; that of a plain group is None. `version` is that of the policy when the visit
+    began.
     """
 
     visit: Visit

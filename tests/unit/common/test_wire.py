@@ -203,7 +203,9 @@ def test_a_put_says_only_that_it_does_not_close_its_visit(trajectory):
         message, frames = put_message([trajectory()], closes=closes)
         sent = request(message, frames)
         bodies.append(msgpack.unpackb(sent[0])["body"])
-        assert decode_request(views(sent)).message == message
+        decoded = decode_request(views(sent)).message
+        assert isinstance(decoded, messages.PutTrajectories)
+        assert decoded.closes == closes
     assert bodies[0].keys() == {"first_sequence", "rows"}
     assert bodies[1] == bodies[0] | {"closes": False}
 

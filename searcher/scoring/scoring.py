@@ -95,7 +95,7 @@ class Scored:
 class Group:
     """The responses to one visit of a prompt, or a part of them. `done` holds the finished rows, `size` in the end.
 
-    `closes`: these rows are the last ones of the visit. All have this `metadata`. Those of a guided group begin with the
+    `closes`: these rows are the last of the visit. All have this `metadata`. Those of a guided group begin with the
     tokens of `prefix`, which may be none; that of a plain group is None. `version` is that of the policy when the visit
     began.
     """

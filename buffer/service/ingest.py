@@ -1,11 +1,8 @@
 """Trajectories arrive from searchers and imports. Each is stored once, however often it is sent."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
-
-import msgspec
 
 from tba.buffer.sampling.index import Block, context_of
 from tba.buffer.service.put_columns import PutColumns
@@ -86,7 +83,7 @@ class Ingest:
         known = state.versions
         steps = {v: known[v].step if v in known else 0 for v in set(columns["counts_from"])}
         start = 0
-        each = zip(columns["prompt"], map(_guided_and_phase, columns["sampling"]), columns["error"], strict=True)
+        each = zip(columns["prompt"], columns["guided_and_phase"], columns["error"], strict=True)
         for (prompt, (guided, phase), error), rows in groupby(each):
             part = slice(start, start + len(list(rows)))
             start = part.stop
@@ -145,11 +142,3 @@ class Ingest:
         done = [visit for visit, prompt in answered if state.leases.close(visit, prompt, sender)]
         if done:
             state.store.visits.close(done, state.clock.wall())
-
-
-# A run has few different settings, and with guided responses as many as demonstrations have tokens.
-@functools.lru_cache(1 << 16)
-def _guided_and_phase(sampling: str) -> tuple[int | None, int | None]:
-    """Return these two of the settings of a response, which are JSON."""
-    settings = msgspec.json.decode(sampling, type=messages.Sampling)
-    return settings.guided, settings.phase

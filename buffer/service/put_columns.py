@@ -46,9 +46,9 @@ class PutColumns:
 
     Row i has sequence number `first_sequence + i`. `versions` are the policy versions of a row's tokens. `columns` are
     those of the table that need no state of the run: ROW_FIELDS, with maps and lists as JSON text, `prompt_tokens`,
-    `response_tokens`, `dedup_hash` and `payload_bytes`. `counts_from` is None for rows of the run's policies; for
-    others, by their metadata, the version that their staleness counts from, NO_POLICY for step 0. `payload` has one
-    column per array kind.
+    `response_tokens`, `dedup_hash` and `payload_bytes`; and `guided_and_phase` of the sampling. `counts_from` is None
+    for rows of the run's policies; for others, by their metadata, the version that their staleness counts from,
+    NO_POLICY for step 0. `payload` has one column per array kind.
     """
 
     first_sequence: int
@@ -72,11 +72,12 @@ def to_columns(request: Request) -> Message | PutColumns:
     if message.first_sequence + len(rows.prompt_key) > _SEQUENCES:
         raise WireError(f"the sequence numbers of the put go beyond {_SEQUENCES - 1}")
     all_counts = array_counts(msgspec.structs.asdict(rows))
-    sizes = [[count * kind.unit_bytes for count in own] for kind, own in zip(ARRAY_KINDS, all_counts, strict=True)]
+    each = zip(ARRAY_KINDS, all_counts, frames, strict=True)
+    sizes = [[count * kind.unit_bytes for count in own] if frame.nbytes else own for kind, own, frame in each]
     payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
     columns: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
     columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
-    columns["sampling"] = list(map(_sampling_json, rows.sampling))
+    columns["sampling"], columns["guided_and_phase"] = zip(*map(_settings, rows.sampling), strict=True)
     columns["metadata"], counts_from = _metadata(rows.metadata)
     columns["turns"], columns["error_kind"] = _turns(rows), rows.error_kind or [None] * len(rows.prompt_key)
     columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
@@ -113,9 +114,10 @@ def _hash(prompt: memoryview, response: memoryview) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-@functools.lru_cache
-def _sampling_json(sampling: Sampling) -> str:
-    return msgspec.json.encode(sampling).decode()
+# A run has few different settings, and with guided responses as many as demonstrations have tokens.
+@functools.lru_cache(1 << 16)
+def _settings(sampling: Sampling) -> tuple[str, tuple[int | None, int | None]]:
+    return msgspec.json.encode(sampling).decode(), (sampling.guided, sampling.phase)
 
 
 def _depth(value: Any) -> int:

@@ -208,10 +208,14 @@ def all_frames(frames: Sequence[memoryview]) -> list[memoryview]:
     return [*frames, memoryview(b"")] if len(frames) == KEPT else [*frames]
 
 
+# One object for all empty arrays: see `DatabaseFile.insert`.
+_NOTHING = memoryview(b"")
+
+
 def slices(sizes: Sequence[int], frame: memoryview) -> list[memoryview]:
     """Cut a frame into one view of `sizes[i]` bytes per trajectory, without copying or decoding."""
     if not frame.nbytes:
-        return [frame] * len(sizes)
+        return [_NOTHING] * len(sizes)
     stops = list(accumulate(sizes))
     return list(map(frame.__getitem__, map(slice, [0, *stops], stops)))
 

@@ -77,11 +77,11 @@ def to_columns(request: Request) -> Message | PutColumns:
     payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
     columns: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
     columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
-    columns["sampling"], columns["guided_and_phase"] = zip(*map(_settings, rows.sampling), strict=True)
+    columns["sampling"], columns["guided_and_phase"] = _settings(rows.sampling)
     columns["metadata"], counts_from = _metadata(rows.metadata)
     columns["turns"], columns["error_kind"] = _turns(rows), rows.error_kind or [None] * len(rows.prompt_key)
     columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
-    columns["dedup_hash"] = list(map(_hash, payload[PROMPT_IDS], payload[RESPONSE_IDS]))
+    columns["dedup_hash"] = _hashes(payload[PROMPT_IDS], payload[RESPONSE_IDS])
     columns["payload_bytes"] = list(map(sum, zip(*sizes, strict=True)))
     return PutColumns(
         first_sequence=message.first_sequence,
@@ -108,15 +108,24 @@ def _versions(counts: Sequence[int], frame: memoryview) -> list[tuple[int, ...]]
     return [tuple(versions[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def _hash(prompt: memoryview, response: memoryview) -> int:
-    """Return a 64-bit hash of prompt and response, signed as in SQLite. An episode's first context may differ."""
-    digest = xxhash.xxh3_64_digest(response, seed=xxhash.xxh3_64_intdigest(prompt))
-    return int.from_bytes(digest, "little", signed=True)
+def _hashes(prompts: Sequence[memoryview], responses: Sequence[memoryview]) -> list[int]:
+    """Return 64-bit hashes of prompt and response, signed as in SQLite. An episode's first context may differ."""
+    digests = map(xxhash.xxh3_64_digest, responses, map(xxhash.xxh3_64_intdigest, prompts))
+    return np.frombuffer(b"".join(digests), "<i8").tolist()
+
+
+def _settings(sampling: Sequence[Sampling]) -> tuple[list[str], list[tuple[int | None, int | None]]]:
+    """Return the settings of each row as JSON, and (guided, phase)."""
+    first = sampling[0]
+    # The usual case: the rows of a group have the same.
+    found = [_setting(first)] * len(sampling) if sampling.count(first) == len(sampling) else map(_setting, sampling)
+    texts, parts = zip(*found, strict=True)
+    return texts, parts
 
 
 # A run has few different settings, and with guided responses as many as demonstrations have tokens.
 @functools.lru_cache(1 << 16)
-def _settings(sampling: Sampling) -> tuple[str, tuple[int | None, int | None]]:
+def _setting(sampling: Sampling) -> tuple[str, tuple[int | None, int | None]]:
     return msgspec.json.encode(sampling).decode(), (sampling.guided, sampling.phase)
 
 

@@ -42,7 +42,7 @@ _AHEAD_POLL_SECONDS = 0.005
 def _decoded_bytes(message: Message | PutColumns) -> int:
     """Return approximately what a decoded message takes in memory in addition to its frames."""
     if isinstance(message, PutColumns):
-        texts = sum(sys.getsizeof(text) for name in _TEXTS for text in message.columns[name])
+        texts = sum(sum(map(sys.getsizeof, message.columns[name])) for name in _TEXTS)
         return _OBJECT_BYTES * len(message) + texts
     values = (getattr(message, name) for name in message.__struct_fields__)
     return _ELEMENT_BYTES * sum(len(value) for value in values if isinstance(value, list | dict))

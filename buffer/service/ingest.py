@@ -20,7 +20,8 @@ class Ingest:
     def put(self, put: PutColumns, sender: str) -> ReplyBody:
         """Store the rows that are new. Every row is checked first: a put is refused whole or not at all."""
         state = self._state
-        if shortage := state.shortage_of_space():
+        # Of the puts in a transaction the first one asks.
+        if not state.uncommitted_puts and (shortage := state.shortage_of_space()):
             raise Refused("storage", shortage)
         if state.clients[sender].role == "importer":
             ids = state.store.prompts.add_imported(state.run, sorted(set(put.prompt_key)))
@@ -30,7 +31,7 @@ class Ingest:
             # An explorer's are not versions of this run.
             named = [own if source is None else () for own, source in zip(put.versions, put.counts_from, strict=True)]
             oldest = {own: self._oldest(own) if own else fields.NO_POLICY for own in set(named)}
-            versions = [oldest[own] for own in named]
+            versions = list(map(oldest.__getitem__, named))
         sender_id = state.sender_id(sender)
         stored = state.stored_sequences(sender, put.first_sequence, len(put))
         for sequence, content in stored.items():

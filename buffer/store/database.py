@@ -42,7 +42,8 @@ LOCKED_BYTE = 1 << 62
 # so that the prepared statements stay in the cache.
 _INSERT_SIZES = (256, 64, 16, 4, 1)
 # The columns in which all rows of a transaction usually have the same value. Few, for the same reason.
-_OFTEN_SHARED = {"run", "text", "error", "error_kind", "turns", "metadata", "loss_mask", "segments"}
+_OFTEN_SHARED = {"run", "policy_version", "sampling", "text", "error", "error_kind", "turns", "metadata"}
+_OFTEN_SHARED |= {"loss_mask", "segments"}
 # Process-wide. For each value that is neither a number nor text, Python searches for an adapter, and without one asks
 # the protocol and the value: 0.2 us each, for seven values of a trajectory. Registered adapters end the search at once.
 sqlite3.register_adapter(memoryview, memoryview.toreadonly)

@@ -221,8 +221,6 @@ def fleet(searchers: int, rate: float, most: int) -> Iterator[tuple[Server, "par
 def search(numbers: range, work: Work, barrier: Barrier, stop: Event, taken: "SimpleQueue[list[float]]") -> None:
     """Be some of the searchers until `stop`."""
     allow_many_files()
-    if not work.interval:
-        os.nice(19)
     responses = [[trajectory(ROW_BYTES, GROUP * n + i) for i in range(GROUP)] for n in range(64)]
     searchers = [Searcher(number, work, responses) for number in numbers]
     by_socket = {searcher.socket: searcher for searcher in searchers}
@@ -239,6 +237,8 @@ def search(numbers: range, work: Work, barrier: Barrier, stop: Event, taken: "Si
         if not is_ready and all(searcher.leased for searcher in searchers):
             is_ready = True
             barrier.wait()
+            if not work.interval:
+                os.nice(19)
     taken.put([seconds for searcher in searchers for seconds in searcher.lease_seconds])
     for searcher in searchers:
         searcher.close()

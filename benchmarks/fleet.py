@@ -7,13 +7,15 @@ Each searcher has the client, the delivery and the spool of a real one, and an e
 processes. *Working*: all of them together finish `--rate` rows of 4 KB per second, and a trainer asks for batch after
 batch. *Waiting*: they hold all leases that `max_staleness` leaves room for and have a request for more parked, while 8
 producers put as fast as the server takes it. Rounds with and without them take turns, each on a new server. All
-processes share the cores of this machine, so the rows per second of the server's CPU time say what the searchers cost
-the server, and the rows per second what they cost server and machine together.
+processes share the cores of this machine, where a real server has none of its searchers: waiting ones have the lowest
+priority (nice 19), so that the server does not wait for what imitates them. If they had too little time for that, they
+would be silent for longer than half the time between two heartbeats, on average: see the column.
 """
 
 import argparse
 import contextlib
 import multiprocessing
+import os
 import random
 import statistics
 import tempfile
@@ -40,7 +42,7 @@ from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.messages import GetStatus, Status
 from tba.common.wire.trajectory import Trajectory
 from tba.searcher.delivery.delivery import Delivery
-from tba.searcher.loop import _LEASE_WAIT_SECONDS
+from tba.searcher.loop import LEASE_WAIT_HEARTBEATS
 
 ROW_BYTES = 4096
 # Two loads of an engine with 256 responses in flight, in groups; one is all that a waiting searcher may lease.
@@ -74,9 +76,9 @@ def main() -> None:
     rows = []
     for waiting, rounds in found.items():
         *columns, seconds = zip(*rounds, strict=True)
-        medians = (f"{statistics.median(column):,.0f}" for column in columns)
+        medians = (f"{statistics.median(column):,.5g}" for column in columns)
         rows.append([f"{waiting} waiting", *medians, *p50_and_p99_ms([*chain(*seconds)])])
-    headings = ["", "rows/s", "rows/CPU s", "MiB", "fds", "status p50 ms", "p99"]
+    headings = ["", "rows/s", "rows/CPU s", "MiB", "fds", "silence s", "status p50 ms", "p99"]
     print_table(f"ingest of {PRODUCERS} producers, median of {options.pairs} rounds", headings, rows)
     per_second, per_cpu_second = (
         median_ratio(*([one[n] for one in rounds] for rounds in reversed(found.values()))) for n in (0, 1)
@@ -108,10 +110,11 @@ def working(searchers: int, rate: float, seconds: float) -> list[str]:
     return [f"{rows / took:,.0f}", f"{cpu / took:.0%}", *percentiles, *(f"{number:,.0f}" for number in used)]
 
 
-def ingest(waiting: int, most: int) -> tuple[float, float, float, float, list[float]]:
+def ingest(waiting: int, most: int) -> tuple[float, float, float, float, float, list[float]]:
     """Return what a new server takes in while this many searchers, of `most`, wait for leases.
 
-    Rows per second, and per second of its CPU time; its MiB and descriptors at the end; the seconds of statuses.
+    Rows per second, and per second of its CPU time; at the end its MiB and descriptors, and for how many seconds the
+    mean searcher has been silent; the seconds of statuses.
     """
     with fleet(waiting, 0.0, most) as (server, _), contextlib.closing(server.client("monitor")) as monitor:
         seconds, done = [], threading.Event()
@@ -128,7 +131,9 @@ def ingest(waiting: int, most: int) -> tuple[float, float, float, float, list[fl
         rate, cpu = load.rate(started, taken), server.cpu_seconds() - cpu
         done.set()
         watcher.join()
-        return rate, ROWS / cpu, *usage(server), seconds
+        named = (client for client in server.status().clients if client.sender.startswith("searcher"))
+        silence = statistics.fmean([client.silent_seconds for client in named] or [0.0])
+        return rate, ROWS / cpu, *usage(server), silence, seconds
 
 
 def usage(server: Server) -> tuple[float, float]:
@@ -232,6 +237,8 @@ def search(numbers: range, work: Work, barrier: Barrier, stop: Event, taken: "Si
         if not is_ready and all(searcher.leased for searcher in searchers):
             is_ready = True
             barrier.wait()
+            if not work.interval:
+                os.nice(19)
     taken.put([seconds for searcher in searchers for seconds in searcher.lease_seconds])
     for searcher in searchers:
         searcher.close()
@@ -294,8 +301,10 @@ class Searcher:
         if self._asked is not None or not want:
             return
         held = sorted({visit.lease for visit in self._visits} | set(self._delivery.leases))
+        assert self._client.state is not None
+        wait_seconds = LEASE_WAIT_HEARTBEATS * self._client.state.heartbeat_seconds
         request = messages.LeasePrompts(
-            want=want, held=held, weights_version=WEIGHTS.version, wait_seconds=_LEASE_WAIT_SECONDS
+            want=want, held=held, weights_version=WEIGHTS.version, wait_seconds=wait_seconds
         )
         self._asked = self._client.post(request), now
 

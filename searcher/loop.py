@@ -54,8 +54,9 @@ from tba.searcher.weights.follower import FixedWeights, WeightsFollower
 
 log = get_logger(__name__)
 
-# The buffer answers as soon as there is room or newer weights.
-_LEASE_WAIT_SECONDS = 5.0
+# In times between heartbeats, so that a large fleet asks less often. The buffer answers as soon as there is room or
+# newer weights.
+LEASE_WAIT_HEARTBEATS = 5.0
 _IDLE_SECONDS = 0.05
 _SCORE_WAIT_SECONDS = 0.01
 _DRAIN_SECONDS = 5.0
@@ -306,8 +307,9 @@ class Searcher:
         want = min(want, fields.MAX_LEASES - len(held))
         if want <= 0:
             return
+        wait_seconds = LEASE_WAIT_HEARTBEATS * self._heartbeat_seconds
         request = messages.LeasePrompts(
-            want=want, held=held, weights_version=self._weights.current.version, wait_seconds=_LEASE_WAIT_SECONDS
+            want=want, held=held, weights_version=self._weights.current.version, wait_seconds=wait_seconds
         )
         self._lease_request = self._client.post(request)
 
@@ -334,10 +336,14 @@ class Searcher:
         known = self._pipeline.leases
         self._pipeline.submit([visit for visit in reply.message.visits if visit.lease not in known])
 
+    @property
+    def _heartbeat_seconds(self) -> int:
+        state = self._client.state
+        return state.heartbeat_seconds if state else 1
+
     def _heartbeat(self) -> None:
         now = self._clock.monotonic()
-        state = self._client.state
-        if now - self._last[0] < (state.heartbeat_seconds if state else 1):
+        if now - self._last[0] < self._heartbeat_seconds:
             return
         self._serving.update()
         activity, reason = self._activity()

@@ -9,7 +9,7 @@ depends on ids, rewards and the seed alone.
 
 An entry is a row of flat typed columns: an object per entry would take 200 bytes and more. Rows are in the order of
 ids, which only grow. So a bisection finds the row of an id, and the oldest entry is the first row that is not removed.
-A prompt has an ordinal, its position in the order of first appearance, and a list of the ids of its entries.
+A prompt has an ordinal, its position in the order of first appearance, and a list of the ids and hashes of its entries.
 
 Which entries leave at `max_trajectories` is decided by `keep`:
 
@@ -40,7 +40,7 @@ from tba.common.config.buffer import BufferSection
 REMOVED, UNTRAINED, TRAINED = range(3)
 # The columns and their types; `prompt` is the ordinal. Two more are there if a reservoir needs them: `key`, which
 # decides what leaves a prompt, and `rank`, which decides what leaves the run.
-_COLUMNS = {"id": "q", "prompt": "i", "step": "i", "reward": "d", "dedup_hash": "q", "payload_bytes": "I", "state": "B"}
+_COLUMNS = {"id": "q", "prompt": "i", "step": "i", "reward": "d", "payload_bytes": "I", "state": "B"}
 # The share of a reservoir that is sorted at once, to find what leaves it next.
 _SORTED_SHARE = 64
 
@@ -118,10 +118,10 @@ class SamplingIndex:
         self._with_keys, self._with_ranks = limits.prompt_keep == "reservoir", limits.keep != "newest"
         kinds = _COLUMNS | ({"key": "Q"} if self._with_keys else {}) | ({"rank": "Q"} if self._with_ranks else {})
         self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in kinds.items()}
-        # By the ordinal of the prompt: its id, the ids of its entries, oldest first, and the value that `changes` had
-        # after its last change.
+        # By the ordinal of the prompt: its id, the id and the hash of each entry in turn, oldest first, and the value
+        # that `changes` had after its last change.
         self.prompt_ids = array("q")
-        self._ids: list[array[int]] = []
+        self._held: list[array[int]] = []
         self._changed_at = array("q")
         self._ordinals: dict[int, int] = {}
         self.changes = 0
@@ -153,8 +153,8 @@ class SamplingIndex:
         together, which takes half the time: if none has to leave, or only the oldest of the prompt.
         """
         ordinal, limits, count = self._ordinal(block.prompt), self._limits, len(block.id)
-        ids = self._ids[ordinal]
-        is_crowded = len(ids) + count > limits.prompt_cap
+        held = self._held[ordinal]
+        is_crowded = len(held) // 2 + count > limits.prompt_cap
         if count > 1 and (
             (is_crowded and limits.prompt_keep != "newest") or self._exceeds_totals(count, sum(block.payload_bytes))
         ):
@@ -163,12 +163,12 @@ class SamplingIndex:
             return
         if limits.dedup:
             before, block = self._rows, block.without_duplicates()
-            hashes, held = set(block.dedup_hash), self._columns["dedup_hash"]
-            for row in [row for row in self.rows([ordinal])[0].tolist() if held[row] in hashes]:
-                self._remove(row)
+            hashes = set(block.dedup_hash)
+            for id_ in [id_ for id_, own in zip(held[::2], held[1::2], strict=True) if own in hashes]:
+                self._remove(bisect_left(self._columns["id"], id_))
             self.left["dedup"] += count - len(block.id) + before - self._rows
         self._append(ordinal, block)
-        while len(ids) > limits.prompt_cap:
+        while len(held) // 2 > limits.prompt_cap:
             self.left["prompt_cap"] += 1
             self._remove(self._surplus(ordinal))
         while self._rows and self._exceeds_totals():
@@ -207,18 +207,20 @@ class SamplingIndex:
 
     def rows(self, ordinals: Iterable[int]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
         """Return the rows of the entries of some prompts, of each oldest first, and how many each prompt has."""
-        held = [self._ids[ordinal] for ordinal in ordinals]
+        held = [self._held[ordinal][::2] for ordinal in ordinals]
         ids = np.fromiter(chain.from_iterable(held), np.int64)
         return np.searchsorted(self.column("id"), ids), np.array([len(own) for own in held], np.intp)
 
     def entry(self, row: int) -> Entry:
         """Return the entry of a row that is not removed."""
-        id_, ordinal, step, reward, dedup_hash, size, state = (self._columns[name][row] for name in _COLUMNS)
+        id_, ordinal, step, reward, size, state = (self._columns[name][row] for name in _COLUMNS)
+        held = self._held[ordinal]
+        dedup_hash = held[2 * bisect_left(held[::2], id_) + 1]
         return Entry(id_, self.prompt_ids[ordinal], step, reward, dedup_hash, state == TRAINED, size)
 
     def prompts(self) -> list[int]:
         """Return the ids of the prompts with at least one entry, in the order of their first appearance."""
-        return [prompt for prompt, ids in zip(self.prompt_ids, self._ids, strict=True) if ids]
+        return [prompt for prompt, held in zip(self.prompt_ids, self._held, strict=True) if held]
 
     def entries(self, prompt: int) -> list[Entry]:
         """Return the entries of a prompt, oldest first."""
@@ -232,7 +234,7 @@ class SamplingIndex:
         if ordinal is None:
             ordinal = self._ordinals[prompt] = len(self.prompt_ids)
             self.prompt_ids.append(prompt)
-            self._ids.append(array("q"))
+            self._held.append(array("q"))
             self._changed_at.append(0)
         return ordinal
 
@@ -249,7 +251,7 @@ class SamplingIndex:
 
     def _append(self, ordinal: int, block: Block) -> None:
         columns, count = self._columns, len(block.id)
-        for name in ("id", "step", "reward", "dedup_hash", "payload_bytes"):
+        for name in ("id", "step", "reward", "payload_bytes"):
             columns[name].extend(getattr(block, name))
         columns["prompt"].extend([ordinal] * count)
         columns["state"].extend([TRAINED if is_trained else UNTRAINED for is_trained in block.trained])
@@ -258,7 +260,7 @@ class SamplingIndex:
         if self._with_ranks:
             columns["rank"].extend(keyed_hash(self._seed, block.prompt << 32 | step) for step in block.step)
             self._fresh_count += count
-        self._ids[ordinal].extend(block.id)
+        self._held[ordinal].extend(chain.from_iterable(zip(block.id, block.dedup_hash, strict=True)))
         self._rows += count
         self.payload_bytes += sum(block.payload_bytes)
         self._note_change(ordinal)
@@ -274,7 +276,7 @@ class SamplingIndex:
         newest: the oldest leaves; best: the lowest reward, the oldest of equal ones; reservoir: the largest keyed hash.
         """
         if self._limits.prompt_keep == "newest":
-            return bisect_left(self._columns["id"], self._ids[ordinal][0])
+            return bisect_left(self._columns["id"], self._held[ordinal][0])
         rows: list[int] = self.rows([ordinal])[0].tolist()
         if self._limits.prompt_keep == "best":
             return min(rows, key=self._columns["reward"].__getitem__)
@@ -315,7 +317,9 @@ class SamplingIndex:
     def _remove(self, row: int) -> None:
         columns = self._columns
         ordinal = columns["prompt"][row]
-        self._ids[ordinal].remove(columns["id"][row])
+        held = self._held[ordinal]
+        position = 2 * bisect_left(held[::2], columns["id"][row])
+        del held[position : position + 2]
         columns["state"][row] = REMOVED
         self._fresh_count -= self._with_ranks and row >= self._fresh
         self._rows -= 1

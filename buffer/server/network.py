@@ -23,8 +23,8 @@ from tba.common.wire.messages import Message
 log = get_logger(__name__)
 
 _POLL_SECONDS = 0.1
-# Multiparts in one read of the socket.
-_READ_LIMIT = 64
+# Multiparts in one read of the socket: replies wait while they are decoded, some 0.1 ms each.
+_READ_LIMIT = 16
 # Memory of a decoded request, and of each row of a put, in addition to its frames: measured, rounded up.
 _OBJECT_BYTES = 2048
 # Bytes of an element of a list or a map: an integer, or a short text and its place.
@@ -42,7 +42,7 @@ _AHEAD_POLL_SECONDS = 0.005
 def _decoded_bytes(message: Message | PutColumns) -> int:
     """Return approximately what a decoded message takes in memory in addition to its frames."""
     if isinstance(message, PutColumns):
-        texts = sum(sys.getsizeof(text) for name in _TEXTS for text in message.columns[name])
+        texts = sum(sum(map(sys.getsizeof, message.columns[name])) for name in _TEXTS)
         return _OBJECT_BYTES * len(message) + texts
     values = (getattr(message, name) for name in message.__struct_fields__)
     return _ELEMENT_BYTES * sum(len(value) for value in values if isinstance(value, list | dict))

@@ -111,7 +111,7 @@ class BufferServer:
         arrived, replies = self._admit(arrived)
         # Leases expire only when the queue is empty: it may hold a heartbeat of their holder.
         if self._mailbox.empty and self._clock.monotonic() >= self._expire_at:
-            self._expire_at = self._clock.monotonic() + _POLL_SECONDS
+            self._expire_at = self._clock.monotonic() + _STALLS_SECONDS
             self._service.expire_leases()
         counters = self._service.counters
         counters.queued_bytes = self._mailbox.bytes

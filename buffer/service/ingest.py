@@ -1,11 +1,8 @@
 """Trajectories arrive from searchers and imports. Each is stored once, however often it is sent."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
-
-import msgspec
 
 from tba.buffer.sampling.index import Block, context_of
 from tba.buffer.service.put_columns import PutColumns
@@ -23,7 +20,8 @@ class Ingest:
     def put(self, put: PutColumns, sender: str) -> ReplyBody:
         """Store the rows that are new. Every row is checked first: a put is refused whole or not at all."""
         state = self._state
-        if shortage := state.shortage_of_space():
+        # Of the puts in a transaction the first one asks.
+        if not state.uncommitted_puts and (shortage := state.shortage_of_space()):
             raise Refused("storage", shortage)
         if state.clients[sender].role == "importer":
             ids = state.store.prompts.add_imported(state.run, sorted(set(put.prompt_key)))
@@ -33,7 +31,7 @@ class Ingest:
             # An explorer's are not versions of this run.
             named = [own if source is None else () for own, source in zip(put.versions, put.counts_from, strict=True)]
             oldest = {own: self._oldest(own) if own else fields.NO_POLICY for own in set(named)}
-            versions = [oldest[own] for own in named]
+            versions = list(map(oldest.__getitem__, named))
         sender_id = state.sender_id(sender)
         stored = state.stored_sequences(sender, put.first_sequence, len(put))
         for sequence, content in stored.items():
@@ -87,7 +85,7 @@ class Ingest:
         known = state.versions
         steps = {v: known[v].step if v in known else 0 for v in set(columns["counts_from"])}
         start = 0
-        each = zip(columns["prompt"], map(_guided_and_phase, columns["sampling"]), columns["error"], strict=True)
+        each = zip(columns["prompt"], columns["guided_and_phase"], columns["error"], strict=True)
         for (prompt, (guided, phase), error), rows in groupby(each):
             part = slice(start, start + len(list(rows)))
             start = part.stop
@@ -146,11 +144,3 @@ class Ingest:
         done = [visit for visit, prompt in answered if state.leases.close(visit, prompt, sender)]
         if done:
             state.store.visits.close(done, state.clock.wall())
-
-
-# A run has few different settings, and with guided responses as many as demonstrations have tokens.
-@functools.lru_cache(1 << 16)
-def _guided_and_phase(sampling: str) -> tuple[int | None, int | None]:
-    """Return these two of the settings of a response, which are JSON."""
-    settings = msgspec.json.decode(sampling, type=messages.Sampling)
-    return settings.guided, settings.phase

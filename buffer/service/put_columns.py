@@ -46,9 +46,9 @@ class PutColumns:
 
     Row i has sequence number `first_sequence + i`. `versions` are the policy versions of a row's tokens. `columns` are
     those of the table that need no state of the run: ROW_FIELDS, with maps and lists as JSON text, `prompt_tokens`,
-    `response_tokens`, `dedup_hash` and `payload_bytes`. `counts_from` is None for rows of the run's policies; for
-    others, by their metadata, the version that their staleness counts from, NO_POLICY for step 0. `payload` has one
-    column per array kind. `closes`: the visits are answered with these rows.
+    `response_tokens`, `dedup_hash` and `payload_bytes`; and `guided_and_phase` of the sampling. `counts_from` is None
+    for rows of the run's policies; for others, by their metadata, the version that their staleness counts from,
+    NO_POLICY for step 0. `payload` has one column per array kind. `closes`: the visits are answered with these rows.
     """
 
     first_sequence: int
@@ -73,15 +73,16 @@ def to_columns(request: Request) -> Message | PutColumns:
     if message.first_sequence + len(rows.prompt_key) > _SEQUENCES:
         raise WireError(f"the sequence numbers of the put go beyond {_SEQUENCES - 1}")
     all_counts = array_counts(msgspec.structs.asdict(rows))
-    sizes = [[count * kind.unit_bytes for count in own] for kind, own in zip(ARRAY_KINDS, all_counts, strict=True)]
+    each = zip(ARRAY_KINDS, all_counts, frames, strict=True)
+    sizes = [[count * kind.unit_bytes for count in own] if frame.nbytes else own for kind, own, frame in each]
     payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
     columns: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
     columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
-    columns["sampling"] = list(map(_sampling_json, rows.sampling))
+    columns["sampling"], columns["guided_and_phase"] = _settings(rows.sampling)
     columns["metadata"], counts_from = _metadata(rows.metadata)
     columns["turns"], columns["error_kind"] = _turns(rows), rows.error_kind or [None] * len(rows.prompt_key)
     columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
-    columns["dedup_hash"] = list(map(_hash, payload[PROMPT_IDS], payload[RESPONSE_IDS]))
+    columns["dedup_hash"] = _hashes(payload[PROMPT_IDS], payload[RESPONSE_IDS])
     columns["payload_bytes"] = list(map(sum, zip(*sizes, strict=True)))
     return PutColumns(
         first_sequence=message.first_sequence,
@@ -109,15 +110,25 @@ def _versions(counts: Sequence[int], frame: memoryview) -> list[tuple[int, ...]]
     return [tuple(versions[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def _hash(prompt: memoryview, response: memoryview) -> int:
-    """Return a 64-bit hash of prompt and response, signed as in SQLite. An episode's first context may differ."""
-    digest = xxhash.xxh3_64_digest(response, seed=xxhash.xxh3_64_intdigest(prompt))
-    return int.from_bytes(digest, "little", signed=True)
+def _hashes(prompts: Sequence[memoryview], responses: Sequence[memoryview]) -> list[int]:
+    """Return 64-bit hashes of prompt and response, signed as in SQLite. An episode's first context may differ."""
+    digests = map(xxhash.xxh3_64_digest, responses, map(xxhash.xxh3_64_intdigest, prompts))
+    return np.frombuffer(b"".join(digests), "<i8").tolist()
 
 
-@functools.lru_cache
-def _sampling_json(sampling: Sampling) -> str:
-    return msgspec.json.encode(sampling).decode()
+def _settings(sampling: Sequence[Sampling]) -> tuple[list[str], list[tuple[int | None, int | None]]]:
+    """Return the settings of each row as JSON, and (guided, phase)."""
+    first = sampling[0]
+    # The usual case: the rows of a group have the same.
+    found = [_setting(first)] * len(sampling) if sampling.count(first) == len(sampling) else map(_setting, sampling)
+    texts, parts = zip(*found, strict=True)
+    return texts, parts
+
+
+# A run has few different settings, and with guided responses as many as demonstrations have tokens.
+@functools.lru_cache(1 << 16)
+def _setting(sampling: Sampling) -> tuple[str, tuple[int | None, int | None]]:
+    return msgspec.json.encode(sampling).decode(), (sampling.guided, sampling.phase)
 
 
 def _depth(value: Any) -> int:
@@ -132,15 +143,13 @@ def _metadata(rows: Sequence[msgspec.Raw]) -> tuple[list[str], list[int | None]]
 
     Each row is decoded by itself: msgpack may be a hundred times as large as Python objects.
     """
+    # The usual case: empty maps.
+    if rows.count(_EMPTY_MAP) == len(rows):
+        return ["{}"] * len(rows), [None] * len(rows)
     texts: list[str] = []
     counts_from: list[int | None] = []
     characters = 0
     for row, packed in enumerate(rows):
-        # The usual case: an empty map.
-        if packed == _EMPTY_MAP:
-            texts.append("{}")
-            counts_from.append(None)
-            continue
         size = memoryview(packed).nbytes
         if size > MAX_METADATA_BYTES:
             raise Oversize(f"metadata of row {row} has {size} bytes, the limit is {MAX_METADATA_BYTES}")

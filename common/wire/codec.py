@@ -202,7 +202,7 @@ def _check_arrays(message: Message, frames: Sequence[memoryview]) -> None:
     check_frames(counts, frames)
     if isinstance(message, PutTrajectories):
         rows = message.rows
-        check_tokens(counts, frames, failed=[error is not None for error in rows.error])
+        check_tokens(counts, frames, rows.error)
         check_errors(rows.error, rows.error_kind, rows.stop_reason)
         if rows.turns is not None:
             check_turns(rows.turns, rows.response_ids_count)

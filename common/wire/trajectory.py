@@ -208,10 +208,14 @@ def all_frames(frames: Sequence[memoryview]) -> list[memoryview]:
     return [*frames, memoryview(b"")] if len(frames) == KEPT else [*frames]
 
 
+# One object for all empty arrays: see `DatabaseFile.insert`.
+_NOTHING = memoryview(b"")
+
+
 def slices(sizes: Sequence[int], frame: memoryview) -> list[memoryview]:
     """Cut a frame into one view of `sizes[i]` bytes per trajectory, without copying or decoding."""
     if not frame.nbytes:
-        return [frame] * len(sizes)
+        return [_NOTHING] * len(sizes)
     stops = list(accumulate(sizes))
     return list(map(frame.__getitem__, map(slice, [0, *stops], stops)))
 
@@ -330,23 +334,23 @@ def _check_version_runs(columns: dict[str, Any], frames: Sequence[memoryview]) -
         pairs = enumerate(zip(covered, columns["response_ids_count"], strict=True))
         row, tokens = next((row, tokens) for row, (length, tokens) in pairs if length != tokens)
         raise WireError(f"the version runs of row {row} do not cover its {quantity(tokens, 'response token')}")
-    if runs.min() < 0:
+    if np.minimum.reduce(runs, axis=None) < 0:
         raise WireError("version runs hold a negative number or an empty run")
 
 
-def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], *, failed: Sequence[bool]) -> None:
-    """Raise WireError for values that no model produces. Only rows with `failed` set may be empty."""
+def check_tokens(columns: dict[str, Any], frames: Sequence[memoryview], errors: Sequence[str | None]) -> None:
+    """Raise WireError for values that no model produces. Only rows with an error may be empty."""
     for name, position in (("prompt_ids", PROMPT_IDS), ("response_ids", RESPONSE_IDS)):
-        if np.frombuffer(frames[position], "<i4").min(initial=0) < 0:
+        if np.minimum.reduce(np.frombuffer(frames[position], "<i4"), initial=0) < 0:
             raise WireError(f"negative token id in {name}")
         counts = columns[f"{name}_count"]
-        if 0 in counts and any(not count and not bad for count, bad in zip(counts, failed, strict=True)):
+        if 0 in counts and any(not count and error is None for count, error in zip(counts, errors, strict=True)):
             raise WireError(f"a trajectory without an error has empty {name}")
     logprobs = np.frombuffer(frames[LOGPROBS], "<f4")
     # A finite sum proves that all terms are finite, in a quarter of the time of isfinite. An infinite sum may also be
     # an overflow, so only then each term is checked.
     with np.errstate(over="ignore", invalid="ignore"):
-        total = logprobs.sum()
+        total = np.add.reduce(logprobs)
     if not math.isfinite(total) and not np.isfinite(logprobs).all():
         raise WireError("a log-probability is not finite")
 

@@ -162,3 +162,17 @@ def test_a_database_with_a_hot_rollback_journal_is_opened(tmp_path):
     store = Store(path, durability="power")
     assert store.runs is not None
     store.close()
+
+
+@pytest.mark.parametrize("count", [1, 5, 256, 341])
+@pytest.mark.parametrize("differs", [None, 0, -1])
+def test_a_value_that_all_rows_share_is_stored_in_each_of_them(tmp_path, count, differs):
+    """Such a value is bound once in a statement of many rows: also beside one row that has another value."""
+    with closing(Store(tmp_path / "buffer.sqlite", durability="process")) as store:
+        store.database.execute("CREATE TABLE noted (id INTEGER PRIMARY KEY, text TEXT, score REAL, turns TEXT)")
+        texts, scores = [None] * count, [n / 8 for n in range(count)]
+        if differs is not None:
+            texts[differs] = "another"
+        store.database.insert("noted", ("score", "text", "id", "turns"), [scores, texts, range(count), ["[]"] * count])
+        stored = store.database.all("SELECT * FROM noted ORDER BY id")
+    assert stored == [(n, texts[n], n / 8, "[]") for n in range(count)]

@@ -19,6 +19,7 @@ from tba.cli.checks import examine as all_checks
 from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError
 from tba.common.system.devices import Gpu, assumed_gpus
+from tba.common.weights.pretrained import refuse_quantized
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, save_tiny_model
@@ -39,7 +40,7 @@ from tba.trainer.preflight.check import (
     layer_activation_bytes,
     state_bytes,
 )
-from tba.trainer.preflight.shape import ModelShape, refuse_quantized, shape_of, with_reference
+from tba.trainer.preflight.shape import ModelShape, shape_of, with_reference
 from tba.trainer.step.build import require_memory
 from tba.trainer.step.host_optimizer import HostAdamW
 
@@ -572,4 +573,4 @@ def test_a_quantized_policy_is_refused_before_anything_is_loaded(part, tmp_path)
         json.dumps({"vision_config": None} | ({part: quantized} if part else quantized))
     )
     with pytest.raises(ConfigError, match=r"are quantized \(quantization_config in config"):
-        refuse_quantized(tmp_path)
+        refuse_quantized(str(tmp_path))

@@ -149,6 +149,7 @@ def test_a_model_with_state_that_is_not_attention_is_refused(tmp_path):
 
 
 DECODER = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True}
+MORE_DECODERS = ("mbart", "pegasus", "marian", "blenderbot", "plbart")
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 
@@ -159,8 +160,10 @@ GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
         ("bart", DECODER, "differ by "),
         ("blenderbot-small", DECODER, "differ by "),
         ("openai-gpt", GPT, "IndexError: "),
-        *slow(*[(kind, DECODER, "differ by ") for kind in ("mbart", "pegasus", "marian", "blenderbot", "plbart")]),
-        *slow(*[("doge", {}, "RuntimeError: "), ("rwkv", {}, "IndexError: "), ("cpmant", {}, "RuntimeError: ")]),
+        *(pytest.param(kind, DECODER, "differ by ", marks=pytest.mark.slow) for kind in MORE_DECODERS),
+        pytest.param("doge", {}, "RuntimeError: ", marks=pytest.mark.slow),
+        pytest.param("rwkv", {}, "IndexError: ", marks=pytest.mark.slow),
+        pytest.param("cpmant", {}, "RuntimeError: ", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_a_padded_batch_with_a_cache_computes_wrong_is_refused(kind, settings, words, dtype, tmp_path):

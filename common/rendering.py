@@ -75,7 +75,8 @@ def asked_in(value: Any) -> Any:
     """Return a prompt's value, or the list of messages, one of them the user's, that it is as the text of JSON."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else ()
-        if "user" in [message_of(one if isinstance(one, dict) else None)[0] for one in found]:
+        said = [isinstance(one, dict) and "role" in one and {"content", "tool_calls"} & one.keys() for one in found]
+        if all(said) and "user" in [one["role"] for one in found]:
             return found
     return value
 

@@ -328,8 +328,8 @@ class TransformersEngine:
                 TransformersEngine.submit(self, GenerationRequest(length, ids[:length], sampling))
             done = [one for _ in range(8) for one in TransformersEngine.step(self)]
             alone = TransformersEngine.score(self, [[*ids[: one.id], *one.response_ids] for one in done])
-            pairs = [(one.logprobs, found[one.id - 1 :]) for one, found in zip(done, alone, strict=True)]
-            largest = max(float(np.abs(logprobs - found).max()) for logprobs, found in pairs)
+            differences = [one.logprobs - logprobs[one.id - 1 :] for one, logprobs in zip(done, alone, strict=True)]
+            largest = np.abs(np.concatenate(differences)).max()
             why = "" if largest <= limit else f"its log-probabilities differ by {largest:.3g} from those of a row alone"
         # A forward of another form may raise anything.
         except Exception as error:

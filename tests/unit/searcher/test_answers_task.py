@@ -124,6 +124,13 @@ def test_another_text_that_looks_like_json_is_a_text(make, text):
     assert (prompt.text, prompt.messages) == (text, ())
 
 
+def test_messages_as_text_with_a_content_in_parts_are_refused_as_a_list_is(make):
+    said = [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
+    for value in (said, json.dumps(said)):
+        with pytest.raises(TaskError, match=r"rows.jsonl:1: the message .* write \(role, content\)"):
+            make({"prompt": value, "answer": "5"})
+
+
 def test_messages_as_text_that_end_with_an_answer_are_refused_as_a_list_is(make):
     with pytest.raises(TaskError, match=r"rows.jsonl:1: the column prompt .* ends with the assistant's"):
         make({"prompt": json.dumps([*SAID, {"role": "assistant", "content": "5"}]), "answer": "5"})

@@ -319,7 +319,8 @@ class TransformersEngine:
         """
         served, ids = self._model, np.random.default_rng(0).integers(0, self._acceptance.vocabulary, 8, np.int32)
         try:
-            if served.dtype != torch.float32 and served.num_parameters() <= _COPIED:
+            # Quantized weights cannot be converted.
+            if served.dtype != torch.float32 and limit < math.inf and served.num_parameters() <= _COPIED:
                 self._model = copy.deepcopy(served).float()
             limit = 1e-3 if self._model.dtype == torch.float32 else limit
             # Not the methods of a derived class.

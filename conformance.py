@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.common.errors import EngineError, SnapshotError, TbaError, first_line
+from tba.common.errors import EngineError, SnapshotError, TbaError, named
 from tba.common.system.durable import temporary_directory
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.pretrained import from_directory
+from tba.common.weights.pretrained import causal_model, from_directory
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot, describe_files, directory_name, read, seal
 from tba.common.wire.trajectory import Float32, Int32
 from tba.searcher.engines.engine import Engine, Generation, GenerationRequest, SamplingSettings
@@ -68,7 +68,7 @@ def check_engine(engine: Engine, model: str | Path, *, tolerance: float = 1e-3) 
             try:
                 check(trial)
             except Exception as error:  # noqa: BLE001
-                yield Finding(promise, f"{type(error).__name__}: {first_line(error)}")
+                yield Finding(promise, named(error).splitlines()[0])
             else:
                 yield Finding(promise)
 
@@ -82,10 +82,9 @@ class _Trial:
 
     def __init__(self, engine: Engine, source: Path, directory: Path, tolerance: float) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
         self.engine, self.source, self.tolerance = engine, source, tolerance
-        self.model = from_directory(AutoModelForCausalLM, source, dtype=torch.float32).eval()
+        self.model = causal_model(source, torch.float32)
         self.vocabulary: int = self.model.config.get_text_config().vocab_size
         self._directory, self._random, self._requests = directory, np.random.default_rng(0), 0
 

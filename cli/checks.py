@@ -26,7 +26,7 @@ from tba.common.errors import HttpUnavailable, HubUnavailable, MissingExtra, Sto
 from tba.common.system.devices import Gpu, choose_gpus, list_gpus, need_gpus
 from tba.common.terminal import need
 from tba.common.weights.model_files import check_hub, check_model, is_hub_name, model_here, weight_files
-from tba.common.weights.pretrained import check_same_tokens
+from tba.common.weights.pretrained import check_same_tokens, refuse_quantized
 from tba.common.weights.tensor_file import read_layout
 from tba.deploy import doctor
 from tba.deploy.doctor import Result
@@ -180,12 +180,13 @@ def _gpus_of_start(plan: Plan) -> None:
 
 def _model(setting: str, path: str) -> Result:
     """Check a model of this machine, with the headers of its weights, or ask the hub for it."""
-    if not check_model(path, setting=setting):
-        return "ok", check_hub(path, setting=setting)
+    found = path if check_model(path, setting=setting) else check_hub(path, setting=setting)
     if (directory := model_here(path)) is not None:
         for file in weight_files(directory):
             read_layout(file)
-    return "ok", path
+    if setting == "model.path":
+        refuse_quantized(path)
+    return "ok", found
 
 
 def _policy(plan: Plan) -> Result:

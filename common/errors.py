@@ -86,14 +86,20 @@ def problems(error: "ValidationError") -> list[tuple[tuple[str, ...], str]]:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, for use in a sentence."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def named(error: BaseException) -> str:
+    """Return the kind of an error of other code and its message, or the kind alone if it has no message."""
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def raised_at(error: BaseException) -> str:
     """Return the kind of another library's error, its first line, and the file of that library that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" in {frames[-1].filename.rpartition('site-packages/')[2]}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {first_line(error)}{place}"
+    return f"{named(error).splitlines()[0]}{place}"
 
 
 class ConfigError(TbaError):

@@ -14,6 +14,7 @@ model sampled are kept as they are: `proceed` returns only what the template wri
 contents of the messages follow each other as text.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,6 +69,16 @@ def message_of(value: Any) -> Message:
         return role, content, json.dumps(fields, ensure_ascii=False)
     except TypeError as error:
         raise ValueError(f"the message {value!r:.200} is not JSON: {error}") from error
+
+
+def asked_in(value: Any) -> Any:
+    """Return a prompt's value, or the list of messages, one of them the user's, that it is as the text of JSON."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else ()
+        said = [isinstance(one, dict) and "role" in one and {"content", "tool_calls"} & one.keys() for one in found]
+        if all(said) and "user" in [one["role"] for one in found]:
+            return found
+    return value
 
 
 def _of_json(text: str) -> Message:
@@ -130,6 +141,8 @@ class PromptRenderer:
         self.tokenizer = tokenizer
         self._config = config
         self._written_roles: set[tuple[str, bool]] = set()
+        # Each response of a prompt asks for its ids.
+        self._encode_prompt = functools.lru_cache(128)(self.encode)
 
     def ids(self, prompt: Content) -> list[int]:
         """Return the token ids that the engine gets."""
@@ -210,7 +223,7 @@ class PromptRenderer:
 
     def response_ids(self, text: str, response: str) -> list[int]:
         """Return the token ids of a response that follows a text: some tokenizers put a space before a first word."""
-        before, whole = self.encode(text), self.encode(text + response)
+        before, whole = self._encode_prompt(text), self.encode(text + response)
         follows = before and whole[: len(before)] == before
         return whole[len(before) :] if follows else self._encode_after(response)
 
@@ -404,7 +417,7 @@ class PromptRenderer:
         before it a second time. The model was not trained on two, so one is dropped. What the tokenizer puts behind a
         text, such as an end token, would end the response before it begins.
         """
-        ids = self.encode(text)
+        ids = self._encode_prompt(text)
         begin, before = self.tokenizer.bos_token_id, self._before
         return [*before, *ids[1:]] if begin is not None and before[-1:] == ids[:1] == [begin] else [*before, *ids]
 

@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from tba.common.config import Config
-from tba.common.errors import EngineError
+from tba.common.errors import EngineError, named
 from tba.common.rendering import Message, PromptRenderer
 from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns, one_turn
 from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, MAX_TURN_MESSAGES, ErrorKind
@@ -210,7 +210,7 @@ class Episodes:
             text = storable(self.stopping.scored_text(sampled))
         # The ids are of another vocabulary.
         except Exception as error:  # noqa: BLE001
-            self._fail(episode, "decoding", f"not decoded: {type(error).__name__}: {error}", is_open=True)
+            self._fail(episode, "decoding", f"not decoded: {named(error)}", is_open=True)
             return
         episode.replies.append((text, generation.stop_reason == STOP_EOS))
         episode.said.append((_POLICY, text))

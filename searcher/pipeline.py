@@ -23,7 +23,7 @@ import numpy as np
 
 from tba.common.config import Explored, SearchSection, Truncated
 from tba.common.config.task import Phase
-from tba.common.errors import EngineError
+from tba.common.errors import EngineError, named
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.codec import MAX_REQUEST_FRAME_BYTES
@@ -271,7 +271,7 @@ class ScoringStage:
         # The ids are of another vocabulary. The row carries the error, as it does when a scorer fails.
         except Exception as error:
             log.exception("response not decoded", prompt=prompt.key)
-            reason = f"not decoded: {type(error).__name__}: {error}"
+            reason = f"not decoded: {named(error)}"
             self._finish(response, Scored(generation.id, None, *failed(reason), error_kind="decoding"))
             return
         self._unscored[generation.id] = response

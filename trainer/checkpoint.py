@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from tba.common import run_files
 from tba.common.config import Config
-from tba.common.errors import CheckpointError, CheckpointMismatch, UsageError
+from tba.common.errors import CheckpointError, CheckpointMismatch, UsageError, named
 from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.system.durable import new_directory, open_regular, require_space, sha256_of, write_json
@@ -282,7 +282,7 @@ def read(path: Path) -> Checkpoint:
         )  # fmt: skip
     # Those of a manifest of another form, also of one that nests without end.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise _Damaged(f"{type(error).__name__}: {error}") from error
+        raise _Damaged(named(error)) from error
 
 
 def _index(file: Path) -> dict[str, tuple[str, list[int]]]:

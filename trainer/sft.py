@@ -38,7 +38,7 @@ from tba.common import data_files, run_files
 from tba.common.config import Config, LoraSection, MetricsSection, ReferenceSection
 from tba.common.errors import CheckpointError, ConfigError, TaskError, TrainingBroken, UsageError
 from tba.common.log import get_logger
-from tba.common.rendering import Message, PromptRenderer, as_map, message_of, variables_of
+from tba.common.rendering import Message, PromptRenderer, as_map, asked_in, message_of, variables_of
 from tba.common.system.durable import exclusive_lock, new_directory
 from tba.common.weights.model_files import eos_ids, model_directory
 from tba.common.weights.pretrained import load_tokenizer
@@ -369,21 +369,25 @@ def _read_row(value: Any) -> tuple[_Prompt, Message]:
     if not isinstance(value, dict):
         raise ValueError("a row is a JSON object")
     variables = variables_of(value)
-    if (said := value.get("messages")) is not None:
+    said, asked = (asked_in(value.get(name)) for name in ("messages", "prompt"))
+    if said is None:
+        column = "answer" if value.get("response") is None else "response"
+        answer = value.get(column)
+        if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool):
+            answer = data_files.as_text(answer, column)
+        if isinstance(asked, list) and isinstance(answer, str):
+            said = [*asked, {"role": "assistant", "content": answer}]
+    if said is not None:
         *before, response = _messages(said)
         prompt = _Prompt(messages=before, template_kwargs=variables)
     else:
-        column = "answer" if value.get("response") is None else "response"
-        said = value.get(column)
-        is_number = isinstance(said, int | float | Decimal) and not isinstance(said, bool)
-        texts = value.get("prompt"), data_files.as_text(said, column) if is_number else said
-        if not isinstance(texts[0], str) or not isinstance(texts[1], str):
+        if not isinstance(asked, str) or not isinstance(answer, str):
             raise ValueError(
                 "a row has `messages`, or `prompt` and `response` (or `answer`), which are strings; this one has "
                 + ", ".join(f"{key} ({type(one).__name__})" for key, one in value.items())
                 + ": rename the columns"
             )
-        prompt, response = _Prompt(texts[0], template_kwargs=variables), ("assistant", texts[1])
+        prompt, response = _Prompt(asked, template_kwargs=variables), ("assistant", answer)
     data_files.require_unicode([prompt.text, prompt.messages, response, variables])
     if not any(inner for key, inner in as_map(response).items() if key != "role"):
         raise ValueError("the response is empty")

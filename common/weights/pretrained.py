@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tba.common.errors import ConfigError, MissingExtra, first_line
+from tba.common.errors import ConfigError, MissingExtra, first_line, quantity
 from tba.common.system.load_errors import loading
-from tba.common.weights.model_files import need_tokenizer, read_json, vocabulary_size
+from tba.common.weights.model_files import config_here, need_tokenizer, read_json, vocabulary_size
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 # Of any model. Transformers builds them all, for minutes or hours, before it looks at the first weight.
@@ -29,6 +29,19 @@ def from_directory(kind: Any, directory: Path, **options: Any) -> Any:
     _check_config(directory)
     with _refusing_code(directory):
         return kind.from_pretrained(directory, trust_remote_code=False, **options)
+
+
+def causal_model(directory: Path, dtype: Any) -> Any:
+    """Load a causal language model. Raises as `from_directory`, and ConfigError if its files lack a weight."""
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    model, info = from_directory(AutoModelForCausalLM, directory, **options)
+    if missing := info["missing_keys"]:
+        # transformers would initialise them at random.
+        lacking = quantity(len(missing), "weight")
+        raise ConfigError(f"the files in {directory} lack {lacking} of the model, {min(missing)} for one")
+    return model.eval()
 
 
 def from_config(kind: Any, config: Any, directory: Path, **options: Any) -> Any:
@@ -71,12 +84,27 @@ def _check_config(directory: Path) -> None:
         raise ConfigError(f"{directory / 'config.json'}: {kernels[0]} names code of the hub, which tba does not run")
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     for part in parts:
+        # The model would return tuples, whose places have no names.
+        if not part.get("return_dict", True):
+            raise ConfigError(f"{directory / 'config.json'}: return_dict is false: remove it, it changes no number")
         for name in _LAYERS:
             if isinstance(count := part.get(name), int) and not 1 <= count <= _MOST_LAYERS:
                 raise ConfigError(
                     f"{directory / 'config.json'}: {name} is {count}, and a model has at least 1 and at most "
                     f"{_MOST_LAYERS}"
                 )
+
+
+def refuse_quantized(path: str) -> None:
+    """Raise ConfigError if the weights of a model here that is to be trained are quantized. A frozen one may be."""
+    config = read_json(directory / "config.json") if (directory := config_here(path)) else {}
+    parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
+    if keys := [key for part in parts for key in ("quantization_config", "compression_config") if part.get(key)]:
+        # Without a kernel for them transformers makes plain weights of them, which would not be saved as they were.
+        raise ConfigError(
+            f"the weights in {directory} are quantized ({keys[0]} in config.json), and cannot be trained: "
+            "use the model that they were made of, or one that was saved with plain weights"
+        )
 
 
 def tied_names(model: Any) -> dict[str, str]:

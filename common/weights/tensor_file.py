@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from tba.common.errors import SnapshotCorrupt, SnapshotError
+from tba.common.errors import SnapshotCorrupt, SnapshotError, named
 from tba.common.system.durable import open_regular
 
 # One-dimensional, of any unsigned type.
@@ -115,7 +115,7 @@ def read_layout(path: Path) -> Layout:
         return Layout(prefix, _spans(json.loads(prefix[8:]), len(prefix), size))
     # The last one for a header that nests thousands of levels deep.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise SnapshotCorrupt(f"{path} is not a safetensors file: {type(error).__name__}: {error}") from error
+        raise SnapshotCorrupt(f"{path} is not a safetensors file: {named(error)}") from error
 
 
 def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ the same prompt share a row. Joining one by one would fill the batch a little be
 (docs/decisions/0016).
 """
 
+import copy
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,17 +21,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import Cache
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from tba.common.errors import ConfigError, EngineFaulty, SnapshotError, SnapshotRefused, first_line
+from tba.common.errors import ConfigError, EngineFaulty, SnapshotError, SnapshotRefused, first_line, raised_at
 from tba.common.rotation import Rotation
-from tba.common.system.load_errors import loading, out_of_memory
+from tba.common.system.load_errors import loading, not_loaded, out_of_memory
 from tba.common.weights import adapter
 from tba.common.weights.model_files import model_directory, weight_files
-from tba.common.weights.pretrained import from_directory, tied_names
+from tba.common.weights.pretrained import causal_model, tied_names
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
 from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, Float32, Int32, encode_kept
 from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
@@ -43,6 +45,8 @@ _CHUNK = 64
 # Rounding must not turn a number in [0, 1) into 1, which is past the last token.
 _BELOW_ONE = 1 - 2.0**-40
 _NO_LIMIT = 1 << 30
+# Parameters up to which a model in bfloat16 is checked in float32, on a copy of at most 1 GiB.
+_COPIED = 1 << 28
 
 # The layer types that the KV cache supports. With a sliding window it keeps all positions, and the mask hides those
 # outside.
@@ -118,6 +122,7 @@ class TransformersEngine:
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []
         self._cache = BatchKVCache()
+        self._check_steps(directory, math.inf if self._acceptance.routed else canary_tolerance)
 
     @property
     def weights_version(self) -> int:
@@ -307,6 +312,37 @@ class TransformersEngine:
             return STOP_EOS
         return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
 
+    def _check_steps(self, directory: Path, limit: float) -> None:
+        """Raise ConfigError unless rows of a batch have the log-probabilities of each alone, within `limit`.
+
+        Some models take positions from the length of the cache, in spite of left padding, and some have no such cache.
+        """
+        served, ids = self._model, np.random.default_rng(0).integers(0, self._acceptance.vocabulary, 8, np.int32)
+        try:
+            # Quantized weights cannot be converted.
+            if served.dtype != torch.float32 and limit < math.inf and served.num_parameters() <= _COPIED:
+                self._model = copy.deepcopy(served).float()
+            limit = 1e-3 if self._model.dtype == torch.float32 else limit
+            # Not the methods of a derived class.
+            for length in (1, min(8, self._context - 1)):
+                sampling = SamplingSettings(1.0, 1.0, 4, seed=length)
+                TransformersEngine.submit(self, GenerationRequest(length, ids[:length], sampling))
+            done = [one for _ in range(8) for one in TransformersEngine.step(self)]
+            alone = TransformersEngine.score(self, [[*ids[: one.id], *one.response_ids] for one in done])
+            differences = [one.logprobs - logprobs[one.id - 1 :] for one, logprobs in zip(done, alone, strict=True)]
+            largest = np.abs(np.concatenate(differences)).max()
+            why = "" if largest <= limit else f"its log-probabilities differ by {largest:.3g} from those of a row alone"
+        # A forward of another form may raise anything.
+        except Exception as error:
+            if out_of_memory(error):
+                raise not_loaded(f"the model in {directory}", error, self._device) from error
+            why = raised_at(error)
+        finally:
+            self._model, self._cache = served, BatchKVCache()
+        if why:
+            name = type(served).__name__
+            raise ConfigError(f'{directory}: this engine cannot batch {name}: {why}: use search.engine = "vllm"')
+
     def _unaccounted(self) -> list[str]:
         """Names of parameters that a snapshot does not overwrite, and that are not tied to one that it does."""
         written, tied = {self._names[name] for name in self._shapes}, tied_names(self._model)
@@ -319,13 +355,7 @@ def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
     That is one whose state is more than the keys and values of attention.
     """
     with loading(f"the model in {directory}", device):
-        model, info = from_directory(
-            AutoModelForCausalLM, directory, dtype=dtype, use_safetensors=True, output_loading_info=True
-        )
-        if missing := info["missing_keys"]:
-            # transformers would initialise them at random.
-            raise ConfigError(f"the files in {directory} lack weights of the model, {min(missing)} for one")
-        model.to(device).eval().requires_grad_(False)
+        model = causal_model(directory, dtype).to(device).requires_grad_(False)
     if other := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES:
         raise ConfigError(
             f"the model in {directory} has layers of type {min(other)!r}, which this engine cannot batch: "

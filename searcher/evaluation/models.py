@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
 from tba.common.token_batches import cut_by_tokens
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.pretrained import from_directory
+from tba.common.weights.pretrained import causal_model, from_directory
 from tba.common.wire.trajectory import Int32, TokenSequence, Trajectory, sequences
 from tba.searcher.evaluation.measure import Floats
 
@@ -41,13 +41,13 @@ class ReferenceModel:
     def __init__(self, model: str, *, device: str, dtype: str) -> None:
         directory = model_directory(model)
         with loading(f"the reference model in {directory}", device):
-            self._model = from_directory(AutoModelForCausalLM, directory, dtype=torch.float32, use_safetensors=True)
+            self._model = causal_model(directory, torch.float32)
             self._device = torch.device(device)
             # As the trainer computes on such a device.
             self._autocast = self._device.type == "cuda" and dtype == "bfloat16"
             if self._autocast:
                 to_bfloat16(self._model)
-            self._model.to(device).eval().requires_grad_(False)
+            self._model.to(device).requires_grad_(False)
         self._rotation = Rotation.of(self._model.config)
         self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging as transformers_logging
 
 from tba.common.config import RewardModelSection
-from tba.common.errors import ConfigError, quantity
+from tba.common.errors import ConfigError, named, quantity
 from tba.common.log import get_logger
 from tba.common.rendering import Message, as_map
 from tba.common.rotation import Rotation
@@ -71,7 +71,7 @@ class RewardModel:
             try:
                 text = self._tokenizer.apply_chat_template(chat, tokenize=False)
             except Exception as error:
-                raise ValueError(f"{type(error).__name__} of the chat template: {error}") from error
+                raise ValueError(f"the chat template raised {named(error)}") from error
             # The template has written the special tokens.
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         else:
@@ -246,7 +246,7 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         log.exception("the model was not loaded")
-        connection.send(["failed", storable(f"{type(error).__name__}: {error}")])
+        connection.send(["failed", storable(named(error))])
         sys.exit(1)
     connection.send(["ready"])
     for items in connection.messages:
@@ -276,7 +276,7 @@ def _score(connection: Connection, model: RewardModel, items: Sequence[Any]) -> 
             scores = model.score([pairs[n] for n in batch], partial(begin, batch))
         except Exception as error:
             log.exception("the model failed", pairs=len(batch))
-            reason = storable(f"{type(error).__name__}: {error}")
+            reason = storable(named(error))
             connection.send(["results", [[ticket, None, reason] for ticket in batch_tickets]])
             sys.exit(1)
         results = [

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from tba.common.errors import named
 from tba.common.log import get_logger
 from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, ErrorKind
 from tba.common.wire.messages import Visit
@@ -192,7 +193,7 @@ def described(error: BaseException, task: Task, prompt: Prompt, method: str, mem
     if isinstance(error, MemoryError):
         return f"out of memory (limit {memory_mib} MiB)" if memory_mib else "out of memory"
     try:
-        said = f"{type(error).__name__}: {error}"
+        said = named(error)
     # The code of an exception's message is the task's, too.
     except Exception:  # noqa: BLE001
         said = type(error).__name__

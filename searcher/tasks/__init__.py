@@ -12,7 +12,7 @@ from typing import Any
 
 from tba.common.config import TaskSection
 from tba.common.config.task import MIXTURE, TaskSource
-from tba.common.errors import TaskError, TbaError
+from tba.common.errors import TaskError, TbaError, named
 from tba.searcher.tasks.answers_task import AnswersTask
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.environments import ClassTask, GymnasiumTask, is_environment_class
@@ -69,7 +69,7 @@ def _task(source: TaskSource) -> Task:
         raise
     # User code may raise anything.
     except Exception as error:
-        raise TaskError(f"task.name {source.name} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise TaskError(f"task.name {source.name} cannot be loaded: {named(error)}") from error
     if missing := _lacks(task):
         raise TaskError(
             f"task {source.name} has no {', '.join(missing)}: a task has {', '.join(_ATTRIBUTES)}, as the file that "

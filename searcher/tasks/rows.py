@@ -10,7 +10,7 @@ from typing import Any
 from tba.common import data_files
 from tba.common.errors import MissingExtra, TaskError, quantity
 from tba.common.log import get_logger
-from tba.common.rendering import message_of, variables_of
+from tba.common.rendering import asked_in, message_of, variables_of
 from tba.searcher.tasks.task import ListedTask, Prompt
 
 log = get_logger(__name__)
@@ -135,7 +135,7 @@ def question_in(row: Any, column: str, format_: str, place: str) -> dict[str, An
     if place not in format_:
         raise ValueError(f"the text of prompts {format_!r} has no {place}: write where the question stands")
     variables = variables_of(row)
-    if not isinstance(asked := value_in(row, column), list):
+    if not isinstance(asked := asked_in(value_in(row, column)), list):
         text = text_in(row, column)
         return {"key": key_of(text, variables), "text": format_.replace(place, text), "template_kwargs": variables}
     messages = [message_of(message) for message in asked]

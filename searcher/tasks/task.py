@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from tba.common.data_files import require_unicode
-from tba.common.errors import TaskError, TbaError
+from tba.common.errors import TaskError, TbaError, named
 from tba.common.rendering import Message, PromptRenderer, message_of
 
 # The reward part that is averaged as accuracy: 1 for a right answer, 0 for a wrong one.
@@ -180,7 +180,7 @@ class LimitedTask:
             frames = traceback.extract_tb(error.__traceback__)[1:]
             last = next((frame for frame in reversed(frames) if frame.filename == own), None)
             place = f" at {last.filename}:{last.lineno}" if last else ""
-            raise TaskError(f"task {self.name}: {what}() failed{place}: {type(error).__name__}: {error}") from error
+            raise TaskError(f"task {self.name}: {what}() failed{place}: {named(error)}") from error
 
     def _opening(self, prompt: Prompt) -> Prompt:
         """Return a prompt as an episode begins with it: the messages of a text, which a chat template renders.

@@ -26,6 +26,7 @@ from tba.common.errors import (
     SnapshotOutdated,
     SnapshotRefused,
     TbaError,
+    named,
 )
 from tba.common.log import get_logger
 from tba.common.run_snapshots import weights_directory
@@ -223,7 +224,7 @@ class WeightsFollower:
 
     def _refuse(self, ref: WeightsRef, error: BaseException) -> None:
         # Other errors are of a manifest with invalid values, for example.
-        why = str(error) if isinstance(error, TbaError) else f"v{ref.version}: {type(error).__name__}: {error}"
+        why = str(error) if isinstance(error, TbaError) else f"v{ref.version}: {named(error)}"
         attempts = self._refused.attempts + 1 if self._refused and self._refused.ref == ref else 1
         delay = backoff(attempts, _RETRY_SECONDS, _MAX_RETRY_SECONDS)
         missed = isinstance(error, SnapshotMissing) and attempts == 1 and self._missed < _MOST_MISSED

@@ -27,7 +27,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.data_files import json_lines
-from tba.common.errors import CheckpointError, TbaError, quantity
+from tba.common.errors import CheckpointError, TbaError, named, quantity
 from tba.common.log import get_logger
 from tba.common.system.background import Background
 from tba.common.system.durable import open_regular, write_text
@@ -153,7 +153,7 @@ class BackgroundSink:
         try:
             action(*arguments)
         except Exception as error:  # noqa: BLE001
-            self._failed(f"{type(error).__name__}: {error}")
+            self._failed(named(error))
 
     def _failed(self, reason: str) -> None:
         if not self.lost:

@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tba.common.errors import ConfigError, quantity
+from tba.common.errors import ConfigError
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
-from tba.common.weights.pretrained import from_directory, tied_names
+from tba.common.weights.pretrained import causal_model, tied_names
 from tba.trainer.batch.batch import Layout, Row, counted, pad, plain_row
 from tba.trainer.batch.micro_batches import CPU_PASS_TOKENS, GPU_PASS_TOKENS, forward_passes
 from tba.trainer.model.chunked_logprobs import Kept, token_logprobs
@@ -50,14 +50,7 @@ def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
         _remove_dropout(model)
         return model
     with loading(f"the model in {directory}", device):
-        model, info = from_directory(
-            AutoModelForCausalLM, directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
-        if missing := info["missing_keys"]:
-            # transformers would initialise them at random.
-            lacking = quantity(len(missing), "weight")
-            raise ConfigError(f"the files in {directory} lack {lacking} of the model, {min(missing)} for one")
-        model.to(device).eval()
+        model = causal_model(directory, torch.float32).to(device)
     _remove_dropout(model)
     _check_head(model)
     return model

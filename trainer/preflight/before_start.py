@@ -10,6 +10,7 @@ from tba.common.errors import ConfigError
 from tba.common.system.devices import CPU, Gpu, choose_gpus, list_gpus, searcher_gpus, shared_gpus
 from tba.common.system.process import node_number
 from tba.common.weights.model_files import config_here
+from tba.common.weights.pretrained import refuse_quantized
 from tba.common.wire.socket_files import is_local
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ def trainer_memory(config: Config, assumed: Sequence[Gpu] | None = None) -> "Rep
         ranks, gpu_total = len(chosen) * nodes, total << 20
         sharing = _count_engines(config, present)
     from tba.trainer.preflight.check import engine_bytes, examine
-    from tba.trainer.preflight.shape import meta_model, refuse_quantized, shape_of, with_reference
+    from tba.trainer.preflight.shape import meta_model, shape_of, with_reference
 
-    refuse_quantized(directory)
+    refuse_quantized(config.model.path)
     node = None if assumed is None else len(assumed)
     shape = with_reference(shape_of(meta_model(directory), config.lora.targets), reference)
     engines = sharing * engine_bytes(config, shape, gpu_total) if gpu_total is not None else 0

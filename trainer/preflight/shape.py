@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tba.common.errors import ConfigError
 from tba.common.system.load_errors import loading
-from tba.common.weights.model_files import read_json
 from tba.common.weights.pretrained import from_config, from_directory
 
 # Configurations of mixtures of experts name these differently.
@@ -55,17 +53,6 @@ def meta_model(directory: Path) -> PreTrainedModel:
         config = from_directory(AutoConfig, directory)
         model: PreTrainedModel = from_config(AutoModelForCausalLM, config, directory, dtype=torch.float32)
     return model
-
-
-def refuse_quantized(directory: Path) -> None:
-    """Raise ConfigError if the weights of a model that is to be trained are quantized. A frozen one may be."""
-    config = read_json(directory / "config.json")
-    if any(part.get("quantization_config") for part in (config, *config.values()) if isinstance(part, dict)):
-        # Without a kernel for them transformers makes plain weights of them, which would not be saved as they were.
-        raise ConfigError(
-            f"the weights in {directory} are quantized (quantization_config in config.json), and cannot be trained: "
-            "use the model that they were made of, or one that was saved with plain weights"
-        )
 
 
 def shape_of(model: PreTrainedModel, targets: Sequence[str] | Literal["all"] = "all") -> ModelShape:

@@ -17,7 +17,7 @@ from tba.common.errors import ConfigError
 from tba.common.log import get_logger
 from tba.common.system.devices import why_no_cuda
 from tba.common.weights.model_files import eos_ids, model_directory
-from tba.common.weights.pretrained import check_same_tokens
+from tba.common.weights.pretrained import check_same_tokens, refuse_quantized
 from tba.common.wire.fields import INITIAL_REFERENCE
 from tba.common.wire.trajectory import ARRAY_KINDS, Float32
 from tba.trainer.batch.batch import row_of_arrays
@@ -37,7 +37,7 @@ from tba.trainer.model.scorer import (
 )
 from tba.trainer.objectives.from_config import Objective, make_objective
 from tba.trainer.preflight.check import Report, examine
-from tba.trainer.preflight.shape import meta_model, refuse_quantized, shape_of, with_reference
+from tba.trainer.preflight.shape import meta_model, shape_of, with_reference
 from tba.trainer.step.host_optimizer import take_masters
 from tba.trainer.step.learner import Learner, Measured, Models, check_tokens
 
@@ -105,7 +105,7 @@ def require_memory(config: Config, device: torch.device, ranks: Ranks, *, superv
         raise ConfigError("the processes of this trainer have different settings: copy one tba.toml to all nodes")
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     files = model_directory(config.model.path)
-    refuse_quantized(files)
+    refuse_quantized(str(files))
     if total is not None:
         # Otherwise ranks with other GPUs could choose another way to shard.
         total = ranks.least(total)

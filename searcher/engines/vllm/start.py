@@ -6,7 +6,7 @@ from typing import Any
 
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection, check_arguments
-from tba.common.errors import ConfigError, EngineError
+from tba.common.errors import ConfigError, EngineError, named
 from tba.common.terminal import need_engine
 from tba.common.weights.model_files import model_directory
 
@@ -105,7 +105,7 @@ def start_vllm(
         return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     except Exception as error:
         # A validation error has several lines, and a KeyError has only the key.
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = " ".join(named(error).split())
         raise EngineError(f"vLLM did not start with {own['model']}: {reason}; {_UNSUPPORTED}") from error
 
 

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
-from tba.common.errors import EngineError, quantity
+from tba.common.errors import EngineError, named, quantity
 from tba.common.system.background import Background
 from tba.common.weights.model_files import weight_files
 from tba.common.weights.pretrained import tied_names
@@ -57,7 +57,7 @@ def _reported(method: Callable[P, T]) -> Callable[P, T | dict[str, str]]:
         try:
             return method(*args, **kwargs)
         except Exception as error:  # noqa: BLE001
-            return {FAILURE: f"{type(error).__name__}: {error}"}
+            return {FAILURE: named(error)}
 
     return call
 
@@ -92,7 +92,7 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
                 raise EngineError(f"{wrong[0]} was not found where it was recorded")
         # The model's own loading code may raise anything. The reason is logged when the engine chooses how to swap.
         except Exception as error:  # noqa: BLE001
-            model.tba_slices, model.tba_reason = [], f"{type(error).__name__}: {error}"
+            model.tba_slices, model.tba_reason = [], named(error)
         if not self._packed:
             for module in model.modules():
                 module._cpu_skip_gemm_dispatch = True
@@ -247,7 +247,7 @@ class WeightWorker:
                 self.tba_swap.prepare(files, seed)
         # Reported by `tba_prepared`: the engine decides what to do about it.
         except Exception as error:  # noqa: BLE001
-            self.tba_failure = f"{type(error).__name__}: {error}"
+            self.tba_failure = named(error)
 
     def _tba_derived(self) -> list[Derived]:
         """The tensors made from weights while the model was processed, as far as they are still in use."""

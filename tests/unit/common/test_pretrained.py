@@ -80,6 +80,13 @@ def test_a_model_without_layers_or_of_a_billion_is_refused_at_once(tmp_path, loa
         load(str(model))
 
 
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_a_model_that_would_return_tuples_is_refused_with_what_to_do(tmp_path, load):
+    model = changed_model(tmp_path / "m", return_dict=False)
+    with pytest.raises(ConfigError, match=r"config.json: return_dict is false: remove it"):
+        load(str(model))
+
+
 def test_code_of_the_hub_that_a_configuration_names_is_refused(tmp_path):
     model = changed_model(tmp_path / "m", _attn_implementation="kernels-community/flash-attn")
     with pytest.raises(ConfigError, match=r"config.json: _attn_implementation names code of the hub, which tba does"):

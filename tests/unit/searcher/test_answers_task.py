@@ -100,6 +100,54 @@ def make(tmp_path):
     return of
 
 
+SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages", "question"])
+def test_messages_as_the_text_of_json_are_messages(make, column):
+    (prompt,), (flat,) = (make({column: said, "answer": "5"}).prompts() for said in (SAID, f" {json.dumps(SAID)}\n"))
+    assert flat == prompt
+    assert flat.messages == (("system", "Be brief."), ("user", "2+3?"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]", "[]", "[{}]", "[", "null", json.dumps(SAID[1]), json.dumps(SAID[:1]), json.dumps([["user", "2+3?"]]),
+        json.dumps([{"role": "user"}]), json.dumps([{"role": "admin", "content": "x"}]),
+        f"{json.dumps(SAID)} Correct it.", json.dumps([*SAID, 5]), "[" * 100_000,
+    ],
+    ids=lambda text: text[:30],
+)  # fmt: skip
+def test_another_text_that_looks_like_json_is_a_text(make, text):
+    (prompt,) = make({"prompt": text, "answer": "5"}).prompts()
+    assert (prompt.text, prompt.messages) == (text, ())
+
+
+def test_messages_as_text_with_a_content_in_parts_are_refused_as_a_list_is(make):
+    said = [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
+    for value in (said, json.dumps(said)):
+        with pytest.raises(TaskError, match=r"rows.jsonl:1: the message .* write \(role, content\)"):
+            make({"prompt": value, "answer": "5"})
+
+
+def test_messages_as_text_that_end_with_an_answer_are_refused_as_a_list_is(make):
+    with pytest.raises(TaskError, match=r"rows.jsonl:1: the column prompt .* ends with the assistant's"):
+        make({"prompt": json.dumps([*SAID, {"role": "assistant", "content": "5"}]), "answer": "5"})
+
+
+@pytest.mark.parametrize("error", [ValueError, AssertionError, KeyError, RuntimeError("  ")])
+def test_an_error_without_a_message_is_stored_as_its_kind_alone(make, error, monkeypatch):
+    task = make({"question": "q", "answer": "5"})
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(task, "score", fail)
+    kind = error.__name__ if isinstance(error, type) else type(error).__name__
+    assert score(task, task.prompts()[0], "5", True)[1] == f"reward of answers: {kind}"
+
+
 @pytest.mark.parametrize(("grade", "gold", "response", "right"), VERDICTS)
 def test_a_response_is_right_or_an_answer_cannot_be_graded(make, grade, gold, response, right):
     row = {"question": "q", "answer": gold}

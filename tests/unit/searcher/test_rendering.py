@@ -120,6 +120,20 @@ def test_a_demonstration_of_a_chat_ends_with_the_end_token_of_its_template(tmp_p
         assert tokenizer.decode(row.response_ids) == "5<|eot_id|>"
 
 
+def test_an_import_tokenises_the_prompt_of_several_responses_once(tmp_path, monkeypatch):
+    tokenizer = chat_tokenizer("qwen 3")
+    renderer, encoded = PromptRenderer(tokenizer, TaskSection(template="raw")), []
+    monkeypatch.setattr(
+        renderer.tokenizer,
+        "encode",
+        lambda text, encode=tokenizer.encode, **k: (encoded.append(text), encode(text, **k))[1],
+    )
+    for answer in ("5", " 6"):
+        whole = [*renderer.raw_ids(QUESTION), *renderer.response_ids(QUESTION, answer)]
+        assert whole == tokenizer.encode(QUESTION + answer, add_special_tokens=False)
+    assert encoded.count(QUESTION) == 1
+
+
 def test_a_prompt_with_text_and_messages_or_with_ids_is_rendered_by_the_mode():
     tokenizer = chat_tokenizer("qwen 3")
     both, ids = Prompt("p", "5 is", messages=[("user", QUESTION)]), Prompt("p", ids=[7, 8])

@@ -148,6 +148,39 @@ def test_a_model_with_state_that_is_not_attention_is_refused(tmp_path):
         engine_of(tmp_path, 4)
 
 
+DECODER = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True}
+MORE_DECODERS = ("mbart", "pegasus", "marian", "blenderbot", "plbart")
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        ("bart", DECODER, "differ by "),
+        ("blenderbot-small", DECODER, "differ by "),
+        ("openai-gpt", GPT, "IndexError: "),
+        *(pytest.param(kind, DECODER, "differ by ", marks=pytest.mark.slow) for kind in MORE_DECODERS),
+        pytest.param("doge", {}, "RuntimeError: ", marks=pytest.mark.slow),
+        pytest.param("rwkv", {}, "IndexError: ", marks=pytest.mark.slow),
+        pytest.param("cpmant", {}, "RuntimeError: ", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_a_padded_batch_with_a_cache_computes_wrong_is_refused(kind, settings, words, dtype, tmp_path):
+    name = type(save_model(kind, tmp_path, **settings)).__name__
+    with pytest.raises(ConfigError, match=rf'cannot batch {name}: (its log-probabilities )?{words}.*engine = "vllm"'):
+        cpu_engine(tmp_path, dtype=dtype, canary_tolerance=0.5)
+
+
+def test_such_a_model_is_served_one_response_at_a_time(tmp_path):
+    """Nothing is padded then: max_in_flight = 1."""
+    model = save_model("bart", tmp_path, **DECODER)
+    asked = requests(3)
+    for number, generation in answer(engine_of(tmp_path, 1), asked).items():
+        expected = expected_logprobs(model, asked[number], generation.response_ids)
+        np.testing.assert_allclose(generation.logprobs, expected, atol=2e-4)
+
+
 def by_float64(logits: Any, temperature: float, top_p: float, uniform: float) -> int:
     """The token by the definition of the inverse CDF, over the nucleus."""
     weights = np.exp(logits.astype(np.float64) / temperature)

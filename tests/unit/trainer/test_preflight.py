@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,8 @@ from tba.cli.checks import examine as all_checks
 from tba.common.config import Config
 from tba.common.errors import ConfigError, UsageError
 from tba.common.system.devices import Gpu, assumed_gpus
+from tba.common.weights.pretrained import refuse_quantized
+from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.ranks import make_learner
 from tba.tests.helpers.trainer import make_row, random_batch, save_tiny_model
@@ -39,7 +42,7 @@ from tba.trainer.preflight.check import (
     layer_activation_bytes,
     state_bytes,
 )
-from tba.trainer.preflight.shape import ModelShape, refuse_quantized, shape_of, with_reference
+from tba.trainer.preflight.shape import ModelShape, shape_of, with_reference
 from tba.trainer.step.build import require_memory
 from tba.trainer.step.host_optimizer import HostAdamW
 
@@ -572,4 +575,19 @@ def test_a_quantized_policy_is_refused_before_anything_is_loaded(part, tmp_path)
         json.dumps({"vision_config": None} | ({part: quantized} if part else quantized))
     )
     with pytest.raises(ConfigError, match=r"are quantized \(quantization_config in config"):
-        refuse_quantized(tmp_path)
+        refuse_quantized(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_the_doctor_refuses_a_quantized_policy_by_the_same_sentence_and_no_reference(key, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(EXAMPLE_MODEL, model)
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | {key: {"quant_method": "gptq"}}))
+    (found,) = all_checks(Plan(Config.model_validate({"model": {"path": str(model)}})), ["model"])
+    with pytest.raises(ConfigError) as raised:
+        refuse_quantized(str(model))
+    assert (found.result, found.detail) == ("fail", str(raised.value))
+    frozen = {"model": {"path": str(EXAMPLE_MODEL)}, "reference": {"path": str(model)}}
+    found, other = all_checks(Plan(Config.model_validate(frozen)), ["model", "reference"])
+    assert (found.result, other.result) == ("ok", "ok")

@@ -191,6 +191,30 @@ def test_a_rendered_prompt_begins_with_one_begin_token_in_a_demonstration_and_in
 
 
 USER = {"role": "user", "content": "1"}
+ASSISTANT = {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": json.dumps([USER, ASSISTANT])},
+        {"prompt": [USER], "response": "2"},
+        {"prompt": json.dumps([USER]), "answer": 2},
+    ],
+)
+def test_messages_as_the_text_of_json_and_a_prompt_of_messages_are_rendered_as_messages(encoder, tmp_path, row):
+    encoder.renderer.tokenizer.chat_template = CHAT
+    rows = read_rows(
+        [write(tmp_path / "rows.jsonl", json.dumps({"messages": [USER, ASSISTANT]}), json.dumps(row))], encoder
+    )
+    same = [(one.prompt_ids.tolist(), one.response_ids.tolist()) for one in rows]
+    assert same[0] == same[1]
+
+
+def test_a_pair_whose_prompt_is_another_json_is_trained_on_as_text(encoder, tmp_path):
+    encoder.renderer.tokenizer.chat_template = CHAT
+    (row,) = read_rows([write(tmp_path / "rows.jsonl", '{"prompt": "[1]", "response": "2"}')], encoder)
+    assert row.prompt_ids.tolist() == encoder.renderer.tokenizer.encode("[1]")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tba.common.wire.trajectory import (
     slices,
 )
 
+_UNIT_BYTES = [kind.unit_bytes for kind in ARRAY_KINDS]
 # The number after the last sequence number must fit an SQLite integer, too.
 _SEQUENCES = (1 << 63) - 1
 # The metadata of a row on the wire, and of all rows of a put as JSON, which may be several times as long.
@@ -72,8 +73,8 @@ def to_columns(request: Request) -> Message | PutColumns:
     if message.first_sequence + len(rows.prompt_key) > _SEQUENCES:
         raise WireError(f"the sequence numbers of the put go beyond {_SEQUENCES - 1}")
     all_counts = array_counts(msgspec.structs.asdict(rows))
-    each = zip(ARRAY_KINDS, all_counts, frames, strict=True)
-    sizes = [[count * kind.unit_bytes for count in own] if frame.nbytes else own for kind, own, frame in each]
+    each = zip(_UNIT_BYTES, all_counts, frames, strict=True)
+    sizes = [[count * unit for count in own] if frame.nbytes else own for unit, own, frame in each]
     payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
     columns: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
     columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]

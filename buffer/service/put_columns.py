@@ -112,10 +112,11 @@ def _versions(counts: Sequence[int], frame: memoryview) -> list[tuple[int, ...]]
 def _hashes(prompts: Sequence[memoryview], responses: Sequence[memoryview]) -> list[int]:
     """Return 64-bit hashes of prompt and response, signed as in SQLite. An episode's first context may differ."""
     digests = map(xxhash.xxh3_64_digest, responses, map(xxhash.xxh3_64_intdigest, prompts))
-    return np.frombuffer(b"".join(digests), "<i8").tolist()
+    hashes: list[int] = np.frombuffer(b"".join(digests), "<i8").tolist()
+    return hashes
 
 
-def _settings(sampling: Sequence[Sampling]) -> tuple[list[str], list[tuple[int | None, int | None]]]:
+def _settings(sampling: Sequence[Sampling]) -> tuple[Sequence[str], Sequence[tuple[int | None, int | None]]]:
     """Return the settings of each row as JSON, and (guided, phase)."""
     first = sampling[0]
     # The usual case: the rows of a group have the same.

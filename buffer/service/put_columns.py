@@ -78,7 +78,7 @@ def to_columns(request: Request) -> Message | PutColumns:
     payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
     columns: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
     columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
-    columns["sampling"], columns["guided_and_phase"] = _settings(rows.sampling)
+    columns["sampling"], columns["guided_and_phase"] = zip(*map(_settings, rows.sampling), strict=True)
     columns["metadata"], counts_from = _metadata(rows.metadata)
     columns["turns"], columns["error_kind"] = _turns(rows), rows.error_kind or [None] * len(rows.prompt_key)
     columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
@@ -116,18 +116,9 @@ def _hashes(prompts: Sequence[memoryview], responses: Sequence[memoryview]) -> l
     return hashes
 
 
-def _settings(sampling: Sequence[Sampling]) -> tuple[Sequence[str], Sequence[tuple[int | None, int | None]]]:
-    """Return the settings of each row as JSON, and (guided, phase)."""
-    first = sampling[0]
-    # The usual case: the rows of a group have the same.
-    found = [_setting(first)] * len(sampling) if sampling.count(first) == len(sampling) else map(_setting, sampling)
-    texts, parts = zip(*found, strict=True)
-    return texts, parts
-
-
 # A run has few different settings, and with guided responses as many as demonstrations have tokens.
 @functools.lru_cache(1 << 16)
-def _setting(sampling: Sampling) -> tuple[str, tuple[int | None, int | None]]:
+def _settings(sampling: Sampling) -> tuple[str, tuple[int | None, int | None]]:
     return msgspec.json.encode(sampling).decode(), (sampling.guided, sampling.phase)
 
 

@@ -54,8 +54,7 @@ from tba.searcher.weights.follower import FixedWeights, WeightsFollower
 
 log = get_logger(__name__)
 
-# In times between heartbeats, so that a large fleet asks less often. The buffer answers as soon as there is room or
-# newer weights.
+# In times between heartbeats. The buffer answers as soon as there is room or newer weights.
 LEASE_WAIT_HEARTBEATS = 5.0
 _IDLE_SECONDS = 0.05
 _SCORE_WAIT_SECONDS = 0.01

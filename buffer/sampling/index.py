@@ -214,8 +214,7 @@ class SamplingIndex:
     def entry(self, row: int) -> Entry:
         """Return the entry of a row that is not removed."""
         id_, ordinal, step, reward, size, state = (self._columns[name][row] for name in _COLUMNS)
-        held = self._held[ordinal]
-        dedup_hash = held[2 * bisect_left(held[::2], id_) + 1]
+        dedup_hash = self._held[ordinal][2 * bisect_left(self._held[ordinal][::2], id_) + 1]
         return Entry(id_, self.prompt_ids[ordinal], step, reward, dedup_hash, state == TRAINED, size)
 
     def prompts(self) -> list[int]:

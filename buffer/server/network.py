@@ -23,8 +23,8 @@ from tba.common.wire.messages import Message
 log = get_logger(__name__)
 
 _POLL_SECONDS = 0.1
-# Multiparts in one read of the socket: replies wait while they are decoded, some 0.1 ms each.
-_READ_LIMIT = 16
+# Multiparts in one read of the socket.
+_READ_LIMIT = 64
 # Memory of a decoded request, and of each row of a put, in addition to its frames: measured, rounded up.
 _OBJECT_BYTES = 2048
 # Bytes of an element of a list or a map: an integer, or a short text and its place.

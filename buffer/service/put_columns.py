@@ -29,6 +29,7 @@ from tba.common.wire.trajectory import (
     slices,
 )
 
+_UNIT_BYTES = [kind.unit_bytes for kind in ARRAY_KINDS]
 # The number after the last sequence number must fit an SQLite integer, too.
 _SEQUENCES = (1 << 63) - 1
 # The metadata of a row on the wire, and of all rows of a put as JSON, which may be several times as long.
@@ -73,12 +74,12 @@ def to_columns(request: Request) -> Message | PutColumns:
     if message.first_sequence + len(rows.prompt_key) > _SEQUENCES:
         raise WireError(f"the sequence numbers of the put go beyond {_SEQUENCES - 1}")
     all_counts = array_counts(msgspec.structs.asdict(rows))
-    each = zip(ARRAY_KINDS, all_counts, frames, strict=True)
-    sizes = [[count * kind.unit_bytes for count in own] if frame.nbytes else own for kind, own, frame in each]
+    each = zip(_UNIT_BYTES, all_counts, frames, strict=True)
+    sizes = [[count * unit for count in own] if frame.nbytes else own for unit, own, frame in each]
     payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
     columns: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
     columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
-    columns["sampling"], columns["guided_and_phase"] = _settings(rows.sampling)
+    columns["sampling"], columns["guided_and_phase"] = zip(*map(_settings, rows.sampling), strict=True)
     columns["metadata"], counts_from = _metadata(rows.metadata)
     columns["turns"], columns["error_kind"] = _turns(rows), rows.error_kind or [None] * len(rows.prompt_key)
     columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
@@ -113,21 +114,13 @@ def _versions(counts: Sequence[int], frame: memoryview) -> list[tuple[int, ...]]
 def _hashes(prompts: Sequence[memoryview], responses: Sequence[memoryview]) -> list[int]:
     """Return 64-bit hashes of prompt and response, signed as in SQLite. An episode's first context may differ."""
     digests = map(xxhash.xxh3_64_digest, responses, map(xxhash.xxh3_64_intdigest, prompts))
-    return np.frombuffer(b"".join(digests), "<i8").tolist()
-
-
-def _settings(sampling: Sequence[Sampling]) -> tuple[list[str], list[tuple[int | None, int | None]]]:
-    """Return the settings of each row as JSON, and (guided, phase)."""
-    first = sampling[0]
-    # The usual case: the rows of a group have the same.
-    found = [_setting(first)] * len(sampling) if sampling.count(first) == len(sampling) else map(_setting, sampling)
-    texts, parts = zip(*found, strict=True)
-    return texts, parts
+    hashes: list[int] = np.frombuffer(b"".join(digests), "<i8").tolist()
+    return hashes
 
 
 # A run has few different settings, and with guided responses as many as demonstrations have tokens.
 @functools.lru_cache(1 << 16)
-def _setting(sampling: Sampling) -> tuple[str, tuple[int | None, int | None]]:
+def _settings(sampling: Sampling) -> tuple[str, tuple[int | None, int | None]]:
     return msgspec.json.encode(sampling).decode(), (sampling.guided, sampling.phase)
 
 

@@ -222,11 +222,10 @@ class LeasePrompts(Request, frozen=True):
 class PutTrajectories(Request, frozen=True, omit_defaults=True):
     """Searcher or importer -> buffer, when a group or response is complete. Reply: PutAck, after the commit.
 
-    With `closes` the rows are the last ones of their visits, which are then answered (`search.put`).
     Row i has sequence number `first_sequence + i` of this sender; rows already stored are counted as duplicates. Array
-    frames follow. An importer's prompts need not be registered and its versions need not be announced: unknown
-    versions, and those of rows whose metadata has `imported_version`, become NO_POLICY. So do those of an
-    explorer, whose metadata has `policy` and `newest_version`.
+    frames follow. `closes`: the rows are the last of their visits. An importer's prompts need not be registered, nor
+    its versions announced: unknown ones, those of rows whose metadata has `imported_version`, and those of an explorer,
+    whose metadata has `policy` and `newest_version`, become NO_POLICY.
     """
 
     TYPE = "put_trajectories"

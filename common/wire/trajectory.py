@@ -145,6 +145,9 @@ ARRAY_KINDS = (
     ArrayKind("kept", "<i4", 1),
 )
 
+# One object for all empty arrays: see `DatabaseFile.insert`.
+_NOTHING = memoryview(b"")
+
 # Positions in ARRAY_KINDS, which are also those of the frames.
 PROMPT_IDS, RESPONSE_IDS, LOGPROBS, VERSION_RUNS, LOSS_MASK, SEGMENTS, KEPT = range(len(ARRAY_KINDS))
 
@@ -206,10 +209,6 @@ def array_counts(columns: Mapping[str, Any]) -> list[list[int]]:
 def all_frames(frames: Sequence[memoryview]) -> list[memoryview]:
     """Return one frame for each array kind, also for one that was left out."""
     return [*frames, memoryview(b"")] if len(frames) == KEPT else [*frames]
-
-
-# One object for all empty arrays: see `DatabaseFile.insert`.
-_NOTHING = memoryview(b"")
 
 
 def slices(sizes: Sequence[int], frame: memoryview) -> list[memoryview]:

@@ -164,11 +164,14 @@ def test_a_searcher_killed_within_its_groups_loses_no_finished_response_and_anot
     wait_until(lambda: spooled(spool) > 2 * IN_FLIGHT)
     first.kill()
     ((newest,),) = run.query("SELECT MAX(id) FROM visits")
-    puts = [decode_request([memoryview(frame) for frame in read_put(path)]).message for path in spool.glob("*.put")]
+    puts: list[Any] = [
+        decode_request([memoryview(frame) for frame in read_put(path)]).message for path in spool.glob("*.put")
+    ]
     assert any(put.rows.lease != [NO_VISIT] for put in puts)
     finished = {*stored(run, spool.name), *(put.first_sequence for put in puts)}
     network.heal()
     second = Searcher(start_tba, run, 1, run.address)
+    second.wait_for_rows()
     wait_until(lambda: run.query("SELECT COUNT(*) FROM visits WHERE id <= ? AND done_at IS NULL", newest) == [(0,)])
     second.leave()
     assert stored(run, spool.name) == list(range(len(finished)))

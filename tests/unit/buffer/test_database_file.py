@@ -170,7 +170,7 @@ def test_a_value_that_all_rows_share_is_stored_in_each_of_them(tmp_path, count, 
     """Such a value is bound once in a statement of many rows: also beside one row that has another value."""
     with closing(Store(tmp_path / "buffer.sqlite", durability="process")) as store:
         store.database.execute("CREATE TABLE noted (id INTEGER PRIMARY KEY, text TEXT, score REAL, turns TEXT)")
-        texts, scores = [None] * count, [n / 8 for n in range(count)]
+        texts, scores = ["the same"] * count, [n / 8 for n in range(count)]
         if differs is not None:
             texts[differs] = "another"
         store.database.insert("noted", ("score", "text", "id", "turns"), [scores, texts, range(count), ["[]"] * count])

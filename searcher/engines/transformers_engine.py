@@ -313,10 +313,8 @@ class TransformersEngine:
         return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
 
     def _check_steps(self, directory: Path, limit: float) -> None:
-        """Raise ConfigError unless rows of a batch have the log-probabilities of each alone, within `limit`.
-
-        Some models take positions from the length of the cache, in spite of left padding, and some have no such cache.
-        """
+        """Raise ConfigError unless rows of a padded batch have the log-probabilities of each alone, within `limit`."""
+        # Some models take positions from the length of the cache, padding included; others have no such cache.
         served, ids = self._model, np.random.default_rng(0).integers(0, self._acceptance.vocabulary, 8, np.int32)
         try:
             # Quantized weights cannot be converted.
@@ -331,7 +329,8 @@ class TransformersEngine:
             alone = TransformersEngine.score(self, [[*ids[: one.id], *one.response_ids] for one in done])
             differences = [one.logprobs - logprobs[one.id - 1 :] for one, logprobs in zip(done, alone, strict=True)]
             largest = np.abs(np.concatenate(differences)).max()
-            why = "" if largest <= limit else f"its log-probabilities differ by {largest:.3g} from those of a row alone"
+            why = f"its log-probabilities differ by {largest:.3g} from those of a row alone (search.max_in_flight = 1)"
+            why = "" if largest <= limit else why
         # A forward of another form may raise anything.
         except Exception as error:
             if out_of_memory(error):

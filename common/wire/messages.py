@@ -223,9 +223,8 @@ class PutTrajectories(Request, frozen=True, omit_defaults=True):
     """Searcher or importer -> buffer, when a group or response is complete. Reply: PutAck, after the commit.
 
     Row i has sequence number `first_sequence + i` of this sender; rows already stored are counted as duplicates. Array
-    frames follow. `closes`: the rows are the last of their visits. An importer's prompts need not be registered, nor
-    its versions announced: unknown ones, those of rows whose metadata has `imported_version`, and those of an explorer,
-    whose metadata has `policy` and `newest_version`, become NO_POLICY.
+    frames follow. `closes`: these are the last rows of their visits. An importer's prompts need not be registered:
+    unknown versions, and those of rows with `imported_version` or `policy` (explorers) in metadata, become NO_POLICY.
     """
 
     TYPE = "put_trajectories"

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import zipfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -108,8 +109,10 @@ def test_a_node_is_removed_and_another_one_joins_by_the_inventory(site):
     site.check_history()
 
 
-def another_release(directory: Path) -> Path:
-    """Return a wheelhouse with a release of tba that speaks another protocol."""
+@pytest.fixture(scope="module")
+def next_wheels() -> Iterator[Path]:
+    """A wheelhouse with a release of tba that speaks another protocol, for as long as the inventory names it."""
+    directory = FLEET / f"wheels-{os.getpid()}"
     shutil.copytree(WHEELS, directory, copy_function=os.link)
     wheel = next(directory.glob("tba-*.whl"))
     wheel.unlink()
@@ -121,30 +124,28 @@ def another_release(directory: Path) -> Path:
                 text, changed = re.subn(rb"^PROTOCOL_VERSION = (\d+)", rb"PROTOCOL_VERSION = 1\1", text, flags=re.M)
                 assert changed == 1
             new.writestr(entry, text)
-    return directory
+    yield directory
+    shutil.rmtree(directory)
 
 
-def test_an_update_to_another_protocol_loses_no_trajectory(site, tmp_path):
+def test_an_update_to_another_protocol_loses_no_trajectory(site, next_wheels):
     before, nodes = site.rows(), [*site.fleet.nodes.values()]
     old = {node.run("readlink", "/opt/tba").stdout for node in nodes}
-    site.wheels = another_release(FLEET / f"wheels-{os.getpid()}")
-    try:
-        site.describe(["node1", "node2", "node4"])
-        site.play("update")
-        site.wait_for_steps()
-        for name in ("node1", "node2", "node4"):
-            site.wait_for_rows(name)
-        assert before <= site.rows()
-        site.check_history()
-        new = {node.run("readlink", "/opt/tba").stdout for node in nodes}
-        assert (len(old), len(new), old & new) == (1, 1, set())
-        # No earlier release is left.
-        assert {node.run("sh", "-c", "ls -d /opt/tba-*").stdout for node in nodes} == new
-        # No searcher has left rows behind.
-        left = ["find", "/var/lib/tba/runs/demo/spool/aside", "-type", "f"]
-        assert [node.run(*left, check=False).stdout for node in nodes] == [""] * 4
-    finally:
-        shutil.rmtree(site.wheels)
+    site.wheels = next_wheels
+    site.describe(["node1", "node2", "node4"])
+    site.play("update")
+    site.wait_for_steps()
+    for name in ("node1", "node2", "node4"):
+        site.wait_for_rows(name)
+    assert before <= site.rows()
+    site.check_history()
+    new = {node.run("readlink", "/opt/tba").stdout for node in nodes}
+    assert (len(old), len(new), old & new) == (1, 1, set())
+    # No earlier release is left.
+    assert {node.run("sh", "-c", "ls -d /opt/tba-*").stdout for node in nodes} == new
+    # No searcher has left rows behind.
+    left = ["find", "/var/lib/tba/runs/demo/spool/aside", "-type", "f"]
+    assert [node.run(*left, check=False).stdout for node in nodes] == [""] * 4
 
 
 def test_a_finished_run_stays_so_until_its_configuration_has_more_steps(site):
@@ -158,6 +159,8 @@ def test_a_finished_run_stays_so_until_its_configuration_has_more_steps(site):
         return site.steps() == step
 
     for more in (5, 10):
+        # Else it takes more steps before the playbook comes to it.
+        site.fleet.nodes["node0"].run("systemctl", "stop", "tba-train@cpu")
         steps = site.steps() + more
         config.write_text(re.sub("^steps = .*", f"steps = {steps}", config.read_text(), flags=re.M))
         site.play("site")
@@ -176,7 +179,7 @@ def test_stop_and_teardown_keep_the_data_unless_told_otherwise(site):
     assert [node.run("pgrep", "-u", "tba", check=False).stdout for node in nodes] == [""] * 4
     site.check_history()
     rows = site.rows()
-    site.play("teardown", "--extra-vars", "tba_wheelhouse=")
+    site.play("teardown")
     for node in nodes:
         left = node.run(
             "sh", "-c", "ls -d /etc/tba /opt/tba* /etc/systemd/system/tba* /etc/systemd/system/*/tba*", check=False

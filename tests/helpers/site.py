@@ -80,10 +80,17 @@ class Site:
     def play(self, name: str, *options: str) -> tuple[int, str]:
         """Run a playbook. Returns how many tasks changed something, and what it printed."""
         started = time.monotonic()
+        # As Ansible's own default, one login for all tasks: else logins are most of the time. Not longer than the play.
+        options_of_ssh = [*self.fleet.ssh_options, "-o", "ControlMaster=auto", "-o", "ControlPersist=10s"]
+        variables = {
+            "ANSIBLE_SSH_ARGS": " ".join(options_of_ssh),
+            "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self.directory / "ssh"),
+            "LC_ALL": "C.UTF-8",
+        }
         done = subprocess.run(
             [*self.fleet.inside, PLAYBOOK, "-i", self.directory / "inventory.ini", f"{name}.yml", *options],
             cwd=ROOT / "deploy/ansible",
-            env=os.environ | {"ANSIBLE_SSH_ARGS": " ".join(self.fleet.ssh_options), "LC_ALL": "C.UTF-8"},
+            env=os.environ | variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -220,6 +220,7 @@ def test_a_run_trains_on_its_reward_model_in_a_phase_and_then_on_the_sparse_rewa
         " FROM consumption c JOIN trajectories t ON t.id = c.trajectory JOIN trajectory_rows r ON r.id = t.id"
     ):
         (logit,) = model.score([model.encode(prompt, text)], lambda *_: None)
+        assert isinstance(logit, float)
         own = json.loads(parts)
         assert own["reward_model"] == pytest.approx(logit, abs=1e-5)
         # A visit that the policy began before version 2 is of the phase, also if a later version answered.

@@ -136,7 +136,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--objectives", nargs="+", default=["tb", "tb_stale"])
     parser.add_argument("--until", type=int, nargs="+", default=[0])
-    parser.add_argument("--digits", type=int, default=0, help="train a language model that copies so many digits")
+    parser.add_argument(
+        "--digits", type=int, default=0, help="train a language model that copies this number of digits"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name, guided, until in itertools.product(options.objectives, options.guided, options.until):

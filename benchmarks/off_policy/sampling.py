@@ -48,7 +48,7 @@ def respond(
 ) -> list[Response]:
     """Return one response to each problem, sampled at temperature 1, or greedy without a generator.
 
-    With `given` each begins with so many tokens of the right answer; the answers have one length.
+    `given` is the number of tokens of the right answer that each begins with; the answers then have one length.
     """
     prompts = torch.tensor([problem.prompt for problem in problems])
     answers_NT = torch.tensor([problem.answer for problem in problems]) if given else None

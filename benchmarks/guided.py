@@ -1,6 +1,7 @@
-"""Guided starts (docs/tasks.md) on a reward that plain search hardly ever finds: combination locks.
+"""Guided starts (docs/tasks.md) on a reward that plain search hardly ever finds: combination locks, or copying.
 
     python -m benchmarks.guided [--seeds 5] [--guided 0 0.5 1] [--steps 400] [--objectives tb tb_stale] [--until 0]
+    python -m benchmarks.guided --digits 24 --guided 0 0.5 --steps 96 --objectives tb
 
 A prompt is a lock with a code of six of eight letters, and only the whole code has a reward: of the first responses one
 in 262,144 is right. The policy is a table: for each lock, and each number of letters that are right so far or one that
@@ -8,10 +9,15 @@ is wrong, it has a logit of each letter. Objective, masks, the choice of guided 
 run, on fresh data. Success is computed from the table; that of the optimum is 0.999. With `--until` the reward of the
 first steps is another one, as in `task.phases`: the share of the letters before the first wrong one.
 
+With `--digits` the policy is the small Llama of `benchmarks.off_policy` that copies digits and writes two thirds of the
+odd ones one too small; its training is that of a run, with the rate and beta of that benchmark. Only a copy without an
+error has a reward. Success is computed from the probabilities of the right answers to 64 held-out problems.
+
 Shape suffixes: N responses, L letters of a code.
 """
 
 import argparse
+import dataclasses
 import itertools
 import math
 from statistics import mean, stdev
@@ -20,15 +26,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.off_policy.sampling import as_batch, measure, respond
+from benchmarks.off_policy.setting import REPORT_SEEDS, Setting
+from benchmarks.off_policy.tasks import load_task, rate_and_beta
 from tba.buffer.service.curriculum import Curriculum
 from tba.common.config import CurriculumSection, ObjectiveSection, SearchSection
 from tba.common.wire.messages import Visit
 from tba.searcher.pipeline import Exploration
+from tba.tests.helpers.trainer import learner_of
+from tba.trainer.model.scorer import load_model
 from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.objectives.responses import Responses, Totals
 
 LETTERS, LENGTH, LOCKS = 8, 6, 32
 PROMPTS, SAMPLES, BETA, RATE = 8, 16, 0.05, 0.1
+# Of the language model.
+PROBLEMS, RESPONSES = 64, 8
 
 
 def run(seed: int, guided: float, steps: int, name: Any, until: int = 0) -> tuple[float, float]:
@@ -89,6 +102,33 @@ def sample(
     return torch.stack(states, 1), torch.stack(letters, 1)
 
 
+def run_model(digits: int, seed: int, guided: float, steps: int, name: Any) -> tuple[float, int]:
+    """Train a language model. Returns the same."""
+    task = dataclasses.replace(load_task(f"copying-{digits}"), graded=False)
+    rate, beta = rate_and_beta(task.name)
+    setting = Setting(task=task.name, objective=name, rate=rate, beta=beta, seed=seed, steps=steps)
+    policy, reference = (load_model(task.model, torch.device("cpu")) for _ in range(2))
+    objective = make_objective(ObjectiveSection(name=name), longest_response=task.longest)
+    learner = learner_of(policy, reference, setting.train_section(), objective)
+    exploration = Exploration(SearchSection(guided=guided), run_seed=seed, searcher="")
+    curriculum = Curriculum(CurriculumSection(), guided=guided > 0)
+    rng, plain_right = torch.Generator().manual_seed(seed), 0
+    for step in range(steps):
+        epoch, first = divmod(step * PROMPTS, PROBLEMS)
+        numbers = range(first, first + PROMPTS)
+        parts = [exploration.guide(Visit(0, epoch, str(number), curriculum.guide(number))) for number in numbers]
+        given = [round((part or 0.0) * (task.longest - 1)) for part in parts for _ in range(RESPONSES)]
+        problems = [task.training[number] for number in numbers for _ in range(RESPONSES)]
+        responses = respond(policy, task, problems, rng, step, given)
+        groups = [responses[start : start + RESPONSES] for start in range(0, len(responses), RESPONSES)]
+        for number, part, group in zip(numbers, parts, groups, strict=True):
+            rewards = [response.reward for response in group]
+            curriculum.note(number, [0] * RESPONSES, rewards, guided=part is not None)
+            plain_right += 0 if part is not None else int(sum(rewards))
+        learner.step(as_batch(groups, step))
+    return measure(policy, task, task.held_out[setting.part]).reward, plain_right
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
@@ -96,10 +136,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--objectives", nargs="+", default=["tb", "tb_stale"])
     parser.add_argument("--until", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--digits", type=int, default=0, help="train a language model that copies this number of digits"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name, guided, until in itertools.product(options.objectives, options.guided, options.until):
-        found = [run(seed, guided, options.steps, name, until) for seed in range(options.seeds)]
+        if options.digits:
+            seeds = REPORT_SEEDS[: options.seeds]
+            found = [run_model(options.digits, seed, guided, options.steps, name) for seed in seeds]
+        else:
+            found = [run(seed, guided, options.steps, name, until) for seed in range(options.seeds)]
         success, right = zip(*found, strict=True)
         error = stdev(success) / len(success) ** 0.5 if len(success) > 1 else 0.0
         print(

@@ -30,13 +30,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+from transformers import AutoTokenizer, LlamaForSequenceClassification, PreTrainedModel
 
 from benchmarks.harness import print_table
 from benchmarks.off_policy.sampling import Response, as_batch, respond
 from benchmarks.off_policy.setting import WARMUP_STEPS, objective_section
-from benchmarks.off_policy.tasks import ROOT, Problem, Task, small_config
-from examples.arithmetic.make_model import build_tokenizer, save, train
+from benchmarks.off_policy.tasks import ROOT, Problem, Task, small_model
+from examples.arithmetic.make_model import save, train
 from tba.common.config import RewardModelSection, TrainSection
 from tba.searcher.evaluation.measure import NEAR_DUPLICATE_DISTANCE, cosine_distance, without_near_duplicates
 from tba.searcher.scoring.classifier import RewardModel
@@ -88,8 +88,7 @@ def make_attacker() -> Path:
 
     if not (path / "config.json").exists():
         torch.manual_seed(0)
-        tokenizer = build_tokenizer()
-        model = LlamaForCausalLM(small_config(tokenizer, positions=64))
+        model, tokenizer = small_model(64)
         train(model, tokenizer, problems(random.Random(0)), 250)
         save(model, tokenizer, path)
     return path
@@ -101,8 +100,9 @@ def make_classifier() -> Path:
     if (path / "config.json").exists():
         return path
     torch.manual_seed(0)
-    rng, steps, tokenizer = random.Random(0), 300, build_tokenizer()
-    model = LlamaForSequenceClassification(small_config(tokenizer, positions=64, num_labels=1)).train()
+    rng, steps, (language_model, tokenizer) = random.Random(0), 300, small_model(64)
+    language_model.config.num_labels = 1
+    model = LlamaForSequenceClassification(language_model.config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):

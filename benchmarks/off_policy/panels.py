@@ -106,6 +106,7 @@ ABLATIONS = {
     ),
 }
 PANELS = {
+    "top_p": Panel({FRESH: {}, "top-p 0.9": {"top_p": 0.9}}, ("tb_stale",), common={"steps": 64}),
     "explorers": Panel(
         {FRESH: {}, "D = 4": {"staleness": 4}}
         | {f"D = 4, {kind} explorer": {"staleness": 4, "explorer": kind} for kind in ("weak", "strong")},

@@ -26,7 +26,7 @@ class Setting:
     `rate_by_ess` is `train.learning_rate_by_ess`. A random number of up to `penalty` is subtracted from each reward
     that is trained on.
     With an `explorer`, a model of `tasks.explorer_model` that never changes samples half of the groups of a batch.
-    `teacher` is the directory of a model that is the reference; by default the start is.
+    `teacher` is the directory of a model that is the reference; by default the start is. `top_p` is that of sampling.
     `part` is the part of the held-out problems that is measured: "choosing" or "reporting".
     """
 
@@ -51,6 +51,7 @@ class Setting:
     penalty: float = 0.0
     explorer: str = ""
     teacher: str = ""
+    top_p: float = 1.0
 
     @property
     def part(self) -> str:

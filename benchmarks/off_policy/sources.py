@@ -34,7 +34,7 @@ class Searcher:
         responses = [
             dataclasses.replace(response, reward=response.reward - penalty)
             for response, penalty in zip(
-                respond(self._policy, self._task, problems, self._generator, step),
+                respond(self._policy, self._task, problems, self._generator, step, top_p=self._setting.top_p),
                 self._penalties.uniform(0, self._setting.penalty, len(problems)),
                 strict=True,
             )

@@ -10,15 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from examples.arithmetic.make_model import build_tokenizer, save, train
+from examples.arithmetic.make_model import CHARACTERS, build_model, build_tokenizer, save, train
 from examples.arithmetic.make_model import demonstrations as arithmetic_demonstrations
 from tba.searcher.tasks.arithmetic import ArithmeticTask
 from tba.searcher.tasks.task import Prompt
@@ -168,28 +162,15 @@ def make_copying_model(out: Path, digits: int) -> None:
     """
     torch.set_num_threads(1)
     torch.manual_seed(digits)
-    tokenizer = build_tokenizer()
-    model = LlamaForCausalLM(small_config(tokenizer, positions=2 * digits + 2))
+    model, tokenizer = small_model(2 * digits + 2)
     train(model, tokenizer, demonstrations(digits, random.Random(digits)), COPYING_STEPS)
     save(model, tokenizer, out)
 
 
-def small_config(tokenizer: PreTrainedTokenizerFast, positions: int) -> LlamaConfig:
-    """Return the configuration of a Llama that is trained within seconds."""
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+def small_model(positions: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Return an untrained Llama that is trained within seconds, and its tokenizer of characters."""
+    tokenizer = build_tokenizer(CHARACTERS, ".", positions)
+    return build_model(tokenizer, 64, 192, 2), tokenizer
 
 
 def demonstrations(digits: int, rng: random.Random) -> Iterator[list[tuple[str, str]]]:

@@ -1,6 +1,7 @@
 """The reward model in its own process: it scores in batches, and when it dies, rows get an error."""
 
 import functools
+import json
 import os
 import re
 import resource
@@ -18,6 +19,7 @@ from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Reward
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.classifiers import make_classifier
+from tba.tests.helpers.whole_run import small_sections
 
 WEIGHT = 0.25
 # Runs in every Python process that is started: a worker fails when it opens the configuration of the model.
@@ -197,3 +199,34 @@ def test_a_searcher_can_be_stopped_while_its_reward_model_loads(
     # Also checked here: idle OpenMP threads of a searcher do not spin, which would starve the busy ones.
     spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", (tmp_path / "tba0.log").read_text())
     assert set(spins) == {"0"}
+
+
+def test_a_run_trains_on_its_reward_model_in_a_phase_and_then_on_the_sparse_reward_of_the_task(
+    classifier, make_config, tba
+):
+    sections = small_sections(
+        task={"phases": [{"until": 2, "weights": {"reward_model": 0.5, "format": 0.1}}]},
+        reward_model={"path": str(classifier), "weight": 0.0},
+        buffer={"max_staleness": 1},
+        train={"steps": 6},
+    )
+    run = make_config(**sections)
+    assert tba("run", run.file, timeout=600).returncode == 0
+    config = Config.model_validate(sections)
+    model = RewardModel(classifier, config.reward_model, "cpu")
+    correct_of_phase: dict[int | None, set[bool]] = {}
+    for phase, version, reward, parts, prompt, text in run.query(
+        "SELECT json_extract(r.sampling, '$.phase'), t.policy_version, t.reward, t.reward_parts, t.prompt_text, t.text"
+        " FROM consumption c JOIN trajectories t ON t.id = c.trajectory JOIN trajectory_rows r ON r.id = t.id"
+    ):
+        (logit,) = model.score([model.encode(prompt, text)], lambda *_: None)
+        assert isinstance(logit, float)
+        own = json.loads(parts)
+        assert own["reward_model"] == pytest.approx(logit, abs=1e-5)
+        # A visit that the policy began before version 2 is of the phase, also if a later version answered.
+        assert phase == 0 or version >= 2
+        by_hand = own["correct"] if phase is None else 0.5 * logit + 0.1 * own["format"]
+        assert reward == pytest.approx(by_hand, abs=1e-5)
+        correct_of_phase.setdefault(phase, set()).add(own["correct"] == reward)
+    # Both are trained on, and in the phase no reward is that of the task.
+    assert correct_of_phase == {0: {False}, None: {True}}

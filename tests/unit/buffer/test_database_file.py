@@ -167,7 +167,7 @@ def test_a_database_with_a_hot_rollback_journal_is_opened(tmp_path):
 @pytest.mark.parametrize("count", [1, 5, 256, 341])
 @pytest.mark.parametrize("differs", [None, 0, -1])
 def test_a_value_that_all_rows_share_is_stored_in_each_of_them(tmp_path, count, differs):
-    """Such a value is bound once in a statement of many rows: also with one row that has another value."""
+    """Such a value is bound once in a statement of many rows, but not if one row has another."""
     with closing(Store(tmp_path / "buffer.sqlite", durability="process")) as store:
         store.database.execute("CREATE TABLE noted (id INTEGER PRIMARY KEY, text TEXT, score REAL, turns TEXT)")
         texts, scores = ["the same"] * count, [n / 8 for n in range(count)]

@@ -162,15 +162,10 @@ def _address_of(descriptor: int) -> str:
 
 def _bytes_received(descriptor: int) -> int:
     """Return the bytes that have arrived, 0 if it is not a TCP connection or ZeroMQ has closed it."""
-    # Written out: with `_borrowed` it takes twice as long, for each of a thousand connections.
-    connection = sockets.socket(sockets.AF_INET6, sockets.SOCK_STREAM, 0, descriptor)
-    try:
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
         info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _BYTES_RECEIVED.stop)
-    except OSError:
-        return 0
-    finally:
-        connection.detach()
-    return int.from_bytes(info[_BYTES_RECEIVED], "little")
+        return int.from_bytes(info[_BYTES_RECEIVED], "little")
+    return 0
 
 
 def new_pair(name: str) -> KeyPair:

@@ -369,8 +369,9 @@ def test_a_chat_prompt_with_stop_strings_is_trained_on_with_what_ended_it_and_sc
     assert text == f"+{key}=-"
 
 
-@pytest.mark.parametrize("seconds", [1, 3])
-def test_a_searcher_sends_heartbeats_as_often_as_the_buffer_asks(search, monkeypatch, seconds):
+@pytest.fixture
+def slow_polls(monkeypatch):
+    """Let a tenth of a second pass at each poll, also while the engine is busy."""
     poll = SlowClient.poll
 
     def slow_poll(client: SlowClient, timeout_seconds: float) -> list[Any]:
@@ -378,6 +379,10 @@ def test_a_searcher_sends_heartbeats_as_often_as_the_buffer_asks(search, monkeyp
         return poll(client, timeout_seconds)
 
     monkeypatch.setattr(SlowClient, "poll", slow_poll)
+
+
+@pytest.mark.parametrize("seconds", [1, 3])
+def test_a_searcher_sends_heartbeats_as_often_as_the_buffer_asks(search, monkeypatch, slow_polls, seconds):
     monkeypatch.setattr(Clients, "heartbeat_seconds", seconds)
     _, client = search(steps=100)
     gaps = np.diff(client.heartbeats_at)
@@ -385,7 +390,7 @@ def test_a_searcher_sends_heartbeats_as_often_as_the_buffer_asks(search, monkeyp
     assert gaps == pytest.approx(np.full(len(gaps), seconds), abs=0.2)
 
 
-def test_every_metric_of_a_heartbeat_has_a_name_at_prometheus_or_is_a_rate(search):
+def test_every_metric_of_a_heartbeat_has_a_name_at_prometheus_or_is_a_rate(search, slow_polls):
     _, client = search(steps=100)
     shown = {name for one in client._buffer.service.status().clients for name in one.metrics}
     swap = LoadReport(Mismatch(0.0, 0.0, 0.0), "", 0.0, 0.0, 0.0, 0.0)

@@ -189,8 +189,7 @@ class Buffer(ServiceHarness):
         closes = len(group.ended) == SAMPLES
         if not closes and self.config.search.put == "group":
             return
-        # Part of a group gives no searcher room.
-        self.parked = set() if closes else self.parked - {"trainer"}
+        self.parked.clear()
         key, lease = group.visit.prompt_key, group.visit.lease
         rows = [
             make_trajectory(key, lease, group.versions[n], tokens=[lease, n] + [0] * round(group.tokens[n] / SHORTER))

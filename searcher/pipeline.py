@@ -183,15 +183,18 @@ class GenerationStage:
         These are (ticket, group, settings).
         """
         prompt = self._prompts[visit.prompt_key]
-        settings = [self._settings(visit, sample) for sample in range(self._samples)]
+        # Of a visit that another searcher left, what is missing: by numbers that no stored response of it had.
+        missing = max(1, self._samples - visit.stored)
+        first = self._samples * visit.stored
+        settings = [self._settings(visit, sample) for sample in range(first, first + missing)]
         metadata = self._metadata()
         # What an explorer serves has no version of the run.
         version = metadata.get("newest_version", self._engine.weights_version)
         if has_environment(self._task, prompt):
-            group = Group(visit, prompt, _NO_TOKENS, self._samples, metadata, version=version)
+            group = Group(visit, prompt, _NO_TOKENS, missing, metadata, version=version)
             return [(self._requests.new_id(), group, sampling) for sampling in settings]
         prefix = self._prefix(visit, prompt, settings[0].max_tokens)
-        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), self._samples, metadata, prefix, version)
+        group = Group(visit, prompt, self._prompt_ids(visit.prompt_key), missing, metadata, prefix, version)
         context = group.prompt_ids
         if prefix is not None:
             context = np.concatenate([context, prefix])

@@ -62,6 +62,9 @@ class Ingest:
             state.next_sequences[sender] = max(state.next_sequences[sender], put.first_sequence + len(put))
             if put.closes:
                 self._close_visits({(put.visit[row], prompts[row]) for row in rows}, sender)
+            else:
+                for row in rows:
+                    state.leases.note(put.visit[row], 1)
         ack = messages.PutAck(first_sequence=put.first_sequence, stored=len(rows), duplicates=len(stored))
         state.uncommitted_puts.append((sender, ack))
         return ReplyBody(ack)

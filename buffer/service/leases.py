@@ -39,6 +39,8 @@ class LeaseBook:
         self.prompts = prompts
         self.begin(epoch, decisions, visited)
         self.open: dict[int, OpenVisit] = {}
+        # The stored trajectories of open visits.
+        self.stored = 0
         # The leases of each prompt that has any: it may be leased in two epochs.
         self.leased_prompts: Counter[int] = Counter()
         # The open visits of each sender by id. Those of None are abandoned.
@@ -108,7 +110,14 @@ class LeaseBook:
     def add(self, visit: OpenVisit) -> None:
         """Add an open visit, which its sender holds if it has one."""
         self.open[visit.id] = visit
+        self.stored += visit.stored
         self._hold(visit, visit.sender)
+
+    def note(self, visit_id: int, rows: int) -> None:
+        """Count trajectories of a visit that is not answered yet."""
+        if visit := self.open.get(visit_id):
+            visit.stored += rows
+            self.stored += rows
 
     def lease(self, visit: OpenVisit, sender: str) -> None:
         """Lease an open visit to this sender instead of the one that held it."""
@@ -129,6 +138,7 @@ class LeaseBook:
         if visit is None or visit.prompt != prompt or visit.sender not in (sender, None):
             return False
         self._end(visit)
+        self.stored -= visit.stored
         del self.open[visit_id]
         return True
 

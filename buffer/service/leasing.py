@@ -127,10 +127,7 @@ class Leasing:
             state.clients[sender].held_back = reason
             return None
         guide, keys = state.curriculum.guide, state.prompt_keys
-        granted = [
-            messages.Visit(lease=one.id, epoch=one.epoch, prompt_key=keys[one.prompt], guide=guide(one.prompt))
-            for one in visits
-        ]
+        granted = [messages.Visit(one.id, one.epoch, keys[one.prompt], guide(one.prompt), one.stored) for one in visits]
         return ReplyBody(messages.Leases(visits=granted, reason=reason))
 
     def with_room(self, waiting: Iterable[tuple[str, messages.LeasePrompts]]) -> list[str]:
@@ -220,7 +217,9 @@ class Leasing:
         """Return how many prompts samples per insert leave room for; any number while a trainer lacks prompts."""
         state = self._state
         samples = state.config.search.samples_per_prompt
-        room = state.rate.room(state.trajectories, state.leases.leases * samples, state.sampled)
+        # What is stored of open visits is under way with the rest of them.
+        inserted = state.trajectories - state.leases.stored
+        room = state.rate.room(inserted, state.leases.leases * samples, state.sampled)
         lacking = state.too_little_data and state.clients.living("trainer")
         return sys.maxsize if room is None or lacking else room // samples
 

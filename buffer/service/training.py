@@ -51,8 +51,9 @@ def draw_batch(state: RunState, message: messages.SampleBatch) -> Shortage | Non
     # Not the maximum: a trainer may resume before the last recorded step, or this file may be an older copy.
     state.next_step = message.step
     size = message.prompts * message.samples
-    if reason := state.rate.shortage(state.trajectories, state.sampled, size):
-        return Shortage(reason, state.trajectories)
+    inserted = state.trajectories - state.leases.stored
+    if reason := state.rate.shortage(inserted, state.sampled, size):
+        return Shortage(reason, inserted)
     # The data of a recorded run does not age.
     stale_from = state.as_of.step if state.as_of else message.step
     draw = state.sampler.sample(

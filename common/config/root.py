@@ -139,6 +139,12 @@ def _check(config: Config) -> None:
             f'search.put = "sample" with buffer.replacement = "{config.buffer.replacement}" would train on the first '
             'response to a prompt again and again, before the others are there: set buffer.replacement = "never"'
         )
+    if config.search.put == "sample" and config.search.samples_per_prompt > config.train.samples_per_prompt:
+        raise ValueError(
+            f'search.put = "sample" with search.samples_per_prompt = {config.search.samples_per_prompt} would train on '
+            f"the first {config.train.samples_per_prompt} responses, the shortest: set it to at most "
+            f"train.samples_per_prompt = {config.train.samples_per_prompt}"
+        )
     for key in ("kl", "embedder"):
         if getattr(config.eval, key) and not config.eval.samples:
             raise ValueError(f"eval.{key} measures sampled responses, and eval.samples is 0: set it, such as to 16")

@@ -50,8 +50,8 @@ class SearchSection(Section):
     """Maximum responses that one engine generates at once. auto: vLLM what its KV cache holds with half of their
     `max_tokens`, at most 512 on a GPU and 256 on a CPU; Transformers 256."""
     put: Literal["group", "sample"] = "group"
-    """group: responses to a visit are sent together, as episodes always are; sample: each as it ends, so that a killed
-    searcher loses none that is finished (docs/outages.md)."""
+    """group: responses to a visit are sent together, as episodes always are; sample: each when it has its reward, so
+    that a killed searcher loses none of these (docs/outages.md)."""
     temperature: Explored = 1.0
     """One value, several to draw from (`[0.7, 1.0, 1.3]`), or a range (`{min = 0.7, max = 1.3}`). 0 is greedy."""
     top_p: Explored = 1.0

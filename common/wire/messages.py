@@ -102,13 +102,15 @@ class RunState(Message, frozen=True, omit_defaults=True):
 class Visit(Message, frozen=True, omit_defaults=True):
     """A prompt handed out once in an epoch. `lease` is its id, and the right to answer it.
 
-    `guide` is the largest fraction of the demonstration with which its responses may begin (`search.guided`).
+    `guide` is the largest fraction of the demonstration with which its responses may begin (`search.guided`). `stored`
+    of its responses were put by a searcher that did not finish it (`search.put`).
     """
 
     lease: Id
     epoch: Id
     prompt_key: Name
     guide: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    stored: Id = 0
 
 
 class Sampling(Message, frozen=True, omit_defaults=True):

@@ -180,7 +180,8 @@ def test_a_searcher_killed_within_its_groups_loses_no_finished_response_and_anot
         JOIN trajectory_rows t ON t.visit = v.id JOIN senders s ON s.id = t.sender WHERE v.id <= ? GROUP BY v.id"""
     counts = run.query(sql, spool.name, spool.name, newest)
     assert len(counts) == newest
-    assert {after for _, after in counts} == {SAMPLES}
-    assert {before for before, _ in counts} <= set(range(SAMPLES))
-    assert SAMPLES - 1 in {before for before, _ in counts}
+    # The spool may bring more than was stored when the visit was leased again.
+    assert {before + after >= SAMPLES for before, after in counts} == {True}
+    assert {after for _, after in counts} <= set(range(1, SAMPLES + 1))
+    assert (SAMPLES - 1, 1) in counts
     check_visits(run, tba_here)

@@ -12,12 +12,16 @@ from tba.buffer.store.tables.runs import Run
 
 @dataclass(slots=True)
 class OpenVisit:
-    """A visit whose last trajectories have not arrived. `sender` is None if no searcher holds its lease."""
+    """A visit whose last trajectories have not arrived. `sender` is None if no searcher holds its lease.
+
+    `stored` counts those that have (`search.put`).
+    """
 
     id: int
     epoch: int
     prompt: int
     sender: str | None
+    stored: int = 0
 
 
 class Prompts(Table):
@@ -70,8 +74,9 @@ class Visits(Table):
     def open(self, run: Run) -> list[OpenVisit]:
         """Return the visits whose trajectories have not arrived."""
         rows = self._database.all(
-            "SELECT v.id, v.epoch, v.prompt, s.sender FROM visits v LEFT JOIN senders s ON s.id = v.sender "
-            "WHERE v.run = ? AND v.done_at IS NULL",
+            "SELECT v.id, v.epoch, v.prompt, s.sender, "
+            "(SELECT COUNT(*) FROM trajectory_rows t WHERE t.prompt = v.prompt AND t.visit = v.id) "
+            "FROM visits v LEFT JOIN senders s ON s.id = v.sender WHERE v.run = ? AND v.done_at IS NULL",
             run.id,
         )
         return [OpenVisit(*row) for row in rows]

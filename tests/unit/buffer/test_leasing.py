@@ -74,14 +74,14 @@ def test_a_visit_is_open_until_the_last_of_its_single_responses_is_stored(harnes
     assert buffer.store.database.all("SELECT visit FROM trajectory_rows") == [(visit.lease,)] * 3
 
 
-def test_a_visit_whose_searcher_died_between_its_responses_is_answered_as_a_whole_and_keeps_them(harness, trajectory):
+def test_a_visit_whose_searcher_died_between_its_responses_is_leased_for_those_that_are_missing(harness, trajectory):
     buffer = harness(buffer={"lease_seconds": 30}, fill=(2, 0))
     (visit,) = buffer.lease(1, sender="dead.1").visits
     rows = [trajectory(visit.prompt_key, visit.lease, tokens=[n]) for n in range(5)]
     buffer.put(rows[:1], 0, sender="dead.1", closes=False)
     buffer.clock.advance(31)
     buffer.service.expire_leases()
-    assert buffer.lease(1, sender="other.1").visits == [visit]
+    assert buffer.lease(1, sender="other.1").visits == [replace(visit, stored=1)]
     buffer.put(rows[1:2], 0, sender="other.1", closes=False)
     # From its spool, the second one the last of its group.
     buffer.put(rows[:1], 0, sender="dead.1", closes=False)

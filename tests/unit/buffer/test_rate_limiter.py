@@ -88,10 +88,12 @@ def test_limits_smaller_than_a_batch_are_refused():
     message = refusal(search={"samples_per_prompt": 7, "guided": 0.5}, **guided)
     assert "with search.guided needs search.samples_per_prompt >= train.samples_per_prompt = 8" in message
     Config.model_validate({"search": {"samples_per_prompt": 8, "guided": 0.5}, **guided})
-    single = {"put": "sample"}
+    single = {"put": "sample", "samples_per_prompt": 20}
     assert 'set buffer.replacement = "never"' in refusal(search=single)
     assert "would train on the first response" in refusal(search=single, buffer={"replacement": "always"})
     Config.model_validate({"search": single, "buffer": {"replacement": "never"}})
+    longer = {"search": {"put": "sample", "samples_per_prompt": 21}, "buffer": {"replacement": "never"}}
+    assert "would train on the first 20 responses, the shortest" in refusal(**longer)
     # Visits of one phase fill a group together.
     phases = {"phases": [{"until": 5, "weights": {"correct": 1.0}}]}
     Config.model_validate({"search": {"samples_per_prompt": 7}, "task": phases, **guided})
@@ -144,6 +146,25 @@ def test_searchers_are_not_held_back_while_the_trainer_lacks_prompts(harness, tr
     assert buffer.lease(2) is None
     assert buffer.sample(0, prompts=2, samples=2) is None
     assert len(buffer.lease(2).visits) == 2
+
+
+def test_responses_of_unfinished_groups_count_when_their_visit_is_answered(harness, trajectory):
+    buffer = limited(harness, 20, samples_per_insert_slack=12)
+    visits = buffer.lease(3).visits
+    for n, visit in enumerate(visits):
+        rows = [trajectory(visit.prompt_key, visit.lease, tokens=[n, i]) for i in range(3)]
+        buffer.put(rows, 3 * n, closes=False)
+    # Two prompts have a group of 2 each, in sampling: the limit holds, since no visit is answered.
+    assert buffer.sample(0, prompts=2, samples=2) is None
+    assert buffer.ask(GetStatus()).message.trainer_waits_for == "0 of 4 trajectories for 1 sample per insert"
+    assert buffer.lease(10, held=[one.lease for one in visits]) is None
+    last = trajectory(visits[0].prompt_key, visits[0].lease, tokens=[0, 3])
+    buffer.put([last], 9)
+    assert buffer.sample(0, prompts=2, samples=2) is not None
+    assert buffer.service.state.leases.stored == 6
+    # As after a restart.
+    opened = buffer.store.visits.open(buffer.run)
+    assert [(one.id, one.stored) for one in opened] == [(one.lease, 3) for one in visits[1:]]
 
 
 @pytest.mark.parametrize("says_goodbye", [True, False])

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tba.common.config import Config, SearchSection
 from tba.common.config.layers import resolve
@@ -204,6 +205,26 @@ def test_a_response_that_cannot_be_generated_or_decoded_is_a_row_with_its_error(
     assert sorted(row.error or "" for row in rows) == errors
     assert [row.error_kind for row in rows] == [kind if row.error else None for row in rows]
     assert scoring.errors == sum(error != "" for error in errors)
+
+
+def test_a_visit_that_another_searcher_left_gets_what_it_lacks_with_other_seeds(make):
+    engine = FakeEngine()
+    pipeline, _, delivery = make(engine, FakeTokenizer(), search={"engine": "transformers"})
+    (visit,) = visits(1)
+    pipeline.submit([visit])
+    seeds = {request.sampling.seed for request in engine._requests}
+    for stored in range(1, SAMPLES + 2):
+        pipeline.submit([replace(visit, stored=stored)])
+    pipeline.step(generate=True, wait_seconds=0.0)
+    # At least one, which closes the visit.
+    assert [len(rows) for _, rows in delivery.groups] == [
+        SAMPLES,
+        *(max(1, SAMPLES - n) for n in range(1, SAMPLES + 2)),
+    ]
+    assert len(seeds) == SAMPLES
+    engine._requests.clear()
+    pipeline.submit([replace(visit, stored=1)])
+    assert not seeds & {request.sampling.seed for request in engine._requests}
 
 
 @pytest.mark.parametrize(("spare", "stored"), [(0, [0, 3, 0]), (-1, [])])

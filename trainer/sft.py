@@ -383,7 +383,7 @@ def _read_row(value: Any) -> tuple[_Prompt, Message]:
     else:
         if not isinstance(asked, str) or not isinstance(answer, str):
             raise ValueError(
-                "a row has `messages`, or `prompt` and `response` (or `answer`), which are strings; this one has "
+                "a row has `messages`, or `prompt` (text or messages) and `response` or `answer` (text); this one has "
                 + ", ".join(f"{key} ({type(one).__name__})" for key, one in value.items())
                 + ": rename the columns"
             )

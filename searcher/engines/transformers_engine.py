@@ -313,34 +313,45 @@ class TransformersEngine:
         return STOP_LENGTH if len(row.tokens) >= row.request.sampling.max_tokens else None
 
     def _check_steps(self, directory: Path, limit: float) -> None:
-        """Raise ConfigError unless rows of a padded batch have the log-probabilities of each alone, within `limit`."""
+        """Raise ConfigError unless generated rows have the log-probabilities of one pass over each, within `limit`."""
         # Some models take positions from the length of the cache, padding included; others have no such cache.
-        served, ids = self._model, np.random.default_rng(0).integers(0, self._acceptance.vocabulary, 8, np.int32)
+        ids = np.random.default_rng(0).integers(0, self._acceptance.vocabulary, 8, np.int32)
+        served, rows, why, advice = self._model, self.max_in_flight, "", ""
+        name = type(served).__name__
         try:
             # Quantized weights cannot be converted.
             if served.dtype != torch.float32 and limit < math.inf and served.num_parameters() <= _COPIED:
                 self._model = copy.deepcopy(served).float()
-            limit = 1e-3 if self._model.dtype == torch.float32 else limit
+            limit = 1e-3 if limit < math.inf and self._model.dtype == torch.float32 else limit
             # Not the methods of a derived class.
-            for length in (1, min(8, self._context - 1)):
-                sampling = SamplingSettings(1.0, 1.0, 4, seed=length)
-                TransformersEngine.submit(self, GenerationRequest(length, ids[:length], sampling))
-            done = [one for _ in range(8) for one in TransformersEngine.step(self)]
-            alone = TransformersEngine.score(self, [[*ids[: one.id], *one.response_ids] for one in done])
-            differences = [one.logprobs - logprobs[one.id - 1 :] for one, logprobs in zip(done, alone, strict=True)]
-            largest = np.abs(np.concatenate(differences)).max()
-            why = f"its log-probabilities differ by {largest:.3g} from those of a row alone (search.max_in_flight = 1)"
-            why = "" if largest <= limit else why
+            if np.isnan(TransformersEngine.score(self, [ids[: self._context]])[0]).any():
+                raise ConfigError(f"{directory}: the log-probabilities of {name} are not finite: check its weights")
+            # One row at a time, without padding, and then in a batch.
+            for self.max_in_flight in sorted({1, rows}):
+                for length in (1, min(8, self._context - 1)):
+                    sampling = SamplingSettings(1.0, 1.0, 4, seed=length)
+                    TransformersEngine.submit(self, GenerationRequest(length, ids[:length], sampling))
+                done = [one for _ in range(8) for one in TransformersEngine.step(self)]
+                whole = TransformersEngine.score(self, [[*ids[: one.id], *one.response_ids] for one in done])
+                differences = [one.logprobs - logprobs[one.id - 1 :] for one, logprobs in zip(done, whole, strict=True)]
+                if not (largest := np.abs(np.concatenate(differences)).max()) <= limit:
+                    why = f"its log-probabilities differ by {largest:.3g} from those of one pass over a row"
+                    break
+                advice = "search.max_in_flight = 1 or "
+        except ConfigError:
+            raise
         # A forward of another form may raise anything.
         except Exception as error:
             if out_of_memory(error):
                 raise not_loaded(f"the model in {directory}", error, self._device) from error
             why = raised_at(error)
         finally:
-            self._model, self._cache = served, BatchKVCache()
+            self._model, self._cache, self.max_in_flight = served, BatchKVCache(), rows
         if why:
-            name = type(served).__name__
-            raise ConfigError(f'{directory}: this engine cannot batch {name}: {why}: use search.engine = "vllm"')
+            cannot = "batch" if advice else "generate with"
+            raise ConfigError(
+                f'{directory}: this engine cannot {cannot} {name}: {why}: use {advice}search.engine = "vllm"'
+            )
 
     def _unaccounted(self) -> list[str]:
         """Names of parameters that a snapshot does not overwrite, and that are not tied to one that it does."""

@@ -17,11 +17,11 @@ from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 # A number without digits before its point follows neither a word nor another point: "...5" and "end.5" are 5.
 _WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d\d){1,6},\d{3}|\d+)"
 _NUMBER = re.compile(rf"(?:(?<!\d)-?{_WHOLE}(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d{{1,6}}(?!\w))?")
-# Thousands with plain spaces, where nothing else is meant ("2 100 bills" are two, "100 200 300" may be three): a
-# group begins with 0, two follow one or two digits, money is named, or a line ends with nothing but this result.
-_GROUPS = r"[1-9]\d{0,2}(?: \d{3}){1,7}(?!\w)"
-_CLEAR = r"\d{1,2} \d{3} \d{3}|\d+(?: \d{3}){0,6}? (?:0\d\d|\d{3} (?:dollars|euros|pounds))\b"
-_SPACED = rf"(?:(?<=[$€£¥₹])|(?<![\w.,])(?={_CLEAR})){_GROUPS}|(?:^|[=:#{{]|\bis\b)[ *$]*-?{_GROUPS}(?=[ .*$)}}\]\\]*$)"
+# Thousands with plain spaces, where nothing else is meant ("2 100 bills" are two numbers, "100 200 300" three): after a
+# sign or word for a result, or as the whole text; and up to the end of a line, bracket or sentence, or a currency.
+_OPENER = r"(?:(?:=|####|\\boxed\{|\b[Aa]nswer(?: is:?|:)\**|\A\s*+(?!.*\n\s*\S)) *|\*\*)(?:US)?\\?[$€£¥₹]? ?-?"
+_END = r"(?= ?(?:[$€£¥₹]|(?:dollars|euros)\b)|(?:\*\*|\\?[)}\]]|[.!?](?!\w))|[ \r]*$)"
+_SPACED = rf"{_OPENER}[1-9](?:\d{{0,2}}|\d? \d{{3}}) \d{{3}}(?:\.\d+)?{_END}"
 # The minus sign of Unicode, also before a currency sign, and the ways of LaTeX to separate thousands.
 _SPELLINGS = (
     (re.compile("\N{MINUS SIGN}"), "-"),

@@ -76,6 +76,17 @@ def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == number
 
 
+def test_numbers_on_lines_of_their_own_are_several():
+    assert last_number("Boxes:\n1 500\n2 300\n3 100") == 100
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("5 000", 5000), ("$1 000 000", 1000000), ("100 200 300", None), ("x = 5 000", None)]
+)
+def test_a_number_alone_may_have_thousands_with_spaces(text, number):
+    assert last_number(text, alone=True) == number
+
+
 @pytest.mark.parametrize("kind", RESPONSES := read_rows("gsm8k_answers.txt"))
 def test_gsm8k_reads_the_number_that_a_response_states(kind):
     found = [(number, response, last_number(response)) for number, response in RESPONSES[kind]]

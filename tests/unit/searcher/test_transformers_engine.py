@@ -168,8 +168,31 @@ GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 )
 def test_a_model_that_a_padded_batch_with_a_cache_computes_wrong_is_refused(kind, settings, words, dtype, tmp_path):
     name = type(save_model(kind, tmp_path, **settings)).__name__
-    with pytest.raises(ConfigError, match=rf'cannot batch {name}: (its log-probabilities )?{words}.*engine = "vllm"'):
+    with pytest.raises(ConfigError, match=rf'{name}: (its log-probabilities )?{words}.*: use .*engine = "vllm"'):
         cpu_engine(tmp_path, dtype=dtype, canary_tolerance=0.5)
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("bart", 4), ("roberta", 4), ("roberta", 1)])
+def test_one_row_at_a_time_is_advised_only_where_it_helps(kind, rows, tmp_path):
+    """RoBERTa's first position is not 0."""
+    save_model(kind, tmp_path, **(DECODER if kind == "bart" else {"is_decoder": True, "pad_token_id": 1}))
+    advice = "cannot batch .*: use search.max_in_flight = 1 or " if kind == "bart" else "cannot generate with .*: use "
+    with pytest.raises(ConfigError, match=f'{advice}search.engine = "vllm"'):
+        engine_of(tmp_path, rows)
+
+
+def test_the_steps_of_a_mixture_of_experts_have_no_limit(tmp_path):
+    """A batch may route tokens to other experts. This model would be refused if its configuration named no experts."""
+    save_model("bart", tmp_path, **DECODER, num_experts=2)
+    assert engine_of(tmp_path, 4).max_in_flight == 4
+
+
+def test_weights_that_are_not_finite_are_refused_as_such(tmp_path):
+    model = save_model("llama", tmp_path)
+    model.model.norm.weight.data[0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="of LlamaForCausalLM are not finite: check its weights$"):
+        engine_of(tmp_path, 4)
 
 
 def test_such_a_model_is_served_one_response_at_a_time(tmp_path):

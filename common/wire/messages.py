@@ -88,9 +88,9 @@ class WeightsRef(Message, frozen=True):
 
 
 class RunState(Message, frozen=True, omit_defaults=True):
-    """The state of the run that every reply carries: newest snapshot, reported steps, whether all are done.
+    """The state of the run in every reply: newest snapshot, reported steps, whether all are done.
 
-    `heartbeat_seconds` is the time between two heartbeats of a searcher, longer in a large fleet.
+    `heartbeat_seconds` is the time between a searcher's heartbeats.
     """
 
     weights: WeightsRef | None
@@ -100,15 +100,12 @@ class RunState(Message, frozen=True, omit_defaults=True):
 
 
 class Visit(Message, frozen=True, omit_defaults=True):
-    """A prompt handed out once in an epoch. `lease` is its id, and the right to answer it.
-
-    `guide` is the largest fraction of the demonstration with which its responses may begin (`search.guided`). `stored`
-    of its responses were put by a searcher that did not finish it (`search.put`).
-    """
+    """A prompt handed out once in an epoch. `lease` is its id, the right to answer it; `stored` rows of it are put."""
 
     lease: Id
     epoch: Id
     prompt_key: Name
+    # The largest fraction of the demonstration with which its responses may begin (`search.guided`).
     guide: Annotated[float, Meta(ge=0, le=1)] = 1.0
     stored: Id = 0
 
@@ -224,9 +221,9 @@ class LeasePrompts(Request, frozen=True):
 class PutTrajectories(Request, frozen=True, omit_defaults=True):
     """Searcher or importer -> buffer, when a group or response is complete. Reply: PutAck, after the commit.
 
-    Row i has sequence number `first_sequence + i` of this sender; rows already stored are counted as duplicates. Array
-    frames follow. `closes`: these are the last rows of their visits. An importer's prompts need not be registered:
-    unknown versions, and those of rows with `imported_version` or `policy` (explorers) in metadata, become NO_POLICY.
+    Row i has sequence number `first_sequence + i` of this sender; stored rows are counted as duplicates. Array frames
+    follow. `closes`: these are the last rows of their visits. An importer's prompts need not be registered. Unknown
+    versions, and those of rows with `imported_version` or `policy` (explorers) in metadata, become NO_POLICY.
     """
 
     TYPE = "put_trajectories"

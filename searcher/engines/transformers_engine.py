@@ -324,7 +324,7 @@ class TransformersEngine:
                 self._model = copy.deepcopy(served).float()
             limit = 1e-3 if limit < math.inf and self._model.dtype == torch.float32 else limit
             # Not the methods of a derived class.
-            if np.isnan(TransformersEngine.score(self, [ids[: self._context]])[0]).any():
+            if np.isnan(TransformersEngine.score(self, [ids[: self._context].tolist()])[0]).any():
                 raise ConfigError(f"{directory}: the log-probabilities of {name} are not finite: check its weights")
             # One row at a time, without padding, and then in a batch.
             for self.max_in_flight in sorted({1, rows}):

@@ -132,11 +132,12 @@ class Node:
     def start(self) -> None:
         """Boot, and return when systemd has started everything, or has tried to."""
         assert self.process is None
-        # Without `setpriv` a test run that is killed would leave the node behind.
+        # A test run that is killed does not leave the node behind: on SIGTERM systemd-nspawn ends it. Killed, it would
+        # leave it running.
         command = [
             "setpriv",
             "--pdeathsig",
-            "KILL",
+            "TERM",
             "systemd-nspawn",
             "--quiet",
             "--boot",

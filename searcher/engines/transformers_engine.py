@@ -316,8 +316,7 @@ class TransformersEngine:
         """Raise ConfigError unless generated rows have the log-probabilities of one pass over each, within `limit`."""
         # Some models take positions from the length of the cache, padding included; others have no such cache.
         ids = np.random.default_rng(0).integers(0, self._acceptance.vocabulary, 8, np.int32)
-        served, rows, why, advice = self._model, self.max_in_flight, "", ""
-        name = type(served).__name__
+        served, name, rows, why, advice = self._model, type(self._model).__name__, self.max_in_flight, "", ""
         try:
             # Quantized weights cannot be converted.
             if served.dtype != torch.float32 and limit < math.inf and served.num_parameters() <= _COPIED:
@@ -348,10 +347,8 @@ class TransformersEngine:
         finally:
             self._model, self._cache, self.max_in_flight = served, BatchKVCache(), rows
         if why:
-            cannot = "batch" if advice else "generate with"
-            raise ConfigError(
-                f'{directory}: this engine cannot {cannot} {name}: {why}: use {advice}search.engine = "vllm"'
-            )
+            cannot = "cannot batch" if advice else "cannot generate with"
+            raise ConfigError(f'{directory}: this engine {cannot} {name}: {why}: use {advice}search.engine = "vllm"')
 
     def _unaccounted(self) -> list[str]:
         """Names of parameters that a snapshot does not overwrite, and that are not tied to one that it does."""

@@ -3,8 +3,7 @@
     python -m benchmarks.gpu_check --out build/gpu-check     # on a GPU
     python -m benchmarks.gpu_check --tiny --device cpu       # the same code with tiny models, to try the command
 
-It needs torch, transformers and what a buffer host needs, no vLLM and no network, and runs from a checkout without an
-installation. Each stage runs in a process of its own with its own time limit. The report is written as it goes.
+It runs from a checkout, without vLLM or a network. Each stage has its own process and time limit.
 """
 
 from typing import NamedTuple

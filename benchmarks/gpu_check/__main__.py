@@ -27,7 +27,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/gpu-check"), help="the folder of the report")
     parser.add_argument("--seconds", type=float, default=525.0, help="for all stages together")
     parser.add_argument("--only", type=_stages, default=STAGES, metavar="A,B", help="run these stages")
-    parser.add_argument("--skip", type=_stages, default=(), metavar="A,B", help="leave these stages out")
     parser.add_argument("--tiny", action="store_true", help="tiny models: tries the command, and measures nothing")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--commit", help="of a checkout without git")
@@ -46,7 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages. Returns 1 if one has failed."""
     options, started = parse(arguments), time.monotonic()
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TBA_LOG": "json", "HF_HUB_OFFLINE": "1"}
-    chosen = [stage for stage in options.only if stage not in options.skip]
     with tempfile.TemporaryDirectory(prefix="tba-gpu-check-", ignore_cleanup_errors=True) as folder:
         options.work = Path(folder)
         make_importable(options.work)
@@ -56,14 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("gpu-check: this machine shows no GPU; to try the command: --tiny --device cpu", file=sys.stderr)
             return 2
         report = Report(options.out, about(options))
-        for stage in chosen:
+        for stage in options.only:
             # A stage whose import fails says so itself.
             with contextlib.suppress(ImportError):
                 importlib.import_module(f"benchmarks.gpu_check.{stage.module}")
-        for stage in chosen:
+        for stage in options.only:
             run(stage, options, report, started + options.seconds)
     failed = [name for name, one in report.stages.items() if one.result.startswith("FAILED")]
-    print(f"{options.out / 'report.md'}: {len(failed)} of {len(chosen)} stages failed")
+    print(f"{options.out / 'report.md'}: {len(failed)} of {len(options.only)} stages failed")
     return 1 if failed else 0
 
 
@@ -82,12 +80,11 @@ def about(options: argparse.Namespace) -> dict[str, str]:
     from tba.common.system.process import software
 
     versions, asked = software(), ("--query-gpu=name,driver_version", "--format=csv,noheader")
-    rows = (ask_nvidia_smi(*asked) if options.device == "cuda" else None) or "none, none"
+    rows = (options.device == "cuda" and ask_nvidia_smi(*asked)) or "none, none"
     card, driver = rows.partition("\n")[0].rsplit(", ", 1)
-    checkout = versions.pop("git", "unknown")
-    found = {"commit": options.commit or checkout, "card": card, "driver": driver}
-    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return found | {"date": date, "models": "tiny" if options.tiny else "full"} | versions
+    commit, date = versions.pop("git", "unknown"), f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}"
+    found = {"commit": options.commit or commit, "card": card, "driver": driver, "date": date}
+    return found | {"models": "tiny" if options.tiny else "full"} | versions
 
 
 def run(stage: Stage, options: argparse.Namespace, report: Report, deadline: float) -> None:

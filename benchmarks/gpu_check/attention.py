@@ -2,6 +2,7 @@
 
 import copy
 import math
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -28,6 +29,8 @@ def use_kernel(device: str) -> str:
         return "none: on a CPU packed rows use SDPA"
     if torch_has_kernel():
         return "as shipped"
+    if find_spec("torch.nn.attention.varlen") is None:
+        return "none: it came with torch 2.10"
     from torch.nn.attention import varlen
 
     original = varlen.varlen_attn

@@ -81,9 +81,9 @@ def cut(site: Site, node: Node, event: Event) -> Undo:
 
 
 def power(site: Site, node: Node, event: Event) -> None:
-    """A power failure of a node, which boots again."""
+    """A power failure of a node, which boots again. It is `starting` for as long as a role waits for the buffer."""
     node.fail()
-    node.start()
+    node.start("starting", "running", "degraded")
 
 
 def slow_disk(site: Site, node: Node, event: Event) -> None:
@@ -222,8 +222,8 @@ class Soak:
                 line = f"seed {SEED}, {elapsed:.0f} s, {seen}: {event}"
                 print(line)
                 print(line, file=log, flush=True)
-                # What a node has ends before its next one begins.
-                self.end(lambda node, until: event.node in (node, ""))  # noqa: B023
+                # What a node has ends before its next one begins, and what is over although the last one took so long.
+                self.end(lambda node, until: event.node in (node, "") or until < elapsed)  # noqa: B023
                 if event.node:
                     undo = KINDS[event.kind](self.site, self.site.fleet.nodes[event.node], event)
                     if undo:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import varlen
 from transformers import MistralConfig, MistralForCausalLM
 
 from tba.common.config import TrainSection
@@ -62,6 +61,8 @@ def gradient(packing: Any, device: str, *, window: int, **keys) -> torch.Tensor:
 @pytest.mark.parametrize("window", [100, 1024])
 @pytest.mark.parametrize("keys", [{}, {"micro_batch_tokens": 1}, {"gradient_checkpointing": True}])
 def test_the_gradient_of_packed_rows_is_as_accurate_as_that_of_padded_ones(monkeypatch, window, keys):
+    from torch.nn.attention import varlen
+
     calls, kernel = [], varlen.varlen_attn
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs))
     exact = gradient("padded", "cpu", window=window)

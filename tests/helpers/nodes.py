@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import psutil
@@ -129,8 +129,8 @@ class Node:
             pytest.skip(f"no loop devices here: {done.stderr.strip()}")
         (self.disk / "lost+found").rmdir()
 
-    def start(self) -> None:
-        """Boot, and return when systemd has started everything, or has tried to."""
+    def start(self, *states: str) -> None:
+        """Boot, and return when systemd is in one of these states: by default, when it has started what it can."""
         assert self.process is None
         # A test run that is killed does not leave the node behind: on SIGTERM systemd-nspawn ends it. Killed, it would
         # leave it running.
@@ -150,9 +150,9 @@ class Node:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True
             )
-        wait_until(f"{self.name} boots", self._has_booted, _BOOT_SECONDS)
+        wait_until(f"{self.name} boots", partial(self._is, states or ("running", "degraded")), _BOOT_SECONDS)
 
-    def _has_booted(self) -> bool:
+    def _is(self, states: tuple[str, ...]) -> bool:
         assert self.process is not None
         if self.process.poll() is not None:
             pytest.skip(f"systemd-nspawn cannot boot a node here: {self.console[-800:]}")
@@ -160,8 +160,7 @@ class Node:
         if not children:
             return False
         self.leader = children[0].pid
-        state = self.run("systemctl", "is-system-running", check=False).stdout.strip()
-        return state in {"running", "degraded"}
+        return self.run("systemctl", "is-system-running", check=False).stdout.strip() in states
 
     def run(self, *command: str, check: bool = True, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         """Run a command as root inside."""

@@ -287,6 +287,7 @@ def test_a_row_with_segments_costs_what_its_sequences_cost():
 @pytest.mark.parametrize(("name", "tflops"), [
     ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H200", 989.5), ("NVIDIA H20", 148), ("A100-SXM4-40GB", 312),
     ("NVIDIA A10", 125), ("NVIDIA A10G", 70), ("NVIDIA L4", 121), ("NVIDIA L40S", 362),
+    ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA GB300", 2500), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 480),
 ])  # fmt: skip
 def test_a_gpu_has_the_peak_of_its_whole_name_and_a_cpu_none(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)

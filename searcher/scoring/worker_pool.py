@@ -151,8 +151,9 @@ class Connection:
         self.messages = self._read()
 
     def send(self, message: Any) -> None:
-        """Send a message to the searcher."""
-        self._channel.sendall(msgpack.packb(message))
+        """Send a message to the searcher. One that has died is noticed by the next `receive`."""
+        with contextlib.suppress(ConnectionError):
+            self._channel.sendall(msgpack.packb(message))
 
     def _read(self) -> Iterator[Any]:
         while (arrived := self.receive()) is not None:
@@ -160,7 +161,11 @@ class Connection:
 
     def receive(self) -> list[Any] | None:
         """Wait for something, and return the messages that are complete; None at the end."""
-        if not (chunk := self._channel.recv(_CHUNK_BYTES)):
+        chunk = b""
+        # A searcher that was killed, and had not read every message.
+        with contextlib.suppress(ConnectionError):
+            chunk = self._channel.recv(_CHUNK_BYTES)
+        if not chunk:
             return None
         self._unpacker.feed(chunk)
         return list(self._unpacker)

@@ -1,6 +1,9 @@
 """Rewards and environments that misbehave in real worker processes: each fails alone, and the others go on."""
 
 import os
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -295,3 +298,25 @@ def test_without_workers_the_searcher_plays_itself(make):
     found = play(make(reward_workers=0), ["good", "step raises"])
     assert answers(found["good"]) == expected("good")
     assert found["step raises"][-1].error == "environment of hostile: step(): ValueError: no such move"
+
+
+def test_a_worker_ends_without_a_traceback_when_its_searcher_was_killed():
+    searcher, worker = socket.socketpair()
+    script = "\n".join(
+        [
+            "from tba.searcher.scoring.worker_pool import Connection",
+            "connection = Connection()",
+            "connection.send('a reply that is never read')",
+            "input()",
+            "connection.send('one that cannot be sent')",
+            "assert list(connection.messages) == []",
+        ]
+    )
+    command = [sys.executable, "-c", script, str(worker.fileno())]
+    pipe = subprocess.PIPE
+    with worker, subprocess.Popen(command, pass_fds=[worker.fileno()], stdin=pipe, stderr=pipe) as process:
+        worker.close()
+        searcher.recv(1, socket.MSG_PEEK)
+        searcher.close()
+        _, errors = process.communicate(b"\n")
+    assert (process.returncode, errors) == (0, b"")

@@ -20,7 +20,7 @@ from tba.searcher.tasks.task import Prompt
 
 MISDEEDS = {
     "raises": "reward of hostile: ValueError: lone ? surrogate",
-    "interrupts": "reward of hostile: KeyboardInterrupt: ",
+    "interrupts": "reward of hostile: KeyboardInterrupt",
     "hangs": "reward of hostile: timed out after 5 s",
     "exits": "reward of hostile: the worker died with exit code 3",
     "segfaults": "reward of hostile: the worker was killed by SIGSEGV",

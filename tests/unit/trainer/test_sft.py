@@ -223,7 +223,7 @@ def test_a_pair_whose_prompt_is_another_json_is_trained_on_as_text(encoder, tmp_
         ("{", "Expecting"),
         ("[1]", "JSON object"),
         ('{"prompt": "1"}', "`response`"),
-        ('{"prompt": "1", "response": true}', "strings"),
+        ('{"prompt": "1", "response": true}', "text or messages"),
         ('{"prompt": "1", "response": NaN}', "the column response has nan, which is neither"),
         ('{"prompt": "1", "response": ""}', "empty"),
         ('{"prompt": "", "response": "2"}', "no tokens"),

@@ -64,7 +64,7 @@ class Ingest:
                 self._close_visits({(put.visit[row], prompts[row]) for row in rows}, sender)
             else:
                 for row in rows:
-                    state.leases.note(put.visit[row], 1)
+                    state.leases.note(put.visit[row])
         ack = messages.PutAck(first_sequence=put.first_sequence, stored=len(rows), duplicates=len(stored))
         state.uncommitted_puts.append((sender, ack))
         return ReplyBody(ack)

@@ -113,11 +113,11 @@ class LeaseBook:
         self.stored += visit.stored
         self._hold(visit, visit.sender)
 
-    def note(self, visit_id: int, rows: int) -> None:
-        """Count trajectories of a visit that is not answered yet."""
+    def note(self, visit_id: int) -> None:
+        """Count a trajectory of a visit that is not answered yet."""
         if visit := self.open.get(visit_id):
-            visit.stored += rows
-            self.stored += rows
+            visit.stored += 1
+            self.stored += 1
 
     def lease(self, visit: OpenVisit, sender: str) -> None:
         """Lease an open visit to this sender instead of the one that held it."""

@@ -47,6 +47,8 @@ class Watchdog:
     def start(self) -> None:
         """Watch from now on."""
         if self._limit:
+            # Here, not in the thread: a loop that keeps the lock in its first round would not let the thread set it.
+            self._set_timer(self._limit * WARMUP_TIMES)
             self._thread.start()
 
     def beat(self, *, warm: bool = True) -> None:
@@ -71,9 +73,12 @@ class Watchdog:
             limit = self._limit if self._warm else self._limit * WARMUP_TIMES
             if polls * interval >= limit:
                 self._exit(polls * interval)
-            # Standard error by its number: the object may have been replaced by one without a file.
-            faulthandler.dump_traceback_later(limit, exit=True, file=2)
+            self._set_timer(limit)
         faulthandler.cancel_dump_traceback_later()
+
+    def _set_timer(self, seconds: float) -> None:
+        # Standard error by its number: the object may have been replaced by one without a file.
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
     def _exit(self, seconds: float) -> NoReturn:
         log.error(

@@ -7,8 +7,8 @@ import pytest
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.whole_run import PROMPTS, log_of, small_sections, starts_of
 
-# The engine hangs in the 20th step of the first two processes of the searcher. The second keeps the interpreter's lock
-# meanwhile.
+# The engine hangs in the 20th step of the first two processes of the searcher, of which loading takes 16. The second
+# keeps the interpreter's lock meanwhile.
 HANG = """
 import os, sys
 if "search" in sys.orig_argv and "--index" in sys.orig_argv:

@@ -197,6 +197,12 @@ time.sleep(0.6)
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_a_first_round_that_keeps_the_interpreters_lock_ends_the_process():
+    result = run_program("import ctypes\nWatchdog(limit_seconds=0.1).start()\nctypes.PyDLL(None).sleep(30)")
+    assert result.returncode == 1
+    assert "Timeout (0:00:00.4" in result.stderr
+
+
 def test_beats_reach_systemd_at_most_once_a_second(monkeypatch):
     systemd, watchdog = NotifySocket(), Watchdog()
     monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)

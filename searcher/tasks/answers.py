@@ -1,6 +1,7 @@
 """The final answer of a mathematical text: its boxes, and one notation for the many of an answer."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from unicodedata import category, normalize
 
@@ -82,6 +83,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"(?<![A-Za-z])([A-Za-z])\(-(\d+)\)(?= ?=)", r"\1_{\2}"),
         (r"\\(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),
         (r"\\lg(?![a-z])", r"\\log_{10}"),
+        (r"\\log_ ?(?:e(?![a-z])|\{ ?e ?\})", r"\\ln "),
         (r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
         (r"(?<=\d) (?=\d{3}(?!\d))", ""),
         (r"^(?:[^,(\[{]*=)? ?[+-]?[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", lambda found: found[0].replace(",", "")),
@@ -113,9 +115,12 @@ _UNIT = re.compile(
     r"|(?<=\d)_ ?\{?\d+\}?$"
 )
 _SYNONYMS = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
-    ft foot feet, yd yard, mi mile, g gram, kg kilogram, s sec second, min minute, h hr hour, day, week, month, year,
-    am, pm"""
+    ft foot feet, yd yard, mi mile, g gram, kg kilogram, lb, oz ounce, ml milliliter millilitre, l liter litre,
+    s sec second, min minute, h hr hour, day, week, month, year, am, pm, dollar usd, cent, eur euro"""
 _UNITS = {name: names.split()[0] for names in _SYNONYMS.split(",") for name in names.split()}
+_MONEY = {"\\$": "dollar", "US$": "dollar", "€": "eur", "£": "gbp", "¥": "yen", "₹": "inr"}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_UNIT_PART = re.compile(r"(/)|([a-z]+)(?: *\^ *(-?\d))?")
 
 
 def why_no_gold(gold: str) -> str:
@@ -161,15 +166,31 @@ def plain(answer: str) -> tuple[str, str]:
     """Return an answer in the notation that math-verify reads, and its unit or base: "" for none, or an unknown one."""
     answer = normalize("NFKC", answer.translate(_CHARACTERS))
     answer = "".join(letter for letter in answer if category(letter) != "Cf")
+    money = next((name for sign, name in _MONEY.items() if sign in answer), "")
     for spelling, replacement in _SPELLINGS:
         answer = spelling.sub(replacement, answer)
     value = _UNIT.sub("", answer)
     if not re.search(r"\d|\\(?!text)", value):
         return answer.strip(), ""
     unit = answer[len(value) :]
-    name = "".join(filter(str.isalpha, unit.replace("\\text", ""))).lower()
     base = "".join(filter(str.isdigit, unit)) if unit.startswith("_") else ""
-    return value.strip(), base or _UNITS.get(name) or _UNITS.get(name.rstrip("s"), "")
+    return value.strip(), base or _unit(re.sub(r"\\text|\\cdot|[{}()]", " ", unit).replace(".", "").lower(), money)
+
+
+def _unit(text: str, money: str) -> str:
+    """Return a unit in one notation, such as `m^1 s^-2`: "" for none, or if a part of it is unknown."""
+    sign, power, powers = 1, 1, Counter({money: 1} if money else {})
+    for slash, word, exponent in _UNIT_PART.findall(text.replace("mph", "mi/h")):
+        if slash or word == "per":
+            sign = -1
+        elif word in _POWERS:
+            power = _POWERS[word]
+        elif name := _UNITS.get(word) or _UNITS.get(word.rstrip("s")):
+            powers[name] += sign * power * int(exponent or 1) * (name != money)
+            power = 1
+        else:
+            return ""
+    return " ".join(f"{name}^{powers[name]}" for name in sorted(powers))
 
 
 def normalised(answer: str) -> str:

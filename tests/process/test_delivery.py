@@ -214,9 +214,7 @@ def test_a_damaged_or_missing_put_is_logged_and_quarantined_and_the_rest_arrives
     one.step_until(lambda: one.delivery.is_done)
     lost = range(50 * ROWS, 53 * ROWS)
     (stored,) = numbers_of(run_config).values()
-    assert sorted(stored) == [n for n in range(one.made) if n not in lost]
-    # The order of the first window after a cut depends on when the client notices the new connection.
-    assert stored[50 * ROWS :] == list(range(53 * ROWS, one.made))
+    assert stored == [n for n in range(one.made) if n not in lost]
     assert one.delivery.metrics["spool_damaged"] == 3
     kept = {path.name.rpartition("-")[2] for path in (tmp_path / "spool/aside").iterdir()}
     assert kept == {torn.name, flipped.name}

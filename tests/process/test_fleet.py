@@ -165,7 +165,7 @@ def test_a_second_sigterm_stops_immediately(fleet_config, start_fleet, tmp_path)
     processes = descendants(fleet)
     fleet.terminate()
     started = time.monotonic()
-    while fleet.poll() is None and time.monotonic() - started < 20:
+    while fleet.poll() is None and time.monotonic() - started < 120:
         fleet.terminate()
         time.sleep(0.3)
     assert fleet.returncode == 128 + signal.SIGTERM

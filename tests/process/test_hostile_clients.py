@@ -204,11 +204,12 @@ def test_refused_messages_do_not_fill_memory_while_the_writer_waits(bare_server,
                 time.sleep(0.001)
         assert process.memory_info().rss - before < 16 << 20
         other.execute("ROLLBACK")
+    assert raw.poll(PATIENCE_SECONDS * 1000)
     assert {reply.code for reply in replies(raw, 2000)} == {"malformed"}
 
 
 def test_heartbeats_that_wait_for_a_locked_database_keep_their_leases(start_tba, make_config):
-    config = make_config(train={"prompts_per_step": 1}, buffer={"lease_seconds": 2.0})
+    config = make_config(train={"prompts_per_step": 1}, buffer={"lease_seconds": 5.0})
     start_tba("buffer", "serve", "--config", config.file)
     prepare_all(config)
     beat = messages.Heartbeat(activity="generating", reason="", weights_version=0, metrics={})
@@ -216,7 +217,8 @@ def test_heartbeats_that_wait_for_a_locked_database_keep_their_leases(start_tba,
         lease_two(client)
         with closing(sqlite3.connect(config.database, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            for _ in range(8):
+            # Longer than a lease, of which most is left when the status is asked for.
+            for _ in range(14):
                 client.post(beat)
                 client.poll(0.5)
             other.execute("ROLLBACK")

@@ -103,9 +103,9 @@ def test_a_reply_that_does_not_come_to_its_end_is_an_error_after_the_limit(rewar
     rewards = rewards(server.url, time_limit_seconds=0.5)
     for fault in ("hangs", "drips"):
         server.fail(fault)
-        # Requests of one batch reach the server in any order.
-        (error,) = [error for _, error in scores(rewards, [("", "1"), ("", "22")]) if error]
-        assert "nothing usable within 0.5 s: no reply to the request" in error
+        # Requests of one batch reach the server in any order, and a busy machine may not answer the other in time.
+        errors = [error for _, error in scores(rewards, [("", "1"), ("", "22")]) if error]
+        assert any("nothing usable within 0.5 s: no reply to the request" in error for error in errors)
 
 
 def test_a_server_that_dies_leaves_rows_with_errors_and_no_more_requests_are_in_flight_than_allowed(rewards):

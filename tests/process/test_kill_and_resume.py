@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tba.common.config import Config
 from tba.common.errors import EXIT_CONFIG
 from tba.common.wire import messages
-from tba.tests.helpers.checks import wait_until
+from tba.tests.helpers.checks import PATIENCE_SECONDS, wait_until
 from tba.tests.helpers.puts import connected
 from tba.tests.helpers.trainer import FakeSearcher, TrainRun, run_with_buffer
 from tba.tests.runner import size
@@ -61,7 +61,7 @@ class KillableRun:
         ready = FORKS.Event()
         process = FORKS.Process(target=train_in_child, args=(self.config, ready))
         process.start()
-        assert ready.wait(60)
+        assert ready.wait(PATIENCE_SECONDS)
         return process
 
     def lines(self) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class KillableRun:
 
     def train_to_the_end(self) -> None:
         process = self.start()
-        process.join(300)
+        process.join(PATIENCE_SECONDS)
         assert process.exitcode == 0
 
     def end_at(self, step: int, how: signal.Signals) -> None:
@@ -84,7 +84,7 @@ class KillableRun:
         while process.is_alive() and len(self.lines()) < step:
             process.join(0.005)
         os.kill(process.pid, how)
-        process.join(60)
+        process.join(PATIENCE_SECONDS)
         assert process.exitcode == (0 if how == signal.SIGTERM else -signal.SIGKILL)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -186,7 +186,7 @@ def test_a_trainer_in_a_long_step_is_not_replaced_by_a_second_one(system, tba_he
     assert system.first.poll() is None
     assert system.steps() == [0]
     system.end_step()
-    assert system.first.wait(60) == 0, system.log()
+    assert system.first.wait(PATIENCE_SECONDS) == 0, system.log()
     assert system.steps() == list(range(FEW_STEPS))
 
 
@@ -197,5 +197,5 @@ def test_a_trainer_that_was_stopped_in_a_long_step_is_replaced(system, tba_here)
     assert system.steps() == list(range(FEW_STEPS))
     system.first.send_signal(signal.SIGCONT)
     system.end_step()
-    assert system.first.wait(60) == EXIT_CONFIG
+    assert system.first.wait(PATIENCE_SECONDS) == EXIT_CONFIG
     assert "took over run test" in system.log()

@@ -134,8 +134,7 @@ def test_a_copy_made_under_load_is_a_prefix_or_is_reported_as_damaged(start_tba,
             more = sum(producer.posted for producer in producers) + 100
             wait_until(
                 functools.partial(lambda more: sum(producer.posted for producer in producers) > more, more),
-                30,
-                "it grows",
+                what="it grows",
             )
             verdicts.append(is_sound(copied(run_config.database, tmp_path / str(n), log=log)))
     assert any(verdicts)
@@ -181,6 +180,8 @@ def is_sound(copy: Path) -> bool:
 def assert_whole_puts_without_a_gap(found: Stored) -> None:
     assert [id_ for id_, _, _ in found.rows] == list(range(1, len(found.rows) + 1))
     for producer in range(3):
-        sequences = found.sequences(producer)
-        assert sequences == list(range(len(sequences)))
+        sequences = sorted(found.sequences(producer))
         assert len(sequences) % ROWS == 0
+        # A producer that connects again sends the puts that are not answered, at most four, after later ones.
+        settled = max(0, len(sequences) - 3 * ROWS)
+        assert sequences[:settled] == list(range(settled))

@@ -111,14 +111,14 @@ def test_a_reward_is_the_sum_of_the_task_and_the_weighted_logit(rewards, classif
 
 
 def test_a_model_that_hangs_or_is_killed_fails_one_response_and_scores_again_after_a_restart(rewards):
-    rewards = rewards(time_limit_seconds=2.0)
+    rewards = rewards(time_limit_seconds=5.0)
     os.kill(worker_of(rewards).process.pid, signal.SIGSTOP)
     send_all(rewards, ["1", "2"])
     submit(rewards, ["3"], first=2)
     first, *others = [scored.error for scored in collect(rewards)]
-    assert first == "reward: model: timed out after 2 s"
+    assert first == "reward: model: timed out after 5 s"
     # Scored by the next process, unless it takes too long to load.
-    assert set(others) <= {None, "reward: model: no worker: timed out after 2 s"}
+    assert set(others) <= {None, "reward: model: no worker: timed out after 5 s"}
     assert rewards.timeouts == 1
     while not rewards._model.ready:
         rewards.wait(0.05)

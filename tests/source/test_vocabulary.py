@@ -1,4 +1,4 @@
-"""The language of the project: retired words do not come back, and comments stand on lines of their own."""
+"""The language of the project: retired words and remedies stay away, and comments stand on lines of their own."""
 
 import io
 import re
@@ -62,6 +62,13 @@ def test_retired_words_do_not_come_back():
         for match in RETIRED_WORD.finditer(text)
     ]
     assert not found, "\n".join(found)
+
+
+def test_no_remedy_is_an_option_of_torchs_allocator():
+    """A release of torch raises at the options of another: 2.11 at `pinned_max_cached_size_mb` of 2.13."""
+    option = re.compile(r"PYTORCH_(CUDA_)?ALLOC_CONF|pinned_\w+_mb")
+    found = [path for path in files("*.py", "*.md", "*.toml", "deploy/*") if option.search(path.read_text())]
+    assert found == []
 
 
 def may_trail(line: str) -> bool:

@@ -7,7 +7,8 @@ half of the cost of a first copy.
 
 torch rounds the bytes of each tensor in its own pinned memory up to a power of two, and keeps them until the process
 ends (torch 2.11, CachingHostAllocator.h): 174 GB for 91 GB of weights and moments of Qwen2.5-7B. Memory that is mapped
-first and then registered with CUDA takes the bytes of its tensor, up to a page.
+first and then registered with CUDA takes the bytes of its tensor, up to a page. Each tensor is registered by itself,
+not all of a set in one arena: a tensor of another shape replaces its buffer alone, and no copy holds memory of others.
 """
 
 import contextlib

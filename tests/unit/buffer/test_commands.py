@@ -204,6 +204,7 @@ def test_show_prints_a_trajectory_for_people(tba_buffer, filled):
         assert words in shown
 
 
+@pytest.mark.needs("transformers")
 def test_show_prints_an_episode_turn_by_turn_with_sampled_text_told_apart(tba_buffer, harness, example_model):
     buffer = harness()
     buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
@@ -229,6 +230,7 @@ def test_show_prints_an_episode_turn_by_turn_with_sampled_text_told_apart(tba_bu
     assert "Its tokens were dropped" in tba_buffer("show", 1, "-b", buffer.store.path).output
 
 
+@pytest.mark.needs("transformers")
 def test_show_decodes_tokens_with_the_recorded_model_and_prints_times_in_utc(
     tba_buffer, harness, trajectory, example_model
 ):

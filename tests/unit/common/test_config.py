@@ -206,6 +206,8 @@ def test_the_path_of_a_socket_may_have_spaces(key):
 
 def test_a_directory_whose_name_the_locale_does_not_have_is_refused_with_the_remedy(tmp_path):
     write(tmp_path, '[run]\ndir = "h\\u00E4user"')
+    # With that locale the path of the clone may not be found either.
+    (tmp_path / "tba").symlink_to(ROOT)
     code = "from pathlib import Path; from tba.common.config.layers import resolve; resolve(Path('run.toml'))"
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True)

@@ -198,7 +198,9 @@ time.sleep(0.6)
 
 
 def test_a_first_round_that_keeps_the_interpreters_lock_ends_the_process():
-    result = run_program("import ctypes\nWatchdog(limit_seconds=0.1).start()\nctypes.PyDLL(None).sleep(30)")
+    # The thread would set the timer after five seconds.
+    late = "import ctypes\nfrom tba.common.system import watchdog\nwatchdog._POLLS_PER_LIMIT = 0.01\n"
+    result = run_program(f"{late}Watchdog(limit_seconds=0.1).start()\nctypes.PyDLL(None).sleep(30)")
     assert result.returncode == 1
     assert "Timeout (0:00:00.4" in result.stderr
 

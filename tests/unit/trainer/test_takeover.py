@@ -106,7 +106,10 @@ def test_the_wait_of_a_restarted_buffer_begins_when_its_server_can_be_reached(ha
         buffer.ask(HELLO, role="trainer", sender="t.2")
 
 
-def test_a_trainer_that_waits_for_another_one_logs_it_once(harness, monkeypatch):
+@pytest.mark.parametrize("reply_seconds", [0.0, 4.4])
+def test_a_trainer_waits_until_another_one_is_dead_however_slow_the_replies_and_logs_it_once(
+    reply_seconds, harness, monkeypatch
+):
     buffer, logged = harness(), []
     buffer.ask(HELLO, role="trainer", sender="t.1")
     monkeypatch.setattr(time, "sleep", lambda _: buffer.clock.advance(5))
@@ -115,7 +118,10 @@ def test_a_trainer_that_waits_for_another_one_logs_it_once(harness, monkeypatch)
         """A client without a network."""
 
         def call(self, message, expect, *, stop):
-            return buffer.ask(message, role="trainer", sender="t.2").message, []
+            try:
+                return buffer.ask(message, role="trainer", sender="t.2").message, []
+            finally:
+                buffer.clock.advance(reply_seconds)
 
     monkeypatch.setattr(buffer_link.log, "info", lambda event, **_: logged.append(event))
     direct: Any = Direct()

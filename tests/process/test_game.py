@@ -160,7 +160,7 @@ def test_processes_killed_in_the_middle_of_episodes_lose_nothing(make_game, star
 
 
 def test_an_environment_that_fails_closes_its_groups_with_errors_and_the_run_goes_on(make_game, start_tba):
-    run = make_game(HOSTILE, task={"reward_seconds": 2.0}, train={"steps": 100_000})
+    run = make_game(HOSTILE, buffer={"max_staleness": 2}, task={"reward_seconds": 2.0}, train={"steps": 100_000})
     environment = {"PYTHONPATH": str(ROOT / "tests/helpers"), "HOSTILE_MARK": str(run.directory)}
     launcher = start_tba("run", run.file, **environment)
     answered = """SELECT p.key, COUNT(t.error), MIN(t.error), MIN(t.error_kind) FROM visits v

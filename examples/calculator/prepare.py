@@ -19,18 +19,17 @@ from tba.searcher.tasks.games import CalculatorTask
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny_model import build_model, build_tokenizer  # type: ignore[import-not-found]
 
-# A word, up to two digits, or another character.
-TOKEN = "[A-Za-z]+|[0-9]{1,2}|[^A-Za-z0-9]"
-WORDS = ("What", "is", "You", "may", "ask", "calc", "first", *" *?().=\n")
-NUMBERS = (*map(str, range(10)), *(f"{number:02}" for number in range(100)))
+# A word or another character.
+TOKEN = "[A-Za-z]+|[^A-Za-z]"
+TOKENS = ("What", "is", "You", "may", "ask", "calc", "first", *" *?().=\n0123456789")
 ASKS = 0.3
 
 
 def main() -> None:
     args = parse_arguments()
     torch.manual_seed(args.seed)
-    tokenizer = build_tokenizer((*WORDS, *NUMBERS), TOKEN, 64)
-    model = build_model(tokenizer, 64, 128, 2)
+    tokenizer = build_tokenizer(TOKENS, TOKEN, 96)
+    model = build_model(tokenizer, 64, 256, 2)
     model.save_pretrained(args.out / "untrained")
     tokenizer.save_pretrained(args.out / "untrained")
     rows = list(replies(random.Random(args.seed)))

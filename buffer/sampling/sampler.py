@@ -21,7 +21,8 @@ The first tier of age is the recency window, extended to the newest data if that
 8, ... steps behind it. So the staleness of what is drawn grows with the lag of the data, at any lag.
 
 Across prompts, the chance of one with flat rewards (all equal) is multiplied by `flat_group_weight`; with a weight of
-0 such prompts come after all others of the same recency. By rank, they come after all others if it is below 1.
+0 such prompts come after all others of the same recency. By rank, they come after all others if it is below 1. Of the
+same recency, or by rank of all, the `varied_fraction` whose rewards vary most comes first, with all of equal variance.
 """
 
 import math
@@ -50,6 +51,7 @@ class PromptTable:
     untrained_step   the newest step of the entries that no recorded batch has
     score            the mean reward of the entries
     flat             whether all rewards are equal
+    variance         the variance of the rewards of the entries
 
     The steps are NEVER where there is no such entry, and also beyond the last prompt: columns grow ahead.
 
@@ -65,6 +67,7 @@ class PromptTable:
         self.untrained_step = np.empty(0, np.int32)
         self.score = np.empty(0, np.float64)
         self.flat = np.empty(0, np.bool_)
+        self.variance = np.empty(0, np.float64)
 
     def refresh(self) -> None:
         """Summarise the prompts that have changed since the last refresh."""
@@ -92,6 +95,7 @@ class PromptTable:
         self.untrained_step = np.concatenate([self.untrained_step, unused])
         self.score = np.concatenate([self.score, np.zeros(more)])
         self.flat = np.concatenate([self.flat, np.zeros(more, np.bool_)])
+        self.variance = np.concatenate([self.variance, np.zeros(more)])
 
     def _summarise(self, prompts: npt.NDArray[np.intp]) -> None:
         index = self._index
@@ -116,7 +120,10 @@ class PromptTable:
         self.untrained_step[prompts] = untrained
         self.flat[prompts] = flat
         # `bincount` adds one after the other, oldest first: the sum is the same to the last bit after a rebuild.
-        self.score[prompts] = np.bincount(owners, rewards, len(prompts)) / np.maximum(counts, 1)
+        mean = np.bincount(owners, rewards, len(prompts)) / np.maximum(counts, 1)
+        self.score[prompts] = mean
+        squares = np.bincount(owners, np.square(rewards - mean[owners]), len(prompts))
+        self.variance[prompts] = squares / np.maximum(counts, 1)
 
 
 Vector = npt.NDArray[np.float64]
@@ -271,7 +278,8 @@ class Sampler:
         Only for ranks a later tier has chances, those of the lower ranks.
         """
         flat_weight = self.rules.flat_group_weight
-        for tier in _by_age(table, eligible, ages) if word == "recency" else [eligible]:
+        by_age = _by_age(table, eligible, ages) if word == "recency" else [eligible]
+        for tier in (part for aged in by_age for part in _by_variance(table, aged, self.rules.varied_fraction)):
             if flat_weight == 0 or (word == "rank" and flat_weight < 1):
                 yield tier & ~table.flat
                 yield tier & table.flat
@@ -308,6 +316,16 @@ def _by_age(table: PromptTable, eligible: Mask, ages: list[int]) -> Iterator[Mas
         yield unused
         yield found & ~unused
         left = left & ~found
+
+
+def _by_variance(table: PromptTable, tier: Mask, fraction: float) -> Iterator[Mask]:
+    """Yield the prompts of a tier, first the share whose rewards vary most."""
+    if fraction < 1 and (variance := table.variance[tier]).size:
+        count = math.ceil(fraction * len(variance))
+        most = tier & (table.variance >= np.partition(variance, -count)[-count])
+        yield most
+        tier = tier & ~most
+    yield tier
 
 
 def _descending(score: Vector, members: Mask) -> Ordinals:

@@ -41,6 +41,9 @@ class BufferSection(Section):
     flat_group_weight: Fraction = 1.0
     """Factor on the probability of a prompt whose sampleable rewards are all equal, or that has only one; 0 draws it
     only for want of others. With `prompt_priority = "rank"` any value below 1 puts it last."""
+    varied_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Least share of the prompts, those whose sampleable rewards vary most, that are drawn before others of the same
+    age, as RAGEN (2504.20073) does; 1: all alike."""
     replacement: Literal["if_needed", "never", "always"] = "if_needed"
     """Whether a group may contain a trajectory twice. if_needed: with fewer than train.samples_per_prompt; never: such
     a prompt is not sampled."""

@@ -9,37 +9,40 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from openai import APIConnectionError, OpenAI
+from openai import OpenAI
 
 # The model of the example reads only digits and signs. For a chat model, write sentences.
 QUESTION, HIGHER, LOWER, GUESSES = "0-9=", "+=", "-=", 4
 
 
-def play(policy: OpenAI, secret: int) -> dict[str, Any]:
+def play(policy: Any, secret: int) -> dict[str, Any]:
     """Play one game. Returns its trace: the calls with the tokens as they were sampled, and the reward."""
     messages, calls, guess = [{"role": "user", "content": QUESTION}], [], None
+    ask = {"model": "policy", "logprobs": True, "extra_body": {"return_token_ids": True}}
     while guess != secret and len(calls) < GUESSES:
-        asked = {"messages": messages, "temperature": 1.0, "logprobs": True, "extra_body": {"return_token_ids": True}}
-        answer: Any = policy.chat.completions.create(model="policy", **asked)  # type: ignore[call-overload]
-        choice = answer.choices[0]
-        call = {"node_id": answer.id, "prompt_token_ids": answer.prompt_token_ids}
-        call |= {"completion_token_ids": choice.token_ids, "request": {"messages": messages}}
-        call["per_token_logps"] = [token.logprob for token in choice.logprobs.content]
-        call["loss_mask"] = [0] * len(answer.prompt_token_ids) + [1] * len(choice.token_ids)
-        said = choice.model_dump(include={"message", "finish_reason", "version_spans"})
-        call["response"] = {"run": answer.run, "choices": [said]}
-        call["metadata"] = {"model": answer.model, "sampling_params": {"temperature": asked["temperature"]}}
-        calls.append(call)
-        number = re.search(r"\d+", choice.message.content)
-        guess = int(number[0]) if number else -1
-        hint = {"role": "user", "content": HIGHER if guess < secret else LOWER}
-        messages = [*messages, {"role": "assistant", "content": choice.message.content}, hint]
-    won = float(guess == secret)
-    calls[-1]["metadata"] |= {
-        "verify": {"env_reward": won, "metrics": {"guesses": len(calls)}},
-        "prompt_key": f"guess {secret}",
-    }
+        answer = policy.chat.completions.create(messages=messages, **ask)
+        calls.append(trace_of(answer, messages))
+        text = answer.choices[0].message.content
+        guess = int((re.findall(r"\d+", text) or [-1])[0])
+        hint = HIGHER if guess < secret else LOWER
+        messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": hint}]
+    calls[-1]["metadata"] |= {"prompt_key": f"guess {secret}", "verify": {"env_reward": float(guess == secret)}}
     return {"schema_version": 1, "turns": calls}
+
+
+def trace_of(answer: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """Return a call of the model in OpenEnv's form."""
+    prompt, choice = answer.prompt_token_ids, answer.choices[0]
+    return {
+        "node_id": answer.id,
+        "prompt_token_ids": prompt,
+        "completion_token_ids": choice.token_ids,
+        "per_token_logps": [token.logprob for token in choice.logprobs.content],
+        "loss_mask": [0] * len(prompt) + [1] * len(choice.token_ids),
+        "request": {"messages": messages},
+        "response": answer.model_dump(include={"run", "choices"}),
+        "metadata": {"model": answer.model},
+    }
 
 
 def main(url: str, config: str, rounds: int, games: int) -> None:
@@ -52,14 +55,10 @@ def main(url: str, config: str, rounds: int, games: int) -> None:
             traces = list(threads.map(lambda secret: play(policy, secret), [*range(10)] * games))
         won = sum(trace["turns"][-1]["metadata"]["verify"]["env_reward"] for trace in traces)
         print(f"round {number}: won {won:.0f} of {len(traces)}", flush=True)
-        # A file for each round: an import reads all of a file that has grown.
         file = folder / f"{time.time_ns()}.jsonl"
         file.write_text("".join(json.dumps(trace) + "\n" for trace in traces))
         subprocess.run([sys.executable, "-m", "tba", "buffer", "import", str(file), "-c", config], check=True)
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:3], *map(int, sys.argv[3:]))
-    except APIConnectionError:
-        sys.exit(f"no searcher answers at {sys.argv[1]}: the run has ended, or has not started")
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))

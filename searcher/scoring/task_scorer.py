@@ -82,6 +82,8 @@ class Player:
     def __init__(self, task: Task, seconds: float = math.inf, memory_mib: int | None = None) -> None:
         # An environment has been; the process should answer nothing more.
         self._out_of_memory = False
+        # Freed then, to send the error with.
+        self._reserve = bytearray(1 << 20)
         self._task: Any = task
         self._seconds = seconds
         self._memory_mib = memory_mib
@@ -143,6 +145,8 @@ class Player:
             return _CHECKS[method](found) if method in _CHECKS else found
         # A task may call sys.exit or raise KeyboardInterrupt.
         except BaseException as error:
+            if isinstance(error, MemoryError):
+                self._reserve.clear()
             kind: ErrorKind = "turn_timeout" if method else "reward_timeout"
             reason = timed_out(self._seconds)
             if time.monotonic() <= end:

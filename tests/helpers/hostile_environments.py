@@ -44,6 +44,9 @@ class Counter:
             misbehave(self.misdeed)
 
     def reset(self, prompt):
+        nonsense = {"strings": ["hello"], "large": [("user", "x" * (10 << 20))]}
+        if self.method == "reset" and self.misdeed in nonsense:
+            return nonsense[self.misdeed]
         answer = misbehave(self.misdeed) if self.method == "reset" else "fine"
         return [("user", f"begin {prompt.key}")] if answer == "fine" else answer
 

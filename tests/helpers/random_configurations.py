@@ -27,6 +27,7 @@ def draw_sections(rng: random.Random) -> dict[str, dict[str, Any]]:
         "max_staleness": rng.choice([unbounded, unbounded, 0, 1, 4]),
         "samples_per_insert": rng.choice([unbounded, unbounded, 0.5, 1, 4]),
         "flat_group_weight": rng.choice([1.0, 0.0, 0.3]),
+        "varied_fraction": rng.choice([1.0, 1.0, 0.3]),
         "prompt_priority": rng.choice(["uniform", "recency", "softmax", "rank"]),
     }
     search = {"samples_per_prompt": rng.choice([1, 2, 4, 9]), "temperature": rng.choice([1.0, 1.0, 0])}

@@ -4,6 +4,7 @@ The episodes of a sampler are one group in which every path is as often as it is
 its expectation over groups of any size, up to a factor. Shape suffixes: A first actions, O observations, a second ones.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,8 +102,7 @@ def gain(world: World, policy: Policy) -> float:
 
 def paths(world: World, sampler: Sampler) -> Tensor:
     """Return the paths (A, O, a), each as often as it is likely: [K, 3]."""
-    times_AOa = (sampler.first_A[:, None] * world.chance_AO)[:, :, None] * sampler.second_AOa
-    counts = (times_AOa * sampler.parts**2 * 3).round().long()
+    counts = (chances(world, sampler) * sampler.parts**2 * 3).round().long()
     return torch.cartesian_prod(*[torch.arange(3)] * 3).repeat_interleave(counts.flatten(), dim=0)
 
 
@@ -157,6 +157,77 @@ def train(policy: Policy, loss: Callable[[], Tensor], *others: Tensor) -> None:
         optimizer.zero_grad()
         torch.autograd.backward(loss())
         optimizer.step()
+
+
+def chances(world: World, sampler: Sampler) -> Tensor:
+    """Return the probabilities of the paths: [A, O, a]."""
+    return (sampler.first_A[:, None] * world.chance_AO)[:, :, None] * sampler.second_AOa
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """An objective in expectation over groups of `samples` independent episodes, without a sample.
+
+    `name` is "tb" or "oapl", in large groups, or "tba_prime"; with `raised`, the mean of what `imitation` adds, that is
+    `tb_stale`. `cap` truncates the weights of tokens.
+    """
+
+    name: str
+    samples: float = math.inf
+    cap: float = 8.0
+    raised: float = 0.0
+
+    def loss(self, world: World, sampler: Sampler, policy: Policy) -> Tensor:
+        """Return a loss with the expected gradient."""
+        chance_AOa, reward_AOa = chances(world, sampler), world.reward_AOa
+        sampled_AOa = sampler.first_A.log()[:, None, None] + sampler.second_AOa.log()
+        policy_AOa = policy.log_first_A[:, None, None] + policy.log_second_AOa
+        balance_AOa = reward_AOa / BETA - policy_AOa - 2 * LOG_3
+        if self.name == "tb":
+            residual_AOa = (chance_AOa * balance_AOa.detach()).sum() - balance_AOa
+            return BETA / 2 * (chance_AOa * residual_AOa.square()).sum()
+        if self.name == "oapl":
+            value = BETA * (chance_AOa * (reward_AOa / BETA).exp()).sum().log()
+            residual_AOa = BETA * (policy_AOa - sampled_AOa) - (reward_AOa - value)
+            return (chance_AOa * residual_AOa.square()).sum() / (2 * BETA)
+        weighted_A = self._weighted(policy.log_first_A, sampler.first_A)
+        weighted_AOa = weighted_A[:, None, None] + self._weighted(policy.log_second_AOa, sampler.second_AOa)
+        # One of the samples whose mean is subtracted is the episode itself.
+        mean_AOa = reward_AOa - BETA * (sampled_AOa + 2 * LOG_3)
+        others = (1 - 1 / self.samples) * (chance_AOa * mean_AOa).sum()
+        advantage_AOa = BETA * balance_AOa.detach() - mean_AOa / self.samples - others + self.raised
+        return -(chance_AOa * advantage_AOa * weighted_AOa).sum()
+
+    def gain(self, world: World, sampler: Sampler) -> float:
+        """Return the gain of a policy that trains on a fixed sampler alone."""
+        policy = Policy()
+        train(policy, lambda: self.loss(world, sampler, policy))
+        return gain(world, policy)
+
+    def _weighted(self, logprob: Tensor, sampled: Tensor) -> Tensor:
+        return (logprob.detach().exp() / sampled).clamp(max=self.cap) * logprob
+
+
+def mean_imitation(world: World, sampler: Sampler, others: int) -> float:
+    """Return the mean of `imitation` over so many other responses, for rewards that all differ: (m - l) s^3."""
+    order_N = world.reward_AOa.flatten().argsort()
+    reward_N, chance_N = (one.flatten()[order_N] for one in (world.reward_AOa, chances(world, sampler)))
+    # How many of them share the largest reward.
+    count = torch.arange(others + 1, dtype=torch.float64)
+    ways = torch.tensor([math.comb(others, n) for n in range(others + 1)], dtype=torch.float64)
+    # Without a spread it is the reward.
+    total = float((chance_N**others * reward_N.clamp(min=0)).sum())
+    for first, last in itertools.combinations(range(len(reward_N)), 2):
+        low, high = reward_N[first], reward_N[last]
+        # From the least to the largest reward, minus what lacks one of them.
+        for start, end in itertools.product((first, first + 1), (last, last - 1)):
+            reward, chance = reward_N[start : end + 1], chance_N[start : end + 1]
+            top = reward >= high - 0.05 * (high - low)
+            (p, above), (q, below) = ((chance[one].sum(), (chance * (reward - low))[one].sum()) for one in (top, ~top))
+            excess = count * above / p.clamp(min=1e-300) + (others - count) * below / q.clamp(min=1e-300)
+            mean = (ways * p**count * q ** (others - count) * excess * count**3).sum() / others**4
+            total += float(mean) * (-1) ** (start - first + last - end)
+    return total
 
 
 def gain_of(objective: Objective, world: World, sampler: Sampler) -> float:

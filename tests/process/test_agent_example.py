@@ -14,6 +14,8 @@ from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.process.conftest import ROOT, arithmetic, clean_environment, free_port
 
+# The agent, a process of its own, needs it. It is in no extra of tba.
+pytest.importorskip("openai", reason="openai is not installed: `pip install openai`")
 # The end token stays in the history, so that each question extends what was sampled before it.
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 
@@ -26,7 +28,6 @@ def serves(url: str) -> bool:
         return False
 
 
-@pytest.mark.needs("openai")
 def test_the_example_agent_trains_the_policy_that_it_asks(make_config, start_tba, tmp_path):
     model = shutil.copytree(EXAMPLE_MODEL, tmp_path / "model")
     settings = json.loads((model / "tokenizer_config.json").read_text())

@@ -30,6 +30,22 @@ _PATIENCE_SECONDS = 60.0
 _WIDTHS = (1280, 400)
 # Pages of a kind that are opened: the first ones that links lead to.
 _PER_KIND = size(1, 2)
+# The live run plays episodes: a second sum after the first answer.
+TWICE = """
+from tba.searcher.tasks.arithmetic import ArithmeticTask
+from tba.searcher.tasks.task import Environment, Turn
+
+class Twice(ArithmeticTask):
+    def environment(self, prompt):
+        return Asked()
+
+class Asked(Environment):
+    turns = 0
+
+    def step(self, reply, finished):
+        self.turns += 1
+        return Turn([("user", "1+1=")], 0.25, self.turns == 2, {"correct": 0.0})
+"""
 
 
 @dataclass
@@ -110,6 +126,10 @@ def runs(make_config_in, tba, start_tba, tmp_path) -> tuple[Path, Path]:
     for name, steps in (("done", 6), ("live", 100_000)):
         (tmp_path / name).mkdir()
         sections = arithmetic(run={"name": name}, train={"steps": steps, "keep_snapshot_every": 3})
+        if name == "live":
+            (tmp_path / "twice.py").write_text(TWICE)
+            sections["task"] |= {"name": str(tmp_path / "twice.py")}
+            sections["search"] |= {"max_turns": 2, "turn_tokens": 6, "max_tokens": 24}
         config = make_config_in(tmp_path / name, **sections | {"eval": {"at_end": name == "done"}})
         if name == "done":
             finished = tba("run", config.file)
@@ -179,6 +199,7 @@ def test_the_pages_in_a_browser(visit):
     charts_are_smoothed_and_have_another_axis(wide)
     keys_move(wide)
     tokens_have_the_colour_of_their_mismatch(wide)
+    an_episode_shows_its_turns(wide)
     two_runs(wide)
     assert [*wide.wrong, *narrow.wrong] == []
 
@@ -227,6 +248,22 @@ def tokens_have_the_colour_of_their_mismatch(browser: Watched) -> None:
     for token in tokens.all():
         assert "log-ratio " in (token.get_attribute("title") or "")
         assert token.evaluate("one => getComputedStyle(one).backgroundColor") != "rgba(0, 0, 0, 0)"
+
+
+def an_episode_shows_its_turns(browser: Watched) -> None:
+    browser.filter("/r/live/trajectories", {"stop": "completed"})
+    browser.open(f"/r/live/trajectories/{browser.column('id')[0]}?colour=version")
+    rows = browser.page.locator("h2:text-is('Turns') + .scroll tbody tr")
+    first, second = (row.locator("td").all_inner_texts() for row in rows.all())
+    assert ([first[0], first[2], first[3]], second[0], second[3]) == (["1", "1+1=", "0.25"], "2", "0.25")
+    tokens = browser.page.locator(".strip span")
+    masked = [token for token in tokens.all() if "masked" in (token.get_attribute("class") or "")]
+    assert "".join(token.inner_text() for token in masked).endswith("1+1=")
+    assert all("not trained on" in (token.get_attribute("title") or "") for token in masked)
+    # All others were sampled, by the versions that the turns name.
+    assert tokens.count() - len(masked) == int(first[5]) + int(second[5])
+    versions = {re.search(r"version (\d+)", token.get_attribute("title") or "")[1] for token in tokens.all()}  # type: ignore[index]
+    assert {f"v{version}" for version in versions} == {*first[6].split(", "), *second[6].split(", ")}
 
 
 def charts_are_smoothed_and_have_another_axis(browser: Watched) -> None:

@@ -1,4 +1,4 @@
-"""Episodes in whole runs: the demo of the game, and a run whose processes are killed in the middle of episodes."""
+"""Episodes in whole runs: the demo of the game, processes killed in mid-episode, and environments that misbehave."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ import pytest
 
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.whole_run import STEPS, check_history, children_of, small_sections, starts_of
-from tba.tests.process.conftest import ROOT, free_port
+from tba.tests.process.conftest import ROOT, free_port, merged
 from tba.tests.process.test_demo import check_gain
 from tba.tests.runner import size
 
@@ -36,6 +36,18 @@ class Slow(GuessTask):
             return quick(reply, finished)
 
         game.step = step
+        return game
+"""
+HOSTILE = """
+from hostile_environments import misbehave
+from tba.searcher.tasks.games import GuessTask
+
+class Hostile(GuessTask):
+    def environment(self, prompt):
+        game = super().environment(prompt)
+        misdeed = {"0": "raises", "1": "exits", "2": "hangs", "3": "forks"}.get(prompt.key, "")
+        play = game.step
+        game.step = lambda *reply: misbehave(misdeed) and play(*reply)
         return game
 """
 
@@ -85,21 +97,45 @@ def check_that_long_episodes_were_leased_first(run) -> None:
     assert sum(a > b for a, b in pairs) > 0.8 * len(pairs) > 8, pairs
 
 
-def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_config, start_tba, tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW)
-    game: dict[str, dict[str, Any]] = {
-        "model": {"path": str(start), "dtype": "float32"},
-        "task": {"name": "slow.py", "options": {"prompts": _PROMPTS}, "limit": 0, "held_out_limit": 0},
-        "search": {"max_turns": 3, "turn_tokens": 2, "max_tokens": 12, "samples_per_prompt": 4},
-        # Without a searcher no step is made, so the run does not end before the last kill.
-        "buffer": {"max_staleness": 2, "lease_seconds": 4.0},
-        "curriculum": {"longest_first": True},
-    }
-    run = make_config(**small_sections(**game))
+def check_that_a_replay_has_the_same_losses(tba_here, directory, arguments, tmp_path) -> None:
+    """Train again from the recorded episodes: on the recorded batches, and on what there was at a step."""
+    offline = ("train", "--config", ROOT / CONFIG, *arguments, "--offline", "--buffer", directory / "buffer.sqlite")
+    steps = size(3, 500)
+    for name, flags, said in (
+        ("replay", ("--replay",), f"replayed {steps} steps; losses: bit for bit the same"),
+        ("early", ("--as-of", steps - 1, "--set", "train.steps=2"), ""),
+    ):
+        done = tba_here(*offline, *flags, "--set", f"run.dir={tmp_path / name}")
+        assert (done.exit_code, said in done.output) == (0, True), done.message
+        assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == (2 if name == "early" else steps)
+
+
+@pytest.fixture
+def make_game(start, make_config, tmp_path):
+    """Return a function that makes a run of a few steps whose task is a file with this text."""
+
+    def make(text: str, **sections: dict[str, Any]) -> Any:
+        (tmp_path / "game.py").write_text(text)
+        game: dict[str, dict[str, Any]] = {
+            "model": {"path": str(start), "dtype": "float32"},
+            "task": {"name": "game.py", "options": {"prompts": _PROMPTS}, "limit": 0, "held_out_limit": 0},
+            "search": {"max_turns": 3, "turn_tokens": 2, "max_tokens": 12, "samples_per_prompt": 4},
+        }
+        return make_config(**small_sections(**merged(game, sections)))
+
+    return make
+
+
+def test_processes_killed_in_the_middle_of_episodes_lose_nothing(make_game, start_tba):
+    # Without a searcher no step is made, so the run does not end before the last kill.
+    buffer = {"max_staleness": 2, "lease_seconds": 4.0}
+    run = make_game(SLOW, buffer=buffer, curriculum={"longest_first": True})
     launcher = start_tba("run", run.file)
     killed = []
     for number, victim in enumerate(("worker", "search", "buffer serve", "train")):
         wait_until(partial(steps_done, run, 2 * number + 1))
+        # Some of its episodes are not over.
+        wait_until(partial(run.query, "SELECT 1 FROM visits WHERE done_at IS NULL"))
         searcher = children_of(launcher, " search ")[0]
         workers = [child for child in searcher.children() if is_worker(child)]
         killed += kill(workers[:1] if victim == "worker" else children_of(launcher, f" {victim} ")[:1])
@@ -123,6 +159,36 @@ def test_processes_killed_in_the_middle_of_episodes_lose_nothing(start, make_con
     assert len(run.lines()) == STEPS
 
 
+def test_an_environment_that_fails_closes_its_groups_with_errors_and_the_run_goes_on(make_game, start_tba):
+    run = make_game(HOSTILE, buffer={"max_staleness": 2}, task={"reward_seconds": 2.0}, train={"steps": 100_000})
+    environment = {"PYTHONPATH": str(ROOT / "tests/helpers"), "HOSTILE_MARK": str(run.directory)}
+    launcher = start_tba("run", run.file, **environment)
+    answered = """SELECT p.key, COUNT(t.error), MIN(t.error), MIN(t.error_kind) FROM visits v
+                  JOIN prompts p ON p.id = v.prompt JOIN trajectory_rows t ON t.visit = v.id
+                  WHERE v.done_at IS NOT NULL AND p.key IN ('0', '1', '2', '3') GROUP BY v.id ORDER BY p.key, v.id"""
+    expected = {
+        "0": (4, "environment of guess: step(): ValueError: no such move", "environment"),
+        "1": (4, "environment of guess: step(): the worker died with exit code 3", "worker"),
+        "2": (4, "environment of guess: step(): timed out after 2 s", "turn_timeout"),
+        "3": (0, None, None),
+    }
+    wait_until(run.steps_trained)
+    wait_until(lambda: {key for key, *_ in run.query(answered)} == expected.keys())
+    steps = run.steps_trained()
+    wait_until(lambda: run.steps_trained() >= steps + 3)
+    left = [
+        one for one in psutil.process_iter(["environ"]) if str(run.directory) in (one.info["environ"] or {}).values()
+    ]
+    assert len(left) > 5
+    launcher.terminate()
+    assert launcher.wait(120) == 0
+    _, alive = psutil.wait_procs(left, timeout=20)
+    assert alive == []
+    found = run.query(answered)
+    assert [(key, expected[key]) for key, *_ in found] == [(key, tuple(row)) for key, *row in found]
+    check_history(run, steps=run.steps_trained(), prompts=_PROMPTS)
+
+
 def test_the_demo_of_the_game_gains_by_what_it_is_told(start, tba, tba_here, tmp_path):
     """In full size it gains 30 points, and loses most of them without hints. Small, every stage runs."""
     directory = tmp_path / "demo"
@@ -135,6 +201,7 @@ def test_the_demo_of_the_game_gains_by_what_it_is_told(start, tba, tba_here, tmp
     (told,) = tba_here("eval", "--config", ROOT / CONFIG, *arguments, "--json").json
     assert {"turns", "accuracy"} <= told.keys()
     assert sum(share for name, share in told.items() if name.startswith("stopped_")) == pytest.approx(1)
+    check_that_a_replay_has_the_same_losses(tba_here, directory, arguments, tmp_path)
     newest = max((directory / "snapshots").glob("v*"))
     hidden = (f"task.options={{hints=false, held_out={size(16, 300)}}}", f"run.dir={tmp_path / 'hidden'}")
     changes = [part for value in (f"model.path={start}", *hidden) for part in ("--set", value)]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlencode
 
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from tba.buffer.tools.query import PageRows
 from tba.buffer.tools.show import describe, recorded_model
 from tba.buffer.tools.tokenizer import decoder_of
 from tba.common.errors import UsageError, quantity
+from tba.common.wire.fields import StopReason
 from tba.common.wire.trajectory import QUANTITIES
 from tba.ui.runs import Run
 from tba.ui.site import is_number, missing, run_of, site_of
@@ -62,6 +63,7 @@ def listing(request: Request) -> Response:
         following=following,
         searchers=searchers,
         sorts=SORTS,
+        stops=get_args(StopReason),
     )
 
 

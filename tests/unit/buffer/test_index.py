@@ -170,6 +170,7 @@ sampling_rules = st.builds(
     prompt_priority=st.sampled_from(["uniform", "recency", "softmax", "rank"]),
     trajectory_priority=st.sampled_from(["uniform", "recency", "softmax", "rank"]),
     flat_group_weight=st.sampled_from([0.0, 0.3, 1.0]),
+    varied_fraction=st.sampled_from([0.3, 1.0]),
     replacement=st.sampled_from(["if_needed", "never", "always"]),
 )
 

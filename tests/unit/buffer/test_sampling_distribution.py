@@ -124,6 +124,25 @@ def test_prompts_are_drawn_as_declared(rule, groups, flat_weight):
     assert_drawn_as_declared(drawn, in_order(groups, lambda left: across(rule, left, flat_weight)))
 
 
+@pytest.mark.parametrize(
+    ("rule", "fraction", "tiers"),
+    [
+        ("uniform", 0.3, [{0, 3}, {1, 2, 4, 5}]),
+        # The fifth has the variance of the sixth, 0.
+        ("uniform", 0.7, [set(PROMPTS)]),
+        ("recency", 0.5, [{0}, {4}, {1}, {3}, {2}, {5}]),
+    ],
+)
+def test_prompts_whose_rewards_vary_most_are_drawn_first(rule, fraction, tiers):
+    settings = rules(prompt_priority=rule, varied_fraction=fraction)
+    drawn = Counter(tuple(g[0].prompt for g in batch) for batch in batches(HISTORY, settings, groups=3, samples=1))
+
+    def chances(left):
+        return normalised(dict.fromkeys(next(found for tier in tiers if (found := tier & set(left))), 1.0))
+
+    assert_drawn_as_declared(drawn, in_order(3, chances))
+
+
 @pytest.mark.parametrize(("fraction", "groups", "rule"), [(0.3, 1, "softmax"), (0.5, 3, "softmax"), (0.5, 3, "rank")])
 def test_each_group_is_drawn_by_the_recency_rule_with_a_probability_from_the_prompts_that_are_left(
     fraction, groups, rule

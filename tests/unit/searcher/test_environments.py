@@ -231,6 +231,35 @@ def test_each_key_can_have_a_lake_of_its_own(lake):
     assert len(texts) == 3
 
 
+def test_the_cliff_is_walked_along_and_a_fall_begins_again(lake):
+    task = lake("CliffWalking-v1")
+    path = ["up", *["right"] * 11, "down"]
+    turns = play(task, task.prompts()[0], "right", *path)[1:]
+    assert [turn.reward for turn in turns] == [-100.0, *[-1.0] * len(path)]
+    assert [turn.done for turn in turns] == [*[False] * len(path), True]
+    assert turns[-1].parts["correct"] == 1.0
+
+
+def test_a_taxi_brings_its_passenger_by_the_shortest_way_of_the_transition_table(lake):
+    task: Any = lake("Taxi-v4")
+    world = task._reset("0").unwrapped
+    ways: list[tuple[Any, list[int]]] = [(world.s, [])]
+    known, arrived = {world.s}, None
+    while arrived is None:
+        place, way = ways.pop(0)
+        for action in range(6):
+            ((_, after, _, ended),) = world.P[place][action]
+            arrived = [*way, action] if ended else arrived
+            if after not in known:
+                known.add(after)
+                ways.append((after, [*way, action]))
+    names = ["south", "north", "east", "west", "pickup", "dropoff"]
+    turns = play(task, task.prompts()[0], "dropoff", *(names[action] for action in arrived))[1:]
+    # A drop-off without a passenger costs 10.
+    assert [turn.reward for turn in turns] == [-10.0, *[-1.0] * (len(arrived) - 1), 20.0]
+    assert (turns[-1].done, turns[-1].parts["correct"]) == (True, 1.0)
+
+
 def test_a_reply_without_an_action_ends_the_episode(lake):
     task = lake("Taxi-v4")
     turn = play(task, task.prompts()[0], "I cannot")[-1]

@@ -1,6 +1,8 @@
 """Episodes: sequences of a row are computed alone, and a log Z of each turn is exact in a world of two turns."""
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,20 @@ from tba.common.wire.trajectory import sequences
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.puts import make_episode
 from tba.tests.helpers.trainer import make_batch, make_learner, make_row, objective, random_batch, tiny_model
-from tba.tests.helpers.two_turns import BETA, Policy, gain, gain_of, group_of, make_sampler, make_world, train
+from tba.tests.helpers.two_turns import (
+    BETA,
+    Expected,
+    Policy,
+    Sampler,
+    gain,
+    gain_of,
+    group_of,
+    make_sampler,
+    make_world,
+    mean_imitation,
+    paths,
+    train,
+)
 from tba.tests.runner import slow
 from tba.trainer.batch.batch import Row, TrainBatch, counted, decode
 from tba.trainer.model.scorer import Scorer
@@ -186,6 +201,55 @@ def test_luck_that_the_policy_sees_moves_tb_and_oapl_off_the_optimum_on_stale_da
 @pytest.mark.slow
 def test_token_weights_without_truncation_survive_luck():
     assert gain_of(objective("tba_prime", truncation=1e9), make_world("luck"), SAMPLERS[1]) > 0.9995
+
+
+EVEN = Sampler(torch.full((3,), 1 / 3).double(), torch.full((3, 3, 3), 1 / 3).double(), 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "samples"),
+    [("tb", {}, 27), ("oapl", {"value_beta": "beta"}, 27), ("tba_prime", {}, 3), ("tb_stale", {}, 3)],
+)
+def test_the_expected_gradient_of_an_objective_is_its_mean_over_all_groups(name, keys, samples):
+    world, policy = make_world("luck"), Policy()
+    policy.logits.data.normal_(std=2.0, generator=torch.Generator().manual_seed(1))
+    path_N3 = paths(world, EVEN)
+    if samples == 3:
+        path_N3 = path_N3[torch.cartesian_prod(*[torch.arange(27)] * 3).flatten()]
+    exact = objective(name, **keys).loss(group_of(world, EVEN, policy, path_N3, samples), BETA)
+    raised = mean_imitation(world, EVEN, 2) if name == "tb_stale" else 0.0
+    expected = Expected("tba_prime" if samples == 3 else name, samples, raised=raised).loss(world, EVEN, policy)
+    assert torch.allclose(*(torch.autograd.grad(one, policy.logits)[0] for one in (exact, expected)), atol=1e-12)
+
+
+@pytest.mark.slow
+def test_the_table_of_the_docs_is_what_the_world_of_two_turns_gives():
+    page = (Path(__file__).parents[3] / "docs/objectives.md").read_text()
+    luck, near = make_world("luck"), [make_sampler(seed) for seed in range(4)]
+
+    def gains(samplers, name, samples=math.inf, *, cap=8.0, world=luck, imitates=False):
+        raised = [mean_imitation(world, one, samples - 1) if imitates else 0.0 for one in samplers]
+        found = [Expected(name, samples, cap, add).gain(world, one) for one, add in zip(samplers, raised, strict=True)]
+        ends = dict.fromkeys(f"{round(100 * one):,}".replace("-", "−") for one in (min(found), max(found)))
+        return " to ".join(ends)
+
+    def row(name, **keys):
+        return gains(near, name, **keys), gains([FAR], name, **keys)
+
+    without = [gains(near, "tb", world=make_world(kind)) for kind in ("random", "deterministic")]
+    tb, oapl, prime = (row(name) for name in ("tb", "oapl", "tba_prime"))
+    stale, few = (row("tba_prime", samples=samples, imitates=True) for samples in (16, 4))
+    longer, untruncated = gains([FAR], "tba_prime", cap=32.0), gains([FAR], "tba_prime", 16, cap=1e9, imitates=True)
+    few_prime = row("tba_prime", samples=4)
+    assert few_prime[0] == few[0]
+    for line in (
+        f"| `tb`, `tb_learned_z` | {tb[0]} (no luck: {without[0]}; deterministic: {without[1]}) | {tb[1]} |",
+        f'| `oapl`, `value_beta = "beta"` | {oapl[0]} | {oapl[1]} |',
+        f"| `tba_prime`, large K | {prime[0]} | {prime[1]} (`truncation = 32`: {longer}) |",
+        f"| `tb_stale`, K = 16 | {stale[0]} | {stale[1]} (not truncated: {untruncated}) |",
+        f"| `tb_stale`, K = 4 | {few[0]} (`tba_prime` too) | {few[1]} (`tba_prime`: {few_prime[1]}) |",
+    ):
+        assert line in page, line
 
 
 @pytest.mark.slow

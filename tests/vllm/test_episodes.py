@@ -34,9 +34,10 @@ def numbers() -> Any:
 
 def play(engine: Any, on_step: Any) -> list[Any]:
     """Return the rows of twelve games; `on_step` is called before each step of the engine, with its number."""
-    settings = {"reward_workers": 0}, {"engine": "vllm", "max_turns": TURNS, "turn_tokens": TOKENS, "max_tokens": 100}
-    config = Config.model_validate({"task": {"name": "guess", **settings[0]}, "search": settings[1]})
-    task, tokenizer, groups = GuessTask(prompts=3), numbers(), list[Any]()
+    search = {"engine": "vllm", "max_turns": TURNS, "turn_tokens": TOKENS, "max_tokens": 100}
+    config = Config.model_validate({"task": {"name": "guess", "reward_workers": 0}, "search": search})
+    tokenizer, groups = numbers(), list[Any]()
+    task: Any = GuessTask(prompts=3)
     stopping, renderer = Stopping(tokenizer, (), ()), PromptRenderer(tokenizer, config.task)
     rewards = Rewards(task, config.task)
     exploration = Exploration(config.search, run_seed=0, searcher="s")

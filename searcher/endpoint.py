@@ -160,9 +160,10 @@ class Completions:
         self._stopping = Stopping(self._tokenizer, stopping.strings, stopping.ids)
 
     def models(self, version: int) -> dict[str, Any]:
-        """Answer `GET /v1/models`."""
-        card = {"id": f"{_POLICY}@v{version}", "object": "model", "created": int(time.time()), "owned_by": "tba"}
-        return {"object": "list", "data": [card | {"root": self._config.model.path, "max_model_len": self._context}]}
+        """Answer `GET /v1/models`: the policy under its version, and under the name that stays."""
+        card = {"object": "model", "created": int(time.time()), "owned_by": "tba", "root": self._config.model.path}
+        names = f"{_POLICY}@v{version}", _POLICY
+        return {"object": "list", "data": [{"id": name, **card, "max_model_len": self._context} for name in names]}
 
     def read(self, route: str, body: bytes) -> Question:
         """Read a request to a route. What depends on the model is checked by the engine. Raises HttpError."""
@@ -223,6 +224,8 @@ class Completions:
         spans = np.stack([counts.cumsum() - counts, counts.cumsum(), versions], axis=1).tolist()
         ended = generation.stop_reason == STOP_EOS
         said = {"role": "assistant", "content": question.stopping.scored_text(ids), "refusal": None}
+        # A proxy that records traces, such as OpenEnv's, keeps the message of a choice and not its other fields.
+        said |= {"version_spans": spans, "run": self._run()} if fields.return_token_ids else {}
         has_logprobs = bool(fields.logprobs) if is_chat else fields.logprobs is not None
         return {
             "index": index,

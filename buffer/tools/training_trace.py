@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import AliasPath, BaseModel, Field, ValidationError
+from pydantic import AliasChoices, AliasPath, BaseModel, Field, ValidationError
 
 from tba.common.errors import UsageError, problems
 from tba.common.wire.episode import SampledTurn, join_turns
@@ -23,6 +23,8 @@ from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH
 
 FATAL, WARN = "FATAL", "WARN"
 _MODEL = re.compile(r"policy@v(\d+)\Z")
+_CHOICE = ("response", "choices", 0)
+_MESSAGE = (*_CHOICE, "message")
 # Entries of the turn table, each also a key of the metadata of a call.
 _DETAILS = ("seconds", "environment_seconds", "reward", "parts", "messages")
 # By setting of sampling, the values without an effect.
@@ -40,9 +42,9 @@ _KEPT = (
 )
 
 
-def _at(first: str, *path: str | int, default: Any = None) -> Any:
-    """Return a field whose value is at a path of the call's `request`, `response` or `metadata`."""
-    return Field(default, validation_alias=AliasPath(first, *path))
+def _at(first: str, *path: str | int, default: Any = None, or_at: tuple[str, *tuple[str | int, ...]] = ("",)) -> Any:
+    """Return a field whose value is at a path of the call's `request`, `response` or `metadata`, or at another one."""
+    return Field(default, validation_alias=AliasChoices(AliasPath(first, *path), AliasPath(*or_at)))
 
 
 class Call(BaseModel, strict=True, extra="forbid"):
@@ -58,13 +60,14 @@ class Call(BaseModel, strict=True, extra="forbid"):
     metadata: dict[str, Any] = {}
 
     asked: list[dict[str, Any]] | None = _at("request", "messages")
-    content: Any = _at("response", "choices", 0, "message", "content")
-    finish_reason: Any = _at("response", "choices", 0, "finish_reason")
-    # [start, end, version] of the sampled tokens, and the run of these versions, as search.serve answers.
+    content: Any = _at(*_MESSAGE, "content")
+    finish_reason: Any = _at(*_CHOICE, "finish_reason")
+    # [start, end, version] of the sampled tokens, and the run of these versions, as search.serve answers. Of an answer
+    # that passed through OpenEnv's capture, the message has them.
     version_spans: list[Annotated[list[int], Field(min_length=3, max_length=3)]] | None = _at(
-        "response", "choices", 0, "version_spans"
+        *_CHOICE, "version_spans", or_at=(*_MESSAGE, "version_spans")
     )
-    run: str | None = _at("response", "run")
+    run: str | None = _at("response", "run", or_at=(*_MESSAGE, "run"))
     model: str | None = _at("metadata", "model")
     temperature: float | None = _at("metadata", "sampling_params", "temperature")
     top_p: float | None = _at("metadata", "sampling_params", "top_p")

@@ -213,8 +213,8 @@ def fit_request(request: GenerationRequest, *, vocabulary: int, context: int) ->
     sampling, prompt = request.sampling, len(request.prompt_ids)
     if prompt >= context:
         raise ContextOverflow(
-            f"the prompt leaves no room for a response in the context of {context} tokens: raise "
-            "search.max_model_len, or drop the prompt"
+            f"the prompt leaves no room for a response in the maximum context length of {context} tokens: "
+            "raise search.max_model_len, or drop the prompt"
         )
     if not in_vocabulary(request.prompt_ids.tolist(), vocabulary):
         raise EngineError(f"the prompt is empty, or has token ids outside 0 to {vocabulary - 1}")

@@ -78,7 +78,7 @@ class Stopping:
 
     def whole_text(self, tokens: Sequence[int]) -> str:
         """Return the text of an episode: replies, observations and special tokens."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        text: str = self._tokenizer.decode(np.asarray(tokens, np.int32), skip_special_tokens=False)
         return text.encode("utf-8", "replace").decode()
 
 

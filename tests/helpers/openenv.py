@@ -31,7 +31,7 @@ def validate(trace: dict[str, Any]) -> Levels:
 
     A trace that its schema refuses without a named check has ("FATAL", "schema").
     """
-    training, checks, graphs = (_module(name) for name in ("training", "capture.validate", "capture.graph"))
+    training, checks, graphs = (module(name) for name in ("training", "capture.validate", "capture.graph"))
     try:
         calls = training.TrainingTrace.model_validate(trace).turns
     except ValidationError as error:
@@ -61,7 +61,7 @@ def _sequence(graph: Any, checks: Any, masks: dict[str, list[int]], leaf: Any) -
     return checks.check_sequence(sequence)
 
 
-def _module(name: str) -> ModuleType:
+def module(name: str) -> ModuleType:
     spec = find_spec("openenv") if "openenv" not in sys.modules else sys.modules["openenv"].__spec__
     assert spec is not None
     assert spec.origin is not None

@@ -116,7 +116,8 @@ def test_a_chat_answer_has_the_ids_and_log_probabilities_of_its_tokens(parts, se
         np.testing.assert_allclose(
             [one["logprob"] for one in content], forward(parts[0], reply["prompt_token_ids"], ids), atol=1e-4
         )
-        assert choice["version_spans"] == [[0, len(ids), 0]]
+        assert choice["version_spans"] == choice["message"]["version_spans"] == [[0, len(ids), 0]]
+        assert choice["message"]["run"] == "run 1"
         ended = ids[-1] == 1
         assert (choice["index"], choice["finish_reason"], choice["stop_reason"]) == (
             n,
@@ -151,7 +152,8 @@ def test_the_answers_are_read_by_the_models_of_vllm(served):
     body = {"token_ids": [6, 15], "sampling_params": {"logprobs": 0}, "return_token_ids": True}
     found = generate.GenerateTokensResponse.model_validate(ask(served, GENERATE, body).body)
     assert (found.prompt_token_ids, found.usage.prompt_tokens) == ([6, 15], 2)
-    assert models.ModelList.model_validate(ask(served, "/v1/models").body).data[0].id == "policy@v7"
+    cards = models.ModelList.model_validate(ask(served, "/v1/models").body).data
+    assert [card.id for card in cards] == ["policy@v7", "policy"]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,8 @@ class Searchers:
         # The tokenizer of the run, next to which the weights are saved.
         shutil.copytree(task.model, folder / "policy")
         self._announcer = Announcer(buffer, folder / "policy", folder / "snapshots")
-        self.version = self._announcer.status().weights_version
+        newest = self._announcer.status().newest_version
+        self.version = -1 if newest is None else newest
 
     def serve(self, policy: Any) -> None:
         """Publish a policy, and wait until each searcher serves it."""

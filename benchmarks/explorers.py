@@ -157,10 +157,11 @@ def run_processes(task: str, kind: str, strong: str, seed: int, steps: int) -> d
 
         logs: list[Path] = []
         start("buffer", "serve")
-        start("search")
-        start("search", more=policy)
+        searchers = start("search"), start("search", more=policy)
         # Else the first one to join would generate the first batches.
         while not all("joined" in log.read_text() for log in logs[1:]):
+            if any(searcher.poll() is not None for searcher in searchers):
+                raise RuntimeError("\n".join(log.read_text() for log in logs[1:]))
             time.sleep(0.2)
         if start("train").wait():
             raise RuntimeError(logs[-1].read_text())

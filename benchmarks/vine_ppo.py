@@ -13,6 +13,7 @@ They get the weights of each step as those of a trainer, in the middle of their 
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -124,6 +125,9 @@ class Searchers:
         newest = self._announcer.status().newest_version
         self.version = -1 if newest is None else newest
 
+    def close(self) -> None:
+        self._announcer.client.close()
+
     def serve(self, policy: Any) -> None:
         """Publish a policy, and wait until each searcher serves it."""
         policy.save_pretrained(self._folder / "policy")
@@ -214,9 +218,10 @@ def run(method: str, seed: int, steps: int, buffer: str, endpoints: Sequence[str
     learner = VineLearner(models, setting.train_section(), objective)
     searcher, problems, tokens = Searcher(policy, task, setting), task.held_out[setting.part], 0
     found = [(0, 0, measure(policy, task, problems).reward)]
-    with tempfile.TemporaryDirectory(prefix="tba-vine-") as folder:
-        own = OwnEngine(task, problems[0], seed, Path(folder))
-        source = Searchers(task, Path(folder), buffer, endpoints) if samples and endpoints else own
+    with tempfile.TemporaryDirectory(prefix="tba-vine-") as folder, contextlib.ExitStack() as stack:
+        source: OwnEngine | Searchers = OwnEngine(task, problems[0], seed, Path(folder))
+        if samples and endpoints:
+            source = stack.enter_context(contextlib.closing(Searchers(task, Path(folder), buffer, endpoints)))
         rollouts = Rollouts(task, samples, source)
         for step in range(steps):
             groups = searcher.groups(setting.prompts, setting.samples, step)

@@ -142,10 +142,10 @@ def test_values_by_rollouts_at_endpoints_are_those_of_the_snapshot_that_each_sea
             found |= {(one, one.answer[:place]): float(own[place:].sum().exp()) for place in range(len(own))}
         return found
 
-    torch.manual_seed(0)
     source, before = vine.Searchers(task, tmp_path / "bench", run.address, urls), {}
-    for version, size in enumerate((0.0, 0.1)):
+    for version, size in enumerate((0.0, 0.2)):
         policy = LlamaForCausalLM.from_pretrained(example_model, dtype=torch.float32)
+        torch.manual_seed(0)
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(size * parameter.std() * torch.randn_like(parameter))
@@ -154,7 +154,7 @@ def test_values_by_rollouts_at_endpoints_are_those_of_the_snapshot_that_each_sea
         # From the others no response is right.
         hopeless = [(problems[0], (task.end,)), (problems[0], (problems[0].answer[0] + 1,))]
         chosen = [prefix for prefix, value in expected.items() if 0.1 < value < 0.9]
-        found = vine.Rollouts(task, 128, source).values([*chosen, *hopeless])
+        found = vine.Rollouts(task, 64, source).values([*chosen, *hopeless])
         assert [found[prefix] for prefix in hopeless] == [0, 0]
         # Responses of other weights would have raised.
         assert source.version == version
@@ -162,9 +162,10 @@ def test_values_by_rollouts_at_endpoints_are_those_of_the_snapshot_that_each_sea
         def error(exact, found=found, chosen=chosen):
             """Return the mean squared error in units of its variance: 1, with a standard deviation of (2 / n)^0.5."""
             pairs = [(found[prefix], exact[prefix]) for prefix in chosen]
-            return np.mean([128 * (mean - value) ** 2 / (value * (1 - value)) for mean, value in pairs])
+            return np.mean([64 * (mean - value) ** 2 / (value * (1 - value)) for mean, value in pairs])
 
-        assert len(chosen) > 30
+        assert len(chosen) > 20
         assert abs(error(expected) - 1) < 5 * (2 / len(chosen)) ** 0.5
         before = before or expected
-    assert error(before) > 3
+    assert error(before) > 10
+    source.close()

@@ -1,7 +1,7 @@
 """Explorers next to the policy, on tables of logits whose optimum is known.
 
     python -m benchmarks.explorers [--seeds 5] [--steps 200]
-    python -m benchmarks.explorers --strong MODEL [--seeds 3] [--steps 32]
+    python -m benchmarks.explorers --strong MODEL [--seeds 3] [--steps 32] [--task game]
 
 The task of `benchmarks.posterior`, made hard to explore: four of the least likely 40 of 125 responses are right. Both
 prompts have a group of 32 responses per step, of weights 4 steps old. An explorer, which never changes, has the groups
@@ -10,10 +10,11 @@ and is the initial policy otherwise. Reported are the expected reward as a share
 steps and at the end, and the distance from pi* at the end.
 
 `python -m benchmarks.off_policy explorers` is the same comparison with a small language model. `--strong MODEL` is that
-with real processes: the demo with two searchers of the policy, or one and an explorer that serves this model, such as
-the last snapshot of a demo, or (*weak*) the model that the policy starts from. No response is more than eight steps old
-or trained on twice. Reported are the held-out greedy accuracy in the middle and at the end, and the share of the
-batches that is the explorer's.
+with real processes: the demo, or with `--task game` that of the game, with two searchers of the policy, or one and an
+explorer that serves this model, such as the last snapshot of another run, or (*weak*) the model that the policy starts
+from. Responses are trained on once; none of arithmetic is more than eight steps old, none of the game more than two.
+Each run is a line of JSON: held-out success, greedy and of four samples, after each quarter of the steps, and the share
+of the batches that is the explorer's.
 """
 
 import argparse
@@ -25,12 +26,14 @@ import tempfile
 import time
 import tomllib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from benchmarks.harness import print_table, tba
 from benchmarks.off_policy.setting import objective_section
@@ -47,9 +50,25 @@ from benchmarks.posterior import (
     token_logprobs,
 )
 from benchmarks.serving import free_address
+from examples.game.prepare import build
+from tba.cli import app
 from tba.trainer.objectives.from_config import make_objective
 
-DEMO = Path("examples/arithmetic/demo.toml")
+# For 95 % intervals of a mean, by the number of seeds.
+T_QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+# To guess, in two turns: a shorter game than the demo's.
+NUMBERS = 3
+# What differs from the demos.
+OWN_SETTINGS = {
+    "arithmetic": ["train.prompts_per_step=16", "buffer.max_staleness=8", "search.max_in_flight=64"],
+    "game": [
+        f"task.options.numbers={NUMBERS}",
+        "search.max_turns=2",
+        "search.max_tokens=6",
+        "search.max_in_flight=96",
+        "train.prompts_per_step=12",
+    ],
+}
 STALENESS, BETA = 4, 0.2
 UNLIKELY, RIGHT = 40, 4
 KINDS = ("none", "weak", "strong")
@@ -101,28 +120,34 @@ def run(name: str, kind: str, seed: int, steps: int) -> tuple[float, float, floa
     return shares[0], shares[1], found.variation
 
 
-def run_processes(kind: str, strong: str, seed: int, steps: int) -> list[float]:
-    """Train the demo once, as processes. Returns the accuracies in the middle and at the end, and the share."""
-    weak = tomllib.loads(DEMO.read_text())["model"]["path"]
+def run_processes(task: str, kind: str, strong: str, seed: int, steps: int) -> dict[str, Any]:
+    """Train a demo once, as processes. Returns rewards after each quarter of the steps, and the share."""
+    demo = f"examples/{task}/demo.toml"
     with tempfile.TemporaryDirectory(prefix="tba-explorers-") as folder, contextlib.ExitStack() as stack:
+        weak = tomllib.loads(Path(demo).read_text())["model"]["path"]
+        if task == "game":
+            weak = f"{folder}/start"
+            torch.manual_seed(seed)
+            for one in build(NUMBERS):
+                one.save_pretrained(weak)
         settings = [
             f"run.dir={folder}/run",
             f"run.seed={seed}",
+            f"model.path={weak}",
             f"buffer.address={free_address()}",
             f"train.steps={steps}",
-            f"train.keep_snapshot_every={steps // 2}",
-            "train.prompts_per_step=16",
-            "buffer.max_staleness=8",
+            f"train.keep_snapshot_every={steps // 4}",
             "buffer.samples_per_insert=1",
-            "search.max_in_flight=64",
             "search.cpu_searchers=1",
             "task.reward_workers=0",
             "metrics.tensorboard=false",
+            "eval.samples=4",
+            *OWN_SETTINGS[task],
         ]
         policy = {"none": [], "weak": [f"search.policy={weak}"], "strong": [f"search.policy={strong}"]}[kind]
 
         def start(role: str, *arguments: str, more: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-            command = tba(role, *arguments, "--config", str(DEMO), settings=[*settings, *more])
+            command = tba(role, *arguments, "--config", demo, settings=[*settings, *more])
             log = stack.enter_context(Path(folder, f"{len(logs)}.log").open("w+b"))
             logs.append(Path(log.name))
             process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -132,19 +157,42 @@ def run_processes(kind: str, strong: str, seed: int, steps: int) -> list[float]:
 
         logs: list[Path] = []
         start("buffer", "serve")
-        start("search")
-        start("search", more=policy)
+        searchers = start("search"), start("search", more=policy)
         # Else the first one to join would generate the first batches.
         while not all("joined" in log.read_text() for log in logs[1:]):
+            if any(searcher.poll() is not None for searcher in searchers):
+                raise RuntimeError("\n".join(log.read_text() for log in logs[1:]))
             time.sleep(0.2)
         if start("train").wait():
             raise RuntimeError(logs[-1].read_text())
-        command = tba("eval", "--config", str(DEMO), "--all", "--json", settings=settings)
-        found = json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL))
+        # In this process, which has torch already.
+        command = tba("eval", "--config", demo, "--all", "--json", settings=settings)[3:]
+        found = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
         metrics = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
-        accuracy = {one["step"]: one["accuracy"] for one in found}
-        share = float(np.mean([line.get("explored_share", 0.0) for line in metrics]))
-        return [accuracy[steps // 2], accuracy[steps], share]
+        return {
+            "kind": kind,
+            "seed": seed,
+            "greedy": {one["step"]: one["accuracy"] for one in found},
+            "sampled": {one["step"]: one["sampled_reward"] for one in found},
+            "share": float(np.mean([line.get("explored_share", 0.0) for line in metrics])),
+        }
+
+
+def print_differences(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print means, and differences from the runs without an explorer by seed, with 95 % intervals."""
+    rows = list[list[str]]()
+    for kind, what in itertools.product(KINDS, ("greedy", "sampled")):
+        found = {run["seed"]: np.array(list(run[what].values())) for run in runs if run["kind"] == kind}
+        alone = {run["seed"]: np.array(list(run[what].values())) for run in runs if run["kind"] == "none"}
+        differences = np.array([found[seed] - alone[seed] for seed in found])
+        half = T_QUANTILE[len(found)] * differences.std(axis=0, ddof=1) / len(found) ** 0.5
+        share = np.mean([run["share"] for run in runs if run["kind"] == kind])
+        cells = [
+            f"{mean:.3f} ({difference:+.3f}±{width:.3f})"
+            for mean, difference, width in zip(np.mean(list(found.values()), 0), differences.mean(0), half, strict=True)
+        ]
+        rows.append([f"{kind}, {what}", *cells, f"{share:.2f}"])
+    print_table("success (minus no explorer)", ["explorer", "start", "1/4", "1/2", "3/4", "end", "share"], rows)
 
 
 def main() -> None:
@@ -153,13 +201,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="NAME or NAME:KEY=VALUE,...")
     parser.add_argument("--strong", metavar="MODEL", help="run processes, with this model as the strong explorer")
+    parser.add_argument("--task", choices=tuple(OWN_SETTINGS), default="arithmetic", help="with --strong")
     options = parser.parse_args()
     if options.strong:
-        for kind in KINDS:
-            found = [run_processes(kind, options.strong, seed, options.steps) for seed in range(options.seeds)]
-            print(
-                kind, *(f"{mean:.3f} ± {sd:.3f}" for mean, sd in zip(np.mean(found, 0), np.std(found, 0), strict=True))
-            )
+        runs = list[dict[str, Any]]()
+        for seed, kind in itertools.product(range(options.seeds), KINDS):
+            runs.append(run_processes(options.task, kind, options.strong, seed, options.steps))
+            print(json.dumps(runs[-1]), flush=True)
+        print_differences(runs)
         return
     torch.set_num_threads(1)
     started, rows = time.process_time(), []

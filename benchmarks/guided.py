@@ -7,7 +7,8 @@ A prompt is a lock with a code of six of eight letters, and only the whole code 
 in 262,144 is right. The policy is a table: for each lock, and each number of letters that are right so far or one that
 is wrong, it has a logit of each letter. Objective, masks, the choice of guided groups and the pass rates are those of a
 run, on fresh data. Success is computed from the table; that of the optimum is 0.999. With `--until` the reward of the
-first steps is another one, as in `task.phases`: the share of the letters before the first wrong one.
+first steps is another one, as in `task.phases`: the share of the letters before the first wrong one. `--errors` is the
+share of the letters of the codes that the judge of these steps takes for others, the same ones in all of them.
 
 With `--digits` the policy is the small Llama of `benchmarks.off_policy` that copies digits and writes two thirds of the
 odd ones one too small; its training is that of a run, with the rate and beta of that benchmark. Only a copy without an
@@ -44,10 +45,13 @@ PROMPTS, SAMPLES, BETA, RATE = 8, 16, 0.05, 0.1
 PROBLEMS, RESPONSES = 64, 8
 
 
-def run(seed: int, guided: float, steps: int, name: Any, until: int = 0) -> tuple[float, float]:
+def run(seed: int, guided: float, steps: int, name: Any, until: int = 0, errors: float = 0.0) -> tuple[float, float]:
     """Train a table. Returns the mean success of plain responses, and how many of those in training were right."""
     rng = torch.Generator().manual_seed(seed)
     code_PL = torch.randint(LETTERS, (LOCKS, LENGTH), generator=rng)
+    judge = torch.Generator().manual_seed(seed)
+    other_PL = (code_PL + torch.randint(1, LETTERS, code_PL.shape, generator=judge)) % LETTERS
+    judged_PL = torch.where(torch.rand(code_PL.shape, generator=judge) < errors, other_PL, code_PL)
     # The last state has a wrong letter.
     table = torch.zeros(LOCKS, LENGTH + 1, LETTERS, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([table], lr=RATE)
@@ -67,7 +71,7 @@ def run(seed: int, guided: float, steps: int, name: Any, until: int = 0) -> tupl
             curriculum.note(lock, [0] * SAMPLES, rewards, guided=part is not None)
             plain_right += 0 if part is not None else int(sum(rewards))
         if step < until:
-            reward_bK = (letter_NL == code_PL[lock_N]).double().cumprod(1).mean(1).view(PROMPTS, SAMPLES)
+            reward_bK = (letter_NL == judged_PL[lock_N]).double().cumprod(1).mean(1).view(PROMPTS, SAMPLES)
         logprob_R = table[lock_N[:, None], state_NL].log_softmax(2).gather(2, letter_NL[:, :, None]).flatten()
         mask_NL = torch.arange(LENGTH) >= given_N[:, None]
         responses = Responses(
@@ -136,22 +140,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--objectives", nargs="+", default=["tb", "tb_stale"])
     parser.add_argument("--until", type=int, nargs="+", default=[0])
+    parser.add_argument("--errors", type=float, nargs="+", default=[0.0])
     parser.add_argument(
         "--digits", type=int, default=0, help="train a language model that copies this number of digits"
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name, guided, until in itertools.product(options.objectives, options.guided, options.until):
+    ways = itertools.product(options.objectives, options.guided, options.until, options.errors)
+    for name, guided, until, errors in ways:
         if options.digits:
             seeds = REPORT_SEEDS[: options.seeds]
             found = [run_model(options.digits, seed, guided, options.steps, name) for seed in seeds]
         else:
-            found = [run(seed, guided, options.steps, name, until) for seed in range(options.seeds)]
+            found = [run(seed, guided, options.steps, name, until, errors) for seed in range(options.seeds)]
         success, right = zip(*found, strict=True)
         error = stdev(success) / len(success) ** 0.5 if len(success) > 1 else 0.0
-        print(
-            f"{name} guided {guided:g} until {until}: success {mean(success):.4f} +- {error:.4f}", end=", ", flush=True
-        )
+        print(f"{name} guided {guided:g} until {until} errors {errors:g}:", end=" ")
+        print(f"success {mean(success):.4f} +- {error:.4f}", end=", ", flush=True)
         print(f"right plain responses in training {mean(right):.1f} ({[*map(round, right)]})", flush=True)
 
 

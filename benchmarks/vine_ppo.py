@@ -1,21 +1,35 @@
 """VinePPO (Kazemnejad et al. 2024, arXiv 2410.01679): values of prefixes by rollouts from them instead of a critic.
 
     python -m benchmarks.vine_ppo [--methods ppo tb vine:9] [--seeds 5] [--steps 64]
+    python -m benchmarks.vine_ppo --methods vine:9 --buffer tcp://127.0.0.1:5781 --endpoints http://127.0.0.1:8400 ...
 
 "vine:K" has K rollouts; other methods are objectives of the trainer, such as `ppo` with its critic. All train on fresh
 data as in `benchmarks.off_policy`. A prefix that several responses of a batch share is rolled out once; the paper does
 so for each of them.
+
+Rollouts come from an engine in this process, or with `--endpoints` from searchers of a run of the arithmetic example
+that has a buffer at `--buffer` and no trainer: `tba buffer serve`, and `tba search --set search.serve=...` for each.
+They get the weights of each step as those of a trainer, in the middle of their own work.
 """
 
 import argparse
+import contextlib
+import itertools
+import json
 import multiprocessing
+import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
@@ -28,6 +42,7 @@ from benchmarks.off_policy.sources import Searcher
 from benchmarks.off_policy.tasks import Problem, Task, load_task
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot
 from tba.searcher.engines.engine import Generation, Requests, SamplingSettings
+from tba.tests.helpers.announcer import Announcer
 from tba.tests.helpers.engines import cpu_engine
 from tba.trainer.model.scorer import load_model
 from tba.trainer.objectives import policy_gradient as pg
@@ -36,7 +51,11 @@ from tba.trainer.objectives.responses import Responses, Terms
 from tba.trainer.step.build import prepare_models
 from tba.trainer.step.learner import Learner
 
+Context = tuple[int, ...]
+PATIENCE_SECONDS = 120.0
 Prefix = tuple[Problem, tuple[int, ...]]
+# Responses at a time: an endpoint has at most 256 connections and 512 responses.
+MOST_PENDING = 256
 
 
 def prefixes(one: Response) -> list[Prefix]:
@@ -70,34 +89,105 @@ class VineLearner(Learner):
         return super().accumulate(batch, reference_BK, beta, self.advantages or of_tokens)
 
 
+class OwnEngine:
+    """The Transformers engine, in this process. The canary is `problem`. Files in `folder` stay while they serve."""
+
+    def __init__(self, task: Task, problem: Problem, seed: int, folder: Path) -> None:
+        self.engine = cpu_engine(task.model, max_in_flight=512, seed=seed)
+        self._requests, self._folder, self._version = Requests(self.engine), folder, 0
+        self._canary = [*problem.prompt, *problem.answer]
+
+    def serve(self, policy: Any) -> None:
+        """Generate with the weights of a policy from now on."""
+        self._version += 1
+        self.engine.load_weights(publish(self._folder, policy, self._version % 2, self._canary))
+
+    def generate(self, limits: Mapping[Context, int], samples: int) -> dict[Context, list[list[int]]]:
+        """Return the tokens of responses to each context, which have at most as many as its limit."""
+        found: dict[Context, list[Generation]] = {context: [] for context in limits}
+        for context, done in found.items():
+            sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=limits[context])
+            for _ in range(samples):
+                self._requests.ask(np.array(context, np.int32), sampling, done.append, first=False)
+        while self.engine.in_flight:
+            self._requests.step()
+        return {context: [one.response_ids.tolist() for one in done] for context, done in found.items()}
+
+
+class Searchers:
+    """The searchers of a run, asked at their endpoints. The benchmark is the run's publisher."""
+
+    def __init__(self, task: Task, folder: Path, buffer: str, endpoints: Sequence[str]) -> None:
+        self._folder, self._endpoints = folder, [one.removesuffix("/v1") for one in endpoints]
+        # The tokenizer of the run, next to which the weights are saved.
+        shutil.copytree(task.model, folder / "policy")
+        self._announcer = Announcer(buffer, folder / "policy", folder / "snapshots")
+        newest = self._announcer.status().newest_version
+        self.version = -1 if newest is None else newest
+
+    def close(self) -> None:
+        self._announcer.client.close()
+
+    def serve(self, policy: Any) -> None:
+        """Publish a policy, and wait until each searcher serves it."""
+        policy.save_pretrained(self._folder / "policy")
+        self.version += 1
+        self._announcer.announce(self.version)
+        while not all(map(self._has_it, self._endpoints)):
+            time.sleep(0.05)
+
+    def generate(self, limits: Mapping[Context, int], samples: int) -> dict[Context, list[list[int]]]:
+        """Return the tokens of responses to each context. Raises RuntimeError for one of other weights."""
+        with ThreadPoolExecutor(max(1, MOST_PENDING // samples)) as pool:
+            urls = itertools.cycle(f"{url}/inference/v1/generate" for url in self._endpoints)
+            found = pool.map(self._responses, urls, limits, limits.values(), itertools.repeat(samples))
+            return dict(zip(limits, found, strict=True))
+
+    def _has_it(self, url: str) -> bool:
+        try:
+            return bool(self._ask(f"{url}/v1/models")["data"][0]["id"] == f"policy@v{self.version}")
+        except HTTPError as error:
+            # It has no weights yet.
+            if error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+                raise
+            return False
+
+    def _responses(self, url: str, context: Context, limit: int, samples: int) -> list[list[int]]:
+        choices = self._ask(url, {"token_ids": context, "sampling_params": {"max_tokens": limit, "n": samples}})[
+            "choices"
+        ]
+        if {version for one in choices for _, _, version in one["version_spans"]} != {self.version}:
+            raise RuntimeError(f"{url} has sampled with other weights than v{self.version}: {choices}")
+        return [one["token_ids"] for one in choices]
+
+    def _ask(self, url: str, body: Any = None) -> Any:
+        content = None if body is None else json.dumps(body).encode()
+        with urlopen(Request(url, content, {"Content-Type": "application/json"}), timeout=PATIENCE_SECONDS) as answer:
+            return json.load(answer)
+
+
 class Rollouts:
-    """Values of prefixes by `samples` responses of the Transformers engine to each.
+    """Values of prefixes by `samples` responses of `source` to each.
 
     `tokens` counts what it has generated, `unshared` what it would have if each response had its own rollouts.
     """
 
-    def __init__(self, task: Task, samples: int, seed: int) -> None:
-        self.engine = cpu_engine(task.model, max_in_flight=512, seed=seed)
-        self._task, self._samples, self._requests = task, samples, Requests(self.engine)
+    def __init__(self, task: Task, samples: int, source: OwnEngine | Searchers) -> None:
+        self.source, self._task, self._samples = source, task, samples
         self.tokens = self.unshared = 0
 
     def values(self, wanted: Sequence[Prefix]) -> dict[Prefix, float]:
         """Return the mean reward of rollouts from each prefix. A prefix that is named twice is rolled out once."""
-        found: dict[Prefix, list[Generation]] = {prefix: [] for prefix in wanted}
-        for (problem, start), done in found.items():
-            context = np.array([*problem.prompt, *start], np.int32)
-            sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=self._task.longest - len(start))
-            for _ in range(self._samples):
-                self._requests.ask(context, sampling, done.append, first=False)
-        while self.engine.in_flight:
-            self._requests.step()
-        generated = {prefix: sum(len(one.response_ids) for one in done) for prefix, done in found.items()}
+        contexts = {prefix: (*prefix[0].prompt, *prefix[1]) for prefix in wanted}
+        limits = {context: self._task.longest - len(start) for (_, start), context in contexts.items()}
+        found = self.source.generate(limits, self._samples)
+        generated = {prefix: sum(map(len, found[context])) for prefix, context in contexts.items()}
         self.tokens += sum(generated.values())
         self.unshared += sum(generated[prefix] for prefix in wanted)
         reward = self._task.reward
         return {
-            (problem, start): mean(reward(problem, (*start, *one.response_ids.tolist())) for one in done)
-            for (problem, start), done in found.items()
+            (problem, start): mean(reward(problem, (*start, *one)) for one in found[context])
+            for (problem, start), context in contexts.items()
         }
 
 
@@ -112,8 +202,11 @@ def publish(folder: Path, model: Any, version: int, canary: list[int]) -> Snapsh
     return Snapshot(path, manifest, [path / "model.safetensors"])
 
 
-def run(method: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train once. Returns expected reward and the tokens generated so far after each measured step."""
+def run(method: str, seed: int, steps: int, buffer: str, endpoints: Sequence[str]) -> dict[str, Any]:
+    """Train once, with rollouts of the endpoints if there are any.
+
+    Returns expected reward and the tokens generated so far after each measured step.
+    """
     torch.set_num_threads(1)
     task, samples = load_task("arithmetic"), int(method.partition("vine:")[2] or 0)
     setting = Setting(objective="ppo" if samples else method, rate=1e-4, seed=seed, steps=steps, beta=0.1)
@@ -125,15 +218,17 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
     learner = VineLearner(models, setting.train_section(), objective)
     searcher, problems, tokens = Searcher(policy, task, setting), task.held_out[setting.part], 0
     found = [(0, 0, measure(policy, task, problems).reward)]
-    with tempfile.TemporaryDirectory(prefix="tba-vine-") as folder:
-        rollouts, canary = Rollouts(task, samples, seed), [*problems[0].prompt, *problems[0].answer]
+    with tempfile.TemporaryDirectory(prefix="tba-vine-") as folder, contextlib.ExitStack() as stack:
+        source: OwnEngine | Searchers = OwnEngine(task, problems[0], seed, Path(folder))
+        if samples and endpoints:
+            source = stack.enter_context(contextlib.closing(Searchers(task, Path(folder), buffer, endpoints)))
+        rollouts = Rollouts(task, samples, source)
         for step in range(steps):
             groups = searcher.groups(setting.prompts, setting.samples, step)
             batch, responses = as_batch(groups, step), [one for group in groups for one in group]
             tokens += sum(len(one.tokens) for one in responses)
             if samples:
-                # The files that serve stay until others do.
-                rollouts.engine.load_weights(publish(Path(folder), policy, step % 2, canary))
+                rollouts.source.serve(policy)
                 value = rollouts.values([prefix for one in responses for prefix in prefixes(one)])
                 learner.advantages = {
                     row.id: advantages(one, value) for row, one in zip(batch.rows, responses, strict=True)
@@ -167,11 +262,15 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["ppo", "tb", "tb_stale", "vine:1", "vine:9"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--endpoints", metavar="URL", nargs="+", default=(), help="searchers that do the rollouts")
+    parser.add_argument("--buffer", metavar="ADDRESS", default="", help="of their run")
     options = parser.parse_args()
     seeds = REPORT_SEEDS[: options.seeds]
     keys = [(method, seed) for seed in seeds for method in options.methods]
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        runs = dict(zip(keys, pool.map(run, *zip(*keys, strict=True), [options.steps] * len(keys)), strict=True))
+    # Searchers serve one policy at a time.
+    with ProcessPoolExecutor(1 if options.endpoints else 2, multiprocessing.get_context("spawn")) as pool:
+        train = partial(run, steps=options.steps, buffer=options.buffer, endpoints=options.endpoints)
+        runs = dict(zip(keys, pool.map(train, *zip(*keys, strict=True)), strict=True))
     table(runs, options.methods, seeds, "steps")
     table(runs, options.methods, seeds, "tokens")
 

@@ -35,8 +35,9 @@ def test_rollouts_estimate_the_exact_value_of_each_prefix_under_the_newest_weigh
         vine.Task("", save_tiny_model(tmp_path / "m"), 3, True, END, [], {}),
         vine.Problem((5,), (3, 4, END)),
     )
-    rollouts, policy = vine.Rollouts(task, SAMPLES, seed=0), tiny_model(seed=1)
-    rollouts.engine.load_weights(vine.publish(tmp_path, policy, 1, [5, 3, 4, END]))
+    policy, source = tiny_model(seed=1), vine.OwnEngine(task, problem, 0, tmp_path)
+    source.serve(policy)
+    rollouts = vine.Rollouts(task, SAMPLES, source)
     starts = [(), (3,), (3, 4), (6,), (6, 4)]
     found = rollouts.values([(problem, start) for start in [*starts, (3, 4), (3, 4)]])
 

@@ -124,7 +124,7 @@ def test_values_by_rollouts_at_endpoints_are_those_of_the_snapshot_that_each_sea
         start_tba("search", "--config", run.file)
     logs = [tmp_path / f"tba{number}.log" for number in (1, 2)]
     wait_until(lambda: all("/v1" in log.read_text() for log in logs), what="both endpoints listen")
-    urls = [re.search(r"http://\S+/v1", log.read_text())[0] for log in logs]
+    urls = [url for log in logs for url in re.findall(r"http://\S+/v1", log.read_text())]
 
     names = AutoTokenizer.from_pretrained(example_model)
     task = vine.Task("", example_model, 5, False, names.eos_token_id, [], {})
@@ -134,7 +134,7 @@ def test_values_by_rollouts_at_endpoints_are_those_of_the_snapshot_that_each_sea
 
     def values(model):
         """Return the exact value of what comes before each token of the right answers: its probability of the rest."""
-        found = {}
+        found: dict[Any, float] = {}
         for one in problems:
             with torch.no_grad():
                 logits = model(torch.tensor([[*one.prompt, *one.answer]])).logits[0, len(one.prompt) - 1 : -1]
@@ -142,7 +142,8 @@ def test_values_by_rollouts_at_endpoints_are_those_of_the_snapshot_that_each_sea
             found |= {(one, one.answer[:place]): float(own[place:].sum().exp()) for place in range(len(own))}
         return found
 
-    source, before = vine.Searchers(task, tmp_path / "bench", run.address, urls), {}
+    source = vine.Searchers(task, tmp_path / "bench", run.address, urls)
+    before: dict[Any, float] = {}
     for version, size in enumerate((0.0, 0.2)):
         policy = LlamaForCausalLM.from_pretrained(example_model, dtype=torch.float32)
         torch.manual_seed(0)
@@ -168,4 +169,7 @@ def test_values_by_rollouts_at_endpoints_are_those_of_the_snapshot_that_each_sea
         assert abs(error(expected) - 1) < 5 * (2 / len(chosen)) ** 0.5
         before = before or expected
     assert error(before) > 10
+    source.version += 1
+    with pytest.raises(RuntimeError, match="has sampled with other weights than v2"):
+        source.generate({problems[0].prompt: 4}, 1)
     source.close()

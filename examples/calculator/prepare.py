@@ -1,6 +1,6 @@
 """Write what the warm start of the calculator needs: an untrained model, and replies to imitate.
 
-Three in ten replies ask the calculator. The others guess, so the fine-tuned model can ask, and seldom does.
+One in seven replies asks the calculator. The others guess, so the fine-tuned model can ask, and seldom does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiny_model import build_model, build_tokenizer  # type: ignore[import-not-f
 # A word or another character.
 TOKEN = "[A-Za-z]+|[^A-Za-z]"
 TOKENS = ("What", "is", "You", "may", "ask", "calc", "first", *" *?().=\n0123456789")
-ASKS = 0.3
+ASKS = 0.15
 
 
 def main() -> None:

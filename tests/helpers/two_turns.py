@@ -209,7 +209,7 @@ class Expected:
 
 
 def mean_imitation(world: World, sampler: Sampler, others: int) -> float:
-    """Return the mean of `imitation` over so many other responses, for rewards that all differ: (m - l) s^3."""
+    """Return the mean of `imitation` over the other responses of a group, for rewards that all differ: (m - l) s^3."""
     order_N = world.reward_AOa.flatten().argsort()
     reward_N, chance_N = (one.flatten()[order_N] for one in (world.reward_AOa, chances(world, sampler)))
     # How many of them share the largest reward.

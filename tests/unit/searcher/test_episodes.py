@@ -1,6 +1,8 @@
 """Episodes: why each one ends, and the row that it becomes."""
 
+import random
 import runpy
+import sys
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -329,3 +331,21 @@ def test_the_calculator_answers_a_call_and_ends_at_an_answer():
     turn = game.step(f"calc({left}*{right_})", True)
     assert (turn.messages, turn.done) == ((("user", f" = {prompt.answer}\n"),), False)
     assert game.step(f"so {prompt.answer}", True).reward == 1.0
+
+
+@pytest.mark.slow
+def test_the_warm_start_of_the_calculator_imitates_its_episodes(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    prepare = runpy.run_path(str(ROOT / "examples/calculator/prepare.py"))
+    tokenizer = prepare["build_tokenizer"](prepare["TOKENS"], prepare["TOKEN"], 96)
+    task, rows = CalculatorTask(), list(prepare["replies"](random.Random(0)))
+    for number, prompt in enumerate(task.prompts()):
+        first, second = rows[2 * number : 2 * number + 2]
+        context, _, answer = second["prompt"].partition("<eos>")
+        game = task.environment(prompt)
+        turn = game.step(context.removeprefix(first["prompt"]), True)
+        assert (first["prompt"], turn.messages) == (prompt.text, (("user", answer),))
+        assert game.step(second["response"], True).reward == 1.0
+        assert tokenizer.decode(tokenizer(second["prompt"])["input_ids"]) == second["prompt"]
+    calls = sum(row["response"].startswith("calc") for row in rows)
+    assert calls == pytest.approx(0.15 * len(task.prompts()), rel=0.2)

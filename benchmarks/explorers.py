@@ -197,12 +197,14 @@ def print_differences(runs: Sequence[Mapping[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, choices=sorted(T_QUANTILE), default=5)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="NAME or NAME:KEY=VALUE,...")
     parser.add_argument("--strong", metavar="MODEL", help="run processes, with this model as the strong explorer")
     parser.add_argument("--task", choices=tuple(OWN_SETTINGS), default="arithmetic", help="with --strong")
     options = parser.parse_args()
+    if options.steps % 4:
+        parser.error("--steps must be a multiple of 4")
     if options.strong:
         runs = list[dict[str, Any]]()
         for seed, kind in itertools.product(range(options.seeds), KINDS):

@@ -68,7 +68,9 @@ def evaluate(
 
         found = read_wrong(settings.database, settings.run.name)
         return (
-            print_json(found) if as_json else print_table(list(found[0]) if found else ["no response is wrong"], found)
+            print_json(found)
+            if as_json
+            else print_table(list(found[0]) if found else ["no stored response is wrong"], found)
         )
     start_process("eval", level="WARNING", drains=False)
     need("torch", "train")

@@ -123,7 +123,7 @@ class PromptTable:
         mean = np.bincount(owners, rewards, len(prompts)) / np.maximum(counts, 1)
         self.score[prompts] = mean
         squares = np.bincount(owners, np.square(rewards - mean[owners]), len(prompts))
-        self.variance[prompts] = squares / np.maximum(counts, 1)
+        self.variance[prompts] = np.where(flat, 0.0, squares / np.maximum(counts, 1))
 
 
 Vector = npt.NDArray[np.float64]
@@ -322,7 +322,8 @@ def _by_variance(table: PromptTable, tier: Mask, fraction: float) -> Iterator[Ma
     """Yield the prompts of a tier, first the share whose rewards vary most."""
     if fraction < 1 and (variance := table.variance[tier]).size:
         count = math.ceil(fraction * len(variance))
-        most = tier & (table.variance >= np.partition(variance, -count)[-count])
+        # Equal ones differ by rounding, with the order of the rewards.
+        most = tier & (table.variance >= np.partition(variance, -count)[-count] * (1 - 1e-9))
         yield most
         tier = tier & ~most
     yield tier

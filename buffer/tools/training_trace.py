@@ -42,9 +42,15 @@ _KEPT = (
 )
 
 
-def _at(first: str, *path: str | int, default: Any = None, or_at: tuple[str, *tuple[str | int, ...]] = ("",)) -> Any:
-    """Return a field whose value is at a path of the call's `request`, `response` or `metadata`, or at another one."""
-    return Field(default, validation_alias=AliasChoices(AliasPath(first, *path), AliasPath(*or_at)))
+def _at(first: str, *path: str | int, default: Any = None) -> Any:
+    """Return a field whose value is at a path of the call's `request`, `response` or `metadata`."""
+    return Field(default, validation_alias=AliasPath(first, *path))
+
+
+def _of_choice(name: str, *elsewhere: str | int) -> Any:
+    """Return a field of the message of an answer, or of another place in its `response`."""
+    paths = (AliasPath("response", *elsewhere, name), AliasPath(*_MESSAGE, name))
+    return Field(None, validation_alias=AliasChoices(*paths))
 
 
 class Call(BaseModel, strict=True, extra="forbid"):
@@ -64,10 +70,10 @@ class Call(BaseModel, strict=True, extra="forbid"):
     finish_reason: Any = _at(*_CHOICE, "finish_reason")
     # [start, end, version] of the sampled tokens, and the run of these versions, as search.serve answers. Of an answer
     # that passed through OpenEnv's capture, the message has them.
-    version_spans: list[Annotated[list[int], Field(min_length=3, max_length=3)]] | None = _at(
-        *_CHOICE, "version_spans", or_at=(*_MESSAGE, "version_spans")
+    version_spans: list[Annotated[list[int], Field(min_length=3, max_length=3)]] | None = _of_choice(
+        "version_spans", *_CHOICE[1:]
     )
-    run: str | None = _at("response", "run", or_at=(*_MESSAGE, "run"))
+    run: str | None = _of_choice("run")
     model: str | None = _at("metadata", "model")
     temperature: float | None = _at("metadata", "sampling_params", "temperature")
     top_p: float | None = _at("metadata", "sampling_params", "top_p")

@@ -236,9 +236,9 @@ _READ_BYTES = 4 << 20
 # A frame over the codec's limit gets an error reply. A frame over this limit is not read: ZeroMQ disconnects the peer.
 _HARD_FRAME_LIMIT = 2 * MAX_FRAME_BYTES
 _HARD_REQUEST_LIMIT = 2 * MAX_REQUEST_FRAME_BYTES
-# A connection broken by the network is found by TCP: by the client within 12 s, which connects again, by the server in
-# a minute. A new connection is abandoned after 5 s and tried again. Otherwise the outage would outlast the network's:
-# TCP retries at growing intervals, and ZeroMQ waits 30 s for the greeting.
+# A connection that the network has broken, or whose server reads nothing, is ended by TCP: by the client within 24 s,
+# which connects again, by the server in two minutes. A new connection is abandoned after 5 s and tried again. Otherwise
+# the outage would outlast the network's: TCP retries at growing intervals, and ZeroMQ waits 30 s for the greeting.
 # ZeroMQ's own pings are off: libzmq 4.3.5 ends the server's process if it reads a ping, or is due to send one, after a
 # peer has left whose requests were not all read (out_event, libzmq #4841).
 _CLIENT_SILENT_SECONDS, _SERVER_SILENT_SECONDS = 12, 60
@@ -428,6 +428,8 @@ class ClientChannel:
         self._keys = keys
         # When to dial again, monotonic, after a failure that ZeroMQ takes for final.
         self._dial_at = math.inf
+        # Monotonic time of the last message, or of the connection.
+        self._active_at = time.monotonic()
         own_socket_directory(address)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -468,11 +470,23 @@ class ClientChannel:
         # The key may have been authorised meanwhile, or the server have got keys.
         if time.monotonic() >= self._dial_at:
             self._dial_at = math.inf
-            # ZeroMQ ignores a second connection to the same address.
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.disconnect(self._address)
-            self._socket.connect(self._address)
+            self._dial()
         return self._connections
+
+    def renew(self, silent_seconds: float) -> None:
+        """Replace a connection on which nothing has arrived for so long. What was sent on it may be lost.
+
+        TCP does not notice a dead server behind a proxy that acknowledges everything.
+        """
+        if time.monotonic() - self._active_at >= silent_seconds:
+            self._dial()
+
+    def _dial(self) -> None:
+        self._active_at = time.monotonic()
+        # ZeroMQ ignores a second connection to the same address.
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disconnect(self._address)
+        self._socket.connect(self._address)
 
     def send(self, frames: Sequence[bytes]) -> bool:
         """Queue a multipart. Returns False if there is no connection or the queue is full."""
@@ -490,6 +504,7 @@ class ClientChannel:
         self._poller.poll(max(0, round(timeout_seconds * 1000)))
         if not self._socket.poll(0):
             return None
+        self._active_at = time.monotonic()
         return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
 
     def close(self) -> None:

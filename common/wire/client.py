@@ -43,6 +43,8 @@ TRANSIENT = frozenset({"storage", "not_authorised", "wrong_run"})
 _WRONG_RUN_SECONDS = 600.0
 _RESEND_SECONDS = 3.0
 _LONGEST_TIMEOUT_SECONDS = 30.0
+# Longer than a busy server takes.
+_SILENT_SECONDS = 20.0
 _POLL_SECONDS = 0.2
 _CONNECT_POLL_SECONDS = 0.05
 _WARN_SECONDS = 15.0
@@ -244,6 +246,8 @@ class BufferClient:
         due_at = math.inf
         for pending in self._pending.values():
             if pending.sent_at is None or now >= pending.due_at:
+                if pending.sent_at is not None and now - pending.posted_at >= _SILENT_SECONDS:
+                    self._channel.renew(_SILENT_SECONDS)
                 if not self._channel.send(pending.frames):
                     return False
                 # Exponential backoff: the request may only be queued behind others.

@@ -21,7 +21,16 @@ _SIGNS = {
     **{sign: rf"\mathbb{{{normalize('NFKC', sign)}}}" for sign in "ℝℤℕℚℂ"},
     **{sign: f"^{{{normalize('NFKC', sign)}}}" for sign in "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"},
     **{sign: rf"\frac{normalize('NFKC', sign)}".replace("\N{FRACTION SLASH}", " ") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
-    **{"∞": r"\infty", "∪": r"\cup", "∩": r"\cap", "∅": r"\emptyset", "∈": r"\in", "≈": r"\approx", "·": r"\cdot"},
+    **{
+        "¢": r"\text{ cents}",
+        "∞": r"\infty",
+        "∪": r"\cup",
+        "∩": r"\cap",
+        "∅": r"\emptyset",
+        "∈": r"\in",
+        "≈": r"\approx",
+        "·": r"\cdot",
+    },
 }
 _CHARACTERS = str.maketrans({sign: f"{plain} " if plain[-1].isalpha() else plain for sign, plain in _SIGNS.items()})
 
@@ -57,7 +66,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r" ?\\rangle(?![a-z])", ")"),
         (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|emph|math(?:rm|it|bf|sf|tt)|[mh]box) ?\{", r"\\text{"),
         (r"^ ?\\operatorname ?\{([A-Za-z ]+)\} ?$", r"\\text{\1}"),
-        (r"\\?\$|[€£¥₹\"“”]|^(?:\\text\{)?(?:USD|Rs\.?) ?\}?", ""),
+        (r"(?:US(?= ?\\?\$) ?)?\\?\$|[€£¥₹\"“”]|^(?:\\text\{)?(?:USD|Rs\.?) ?\}?", ""),
+        (r"\\text ?\{([^{}]*)\^\{(\d)\} ?\}", r"\\text{\1}^{\2}"),
         (r"^[ *]+|[ *.,;\\]+$", ""),
         (r"\{ ?(\w+) ?\\choose ?(\w+) ?\}", r"{\\binom{\1}{\2}}"),
         (r"^\{ ?([^{}]*)\}$", r"\1"),
@@ -116,11 +126,15 @@ _UNIT = re.compile(
 )
 _SYNONYMS = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
     ft foot feet, yd yard, mi mile, g gram, kg kilogram, lb, oz ounce, ml milliliter millilitre, l liter litre,
-    s sec second, min minute, h hr hour, day, week, month, year, am, pm, dollar usd, cent, eur euro"""
+    s sec second, min minute, h hr hour, day, week, month, year, am, pm, dollar usd, cent, eur euro,
+    gal gallon"""
 _UNITS = {name: names.split()[0] for names in _SYNONYMS.split(",") for name in names.split()}
-_MONEY = {"\\$": "dollar", "US$": "dollar", "€": "eur", "£": "gbp", "¥": "yen", "₹": "inr"}
+# A sign of money before a number. Two dollar signs are those of a formula.
+_MONEY = re.compile(r"(?:\\text\{)?[ -]*(?:US ?)?(\\\$|\$(?!.*\$)|[€£¥₹])")
+_CURRENCIES = {"€": "eur", "£": "gbp", "¥": "yen", "₹": "inr"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_UNIT_PART = re.compile(r"(/)|([a-z]+)(?: *\^ *(-?\d))?")
+_UNIT_PART = re.compile(r"(/)|([a-z]+)(?: *\^ *(-?\d)(?!\d))?|(\S)")
+Unit = frozenset[tuple[str, int]]
 
 
 def why_no_gold(gold: str) -> str:
@@ -162,35 +176,42 @@ def last_boxed(text: str) -> str | None:
     return ", ".join(dict.fromkeys(reversed(contents))) if contents else None
 
 
-def plain(answer: str) -> tuple[str, str]:
-    """Return an answer in the notation that math-verify reads, and its unit or base: "" for none, or an unknown one."""
+def plain(answer: str) -> tuple[str, Unit]:
+    """Return an answer in the notation that math-verify reads, and its unit or base: empty for none, or an unknown one.
+
+    A unit has pairs of a name and a power: m/s^2 is {("m", 1), ("s", -2)}.
+    """
     answer = normalize("NFKC", answer.translate(_CHARACTERS))
     answer = "".join(letter for letter in answer if category(letter) != "Cf")
-    money = next((name for sign, name in _MONEY.items() if sign in answer), "")
+    sign = _MONEY.match(answer)
+    money = _CURRENCIES.get(sign[1], "dollar") if sign else ""
     for spelling, replacement in _SPELLINGS:
         answer = spelling.sub(replacement, answer)
     value = _UNIT.sub("", answer)
     if not re.search(r"\d|\\(?!text)", value):
-        return answer.strip(), ""
+        return answer.strip(), Unit()
     unit = answer[len(value) :]
-    base = "".join(filter(str.isdigit, unit)) if unit.startswith("_") else ""
-    return value.strip(), base or _unit(re.sub(r"\\text|\\cdot|[{}()]", " ", unit).replace(".", "").lower(), money)
+    if unit.startswith("_"):
+        return value.strip(), Unit({("base", int("".join(filter(str.isdigit, unit))))})
+    return value.strip(), _unit(re.sub(r"\\text|\\cdot|[{}]", " ", unit).replace(".", "").lower(), money, value)
 
 
-def _unit(text: str, money: str) -> str:
-    """Return a unit in one notation, such as `m^1 s^-2`: "" for none, or if a part of it is unknown."""
+def _unit(text: str, money: str, value: str) -> Unit:
     sign, power, powers = 1, 1, Counter({money: 1} if money else {})
-    for slash, word, exponent in _UNIT_PART.findall(text.replace("mph", "mi/h")):
+    for slash, word, exponent, other in _UNIT_PART.findall(text.replace("mph", "mi/h")):
+        # No plural of one or two letters: ms is not m.
+        name = _UNITS.get(word) or (_UNITS.get(word.removesuffix("s")) if len(word) > 2 else None)
         if slash or word == "per":
             sign = -1
-        elif word in _POWERS:
+        elif word in _POWERS and power == 1:
             power = _POWERS[word]
-        elif name := _UNITS.get(word) or _UNITS.get(word.rstrip("s")):
+        elif name and not other:
             powers[name] += sign * power * int(exponent or 1) * (name != money)
             power = 1
         else:
-            return ""
-    return " ".join(f"{name}^{powers[name]}" for name in sorted(powers))
+            return Unit()
+    # The unit of a list may be that of its last element.
+    return Unit() if power != 1 or "," in value else Unit((name, count) for name, count in powers.items() if count)
 
 
 def normalised(answer: str) -> str:

@@ -58,8 +58,9 @@ def is_right(gold: str, answer: str) -> bool:
     same_text = normalised(gold) == normalised(answer)
     relation = _RELATION.match(answer) and not _RELATION.match(gold)
     (letter, gold), (other_letter, answer) = _choice(gold), _choice(answer)
-    # A unit may be missing, and so may the letter of a choice or what follows it, but none may be another one.
-    if any(one and other and one != other for one, other in ((unit, other_unit), (letter, other_letter))):
+    # A unit, or a part of it, may be missing, and so may the letter of a choice or what follows it, but none may be
+    # another one.
+    if not (unit <= other_unit or other_unit <= unit) or (letter and other_letter and letter != other_letter):
         return False
     if same_text or relation or not (gold and answer):
         return same_text or (letter == other_letter != "" and not relation)

@@ -36,6 +36,8 @@ _WINDOW = 8
 _POLL_SECONDS = 0.2
 # Without a chunk for this long, everything that is missing is requested again.
 _TIMEOUT_SECONDS = 10.0
+# Without anything for this long, the connection is replaced. A slow link takes as long for one chunk.
+_SILENT_SECONDS = 60.0
 # Without a chunk for this long, another node is asked. A node hears of a snapshot within about a second of the others.
 _NODE_SECONDS = 5.0
 # Shorter silences are not reported.
@@ -151,6 +153,7 @@ class Fetcher:
                 self._wait(what, received_at)
                 if self._clock.monotonic() - asked_at > _TIMEOUT_SECONDS:
                     asked_to, asked_at = written, self._clock.monotonic()
+                    self._channel.renew(_SILENT_SECONDS)
                 continue
             if reply.header.id < first_id:
                 continue

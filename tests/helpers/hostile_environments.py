@@ -1,6 +1,7 @@
 """An environment that misbehaves as a prompt's key names: `METHOD MISDEED`. Workers load it through `task.name`."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import time
@@ -26,8 +27,12 @@ def misbehave(misdeed: str) -> object:
         case "kills":
             os.kill(os.getpid(), 9)
         case "eats":
+            with contextlib.suppress(MemoryError):
+                while True:
+                    hoard.append(bytearray(1 << 20))
+            # Not even a small object fits then.
             while True:
-                hoard.append(bytearray(1 << 20))
+                hoard.append(bytes(64))
         case "forks":
             os.fork()
             subprocess.Popen(["sleep", "3600"], process_group=0)

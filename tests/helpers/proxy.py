@@ -15,7 +15,8 @@ class Proxy:
 
     `silence` stops forwarding without closing anything, as when packets are dropped. Data in transit arrives after
     `heal` on connections that are still open then; connections dialled in between are never established. `cut` closes
-    every connection and refuses new ones. `heal` ends either.
+    every connection and refuses new ones. `heal` ends either. `swallow` drops what arrives on the connections of now,
+    and acknowledges it, as a proxy does whose other side is dead.
     """
 
     def __init__(self, target: str) -> None:
@@ -28,6 +29,7 @@ class Proxy:
         self._refusing = False
         self._ended = False
         self._sockets: set[socket.socket] = set()
+        self._swallowing: set[socket.socket] = set()
         # Two threads use each socket, so sockets are closed only after all threads have ended.
         self._used: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -35,6 +37,9 @@ class Proxy:
 
     def silence(self) -> None:
         self._open.clear()
+
+    def swallow(self) -> None:
+        self._swallowing |= self._sockets
 
     def cut(self) -> None:
         self._refusing = True
@@ -89,7 +94,8 @@ class Proxy:
         with suppress(OSError):
             while data := source.recv(_READ_BYTES):
                 self._open.wait()
-                sink.sendall(data)
+                if source not in self._swallowing:
+                    sink.sendall(data)
         self._open.wait()
         for end in (source, sink):
             with suppress(OSError):

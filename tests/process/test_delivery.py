@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tba.common.errors import StorageError
-from tba.common.wire import messages
+from tba.common.wire import client, messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.delivery import delivery
@@ -115,6 +115,17 @@ def test_puts_during_a_cut_wait_on_disk_and_are_stored_once(courier, network, ru
     one.step_until(lambda: one.delivery.is_done)
     assert numbers_of(run_config) == {one.client.sender: list(range(503 * ROWS))}
     assert not one.delivery.away
+
+
+def test_a_connection_whose_other_end_is_dead_behind_a_proxy_is_replaced(courier, network, run_config, monkeypatch):
+    monkeypatch.setattr(client, "_SILENT_SECONDS", 2.0)
+    one = courier()
+    one.put(1)
+    one.step_until(lambda: one.delivery.is_done)
+    network.swallow()
+    one.put(2)
+    one.step_until(lambda: one.delivery.is_done)
+    assert numbers_of(run_config) == {one.client.sender: list(range(3 * ROWS))}
 
 
 def test_the_spool_of_another_database_is_left_alone_even_if_its_run_has_the_same_name(
@@ -240,13 +251,13 @@ def test_a_put_that_is_unreadable_ends_the_searcher_and_the_next_ones_deliver_ev
     assert left(caplog) == [("WARNING", None), ("ERROR", 2)]
     lost = range(50 * ROWS, 52 * ROWS)
     (stored,) = numbers_of(run_config).values()
-    assert sorted(stored) == [n for n in range(first.made) if n not in lost]
+    assert stored == [n for n in range(first.made) if n not in lost]
     for one in restore:
         one()
     third = courier()
     third.step_until(lambda: third.delivery.is_done)
     (stored,) = numbers_of(run_config).values()
-    assert sorted(stored) == list(range(first.made))
+    assert stored == list(range(first.made))
     assert not (tmp_path / "spool" / first.client.sender).exists()
     assert not (tmp_path / "spool/aside").exists()
 

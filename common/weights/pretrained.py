@@ -140,7 +140,7 @@ def load_tokenizer(directory: Path) -> Any:
         if directory.is_dir():
             need_tokenizer(os.listdir(directory), str(directory), "the model")
         alone = (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists()
-        advice = "; to read a tokenizer.model alone, pip install -e '.[sentencepiece]'" if alone else ""
+        advice = "; to read a tokenizer.model alone, pip install '.[sentencepiece]'" if alone else ""
         raise ConfigError(f"{directory} has no tokenizer that loads: {first_line(error)}{advice}") from error
     _check_round_trip(directory, tokenizer)
     return tokenizer

@@ -65,7 +65,7 @@ def test_a_missing_extra_is_reported_in_one_sentence(module, extra, command, set
     done = hidden(modules, "-m", "tba", *command, *configured, cwd=tmp_path)
     assert done.returncode == 78, done.stderr
     assert f"error: {module} is not installed: in the clone of tba" in done.stderr.splitlines()[-1]
-    assert f"pip install -e '.[{extra}]' (docs/install.md)" in done.stderr
+    assert f"pip install '.[{extra}]' (docs/install.md)" in done.stderr
     assert not list(tmp_path.rglob("logs"))
 
 

@@ -126,7 +126,7 @@ def test_a_response_ends_with_the_context_and_a_prompt_must_leave_room_for_a_tok
     for room, budget in ((56, 56), (56, 5_000), (1, 57)):
         generation = lab.generate(engine, lab.tokens(8, context - room), SamplingSettings(1.0, 1.0, budget))
         assert (len(generation.response_ids), generation.stop_reason) == (room, "length")
-    with pytest.raises(EngineError, match=f"no room for a response in the context of {context} tokens: raise"):
+    with pytest.raises(EngineError, match=f"maximum context length of {context} tokens: raise"):
         lab.submit(engine, lab.tokens(8, context), SamplingSettings(1.0, 1.0, 57))
     assert engine.in_flight == 0
 

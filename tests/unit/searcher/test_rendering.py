@@ -243,7 +243,7 @@ def test_a_sentencepiece_model_that_cannot_be_read_names_the_extra(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     # Without the extra, transformers takes it for a file of tiktoken; this one is neither.
     (tmp_path / "tokenizer.model").write_bytes(b"\x0e")
-    with pytest.raises(ConfigError, match=r"to read a tokenizer.model alone, pip install -e '.\[sentencepiece\]'"):
+    with pytest.raises(ConfigError, match=r"to read a tokenizer.model alone, pip install '.\[sentencepiece\]'"):
         load_tokenizer(tmp_path)
 
 

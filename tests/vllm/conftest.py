@@ -119,6 +119,8 @@ class Lab:
             "max_in_flight": 32,
             "kv_cache_gib": 0.1,
             "enforce_eager": True,
+            # On a GPU several engines are open at a time.
+            "gpu_memory_utilization": 0.05,
         }
         engine = VllmEngine(
             ModelSection(path=str(directory), dtype=dtype, head_dtype=head_dtype),

@@ -1,7 +1,12 @@
-"""The tokens that top-p, top-k and min-p kept, as vLLM returns them. Only its sampler needs a GPU."""
+"""The tokens that top-p, top-k and min-p kept, as vLLM returns them. Only its sampler needs a GPU.
 
+`tests/data/vllm_kept_tokens.json` was recorded on an H200 with vLLM 0.32.0 in float32, of the model `recorded_model`.
+"""
+
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +25,7 @@ VOCABULARY = 40
 SAMPLED = [7, 0, 39]
 KEPT = [[2, 7, 8], [0], [1, 3, 5, 9, 38, 39]]
 SETTINGS = SamplingSettings(0.8, 0.9, 8, top_k=6)
+RECORDED = json.loads((Path(__file__).parents[1] / "data/vllm_kept_tokens.json").read_text())
 
 
 def masks(kept: Sequence[int]) -> Any:
@@ -92,3 +98,51 @@ def test_requests_have_what_vllm_needs_to_return_masks():
     assert (engine._params(SETTINGS).top_k, engine._params(SETTINGS).top_p) == (6, 0.9)
     canary = _params(**engine._greedy(), max_tokens=1, prompt_logprobs=0, detokenize=False)
     assert (canary.temperature, canary.top_k) == (1.0, 1)
+
+
+def recorded_model(lab: Any) -> Any:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return lab.rounded(lab.model(seed=1, hidden_size=256, initializer_range=0.08, **heads))
+
+
+def recorded_completion(row: dict[str, Any]) -> Any:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, SamplingMask, WeightVersionSpan
+
+    positions, ids = range(len(row["token_ids"])), row["token_ids"]
+    logprobs = FlatLogprobs([*positions], [n + 1 for n in positions], ids, row["logprobs"])
+    versions = [WeightVersionSpan("0", 0, len(ids))]
+    return CompletionOutput(
+        0, "", ids, None, logprobs, finish_reason="length", sampling_mask=SamplingMask(row["sampling_mask"]),
+        weight_versions=versions,
+    )  # fmt: skip
+
+
+def left_over(logits_V: np.ndarray, row: dict[str, Any]) -> tuple[list[int], np.ndarray]:
+    """Return the tokens that top-k, then top-p and min-p leave, and log-probabilities [V] over them, in float64."""
+    scaled = logits_V.astype(np.float64) / row["temperature"]
+    likely = scaled >= np.sort(scaled)[-row["top_k"]]
+    weights = np.where(likely, np.exp(scaled - scaled.max()), 0.0)
+    order = np.argsort(-weights)
+    before = np.cumsum(weights[order]) - weights[order]
+    likely[order] &= before < row["top_p"] * weights.sum()
+    likely &= weights >= row["min_p"]
+    return np.flatnonzero(likely).tolist(), np.log(np.where(likely, weights, np.nan) / weights[likely].sum())
+
+
+@pytest.mark.parametrize("row", RECORDED, ids=lambda row: f"p{row['top_p']}-k{row['top_k']}-m{row['min_p']}")
+def test_what_vllm_kept_on_a_gpu_is_what_the_settings_leave(lab, row):
+    from tba.searcher.engines.vllm.running import _generation, _InFlight
+
+    sampling = SamplingSettings(row["temperature"], row["top_p"], 12, top_k=row["top_k"], min_p=row["min_p"])
+    asked = _InFlight(GenerationRequest(3, np.array(row["prompt"], np.int32), sampling), None, 0.0)
+    found, ids = _generation(asked, recorded_completion(row)), row["token_ids"]
+    logits_TV = lab.logits(recorded_model(lab), [*row["prompt"], *ids])[len(row["prompt"]) - 1 : -1]
+    expected = [left_over(logits_V, row) for logits_V in logits_TV]
+    kept = list[int]()
+    for (left, _), token in zip(expected, ids, strict=True):
+        # The sampled token is known already.
+        kept += [one + 1 for one in left if one != token] + [0]
+    assert found.kept.tolist() == kept
+    chosen = [logprobs_V[token] for (_, logprobs_V), token in zip(expected, ids, strict=True)]
+    np.testing.assert_allclose(found.logprobs, chosen, atol=1e-4)

@@ -78,8 +78,8 @@ def _doing(status: Status) -> State:
         served_again = "" if trainer is not None else "; the buffer serves it again"
         return State("finished", f"finished after {quantity(status.step, 'step')}{served_again}")
     if trainer is None:
-        what = "no trainer is connected" if status.step else "no trainer has connected yet: it loads its model first"
-        return State("starting", what)
+        first = "the searchers are loading the model" if "search" in roles else "it loads its model first"
+        return State("starting", "no trainer is connected" if status.step else f"no trainer has connected yet: {first}")
     if trainer.activity == "gone":
         return State("running", f"the trainer left after step {status.step}")
     if status.trainer_waits_for:

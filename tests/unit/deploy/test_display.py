@@ -54,6 +54,8 @@ def test_changes_are_printed_every_few_seconds_and_the_last_line_always(pipe):
 def test_the_explanation_names_what_a_starting_run_waits_for():
     assert describe(Facts(None, starting=True)) == ("starting", "`tba run` is starting the buffer")
     assert explain(Facts(make_status())) == "no trainer has connected yet: it loads its model first"
+    engines_first = make_status(clients=[LOADS["search"]])
+    assert explain(Facts(engines_first)) == "no trainer has connected yet: the searchers are loading the model"
     finished = make_status(60, finished=True)
     assert describe(Facts(finished)) == ("finished", "finished after 60 steps; the buffer serves it again")
     resumed = make_status(60, finished=True, clients=[LOADS["trainer"]])

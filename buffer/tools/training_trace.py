@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import AliasChoices, AliasPath, BaseModel, Field, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from tba.common.errors import UsageError, problems
 from tba.common.wire.episode import SampledTurn, join_turns
@@ -27,6 +27,7 @@ _CHOICE = ("response", "choices", 0)
 _MESSAGE = (*_CHOICE, "message")
 # Entries of the turn table, each also a key of the metadata of a call.
 _DETAILS = ("seconds", "environment_seconds", "reward", "parts", "messages")
+_Spans = list[Annotated[list[int], Field(min_length=3, max_length=3)]]
 # By setting of sampling, the values without an effect.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
     "top_k": (0, -1),
@@ -47,12 +48,6 @@ def _at(first: str, *path: str | int, default: Any = None) -> Any:
     return Field(default, validation_alias=AliasPath(first, *path))
 
 
-def _of_choice(name: str, *elsewhere: str | int) -> Any:
-    """Return a field of the message of an answer, or of another place in its `response`."""
-    paths = (AliasPath("response", *elsewhere, name), AliasPath(*_MESSAGE, name))
-    return Field(None, validation_alias=AliasChoices(*paths))
-
-
 class Call(BaseModel, strict=True, extra="forbid"):
     """One call of the model: its prompt [P], what it sampled [C], and a mask over both [P + C]."""
 
@@ -70,10 +65,10 @@ class Call(BaseModel, strict=True, extra="forbid"):
     finish_reason: Any = _at(*_CHOICE, "finish_reason")
     # [start, end, version] of the sampled tokens, and the run of these versions, as search.serve answers. Of an answer
     # that passed through OpenEnv's capture, the message has them.
-    version_spans: list[Annotated[list[int], Field(min_length=3, max_length=3)]] | None = _of_choice(
-        "version_spans", *_CHOICE[1:]
-    )
-    run: str | None = _of_choice("run")
+    spans_of_choice: _Spans | None = _at(*_CHOICE, "version_spans")
+    spans_of_message: _Spans | None = _at(*_MESSAGE, "version_spans")
+    run_of_response: str | None = _at("response", "run")
+    run_of_message: str | None = _at(*_MESSAGE, "run")
     model: str | None = _at("metadata", "model")
     temperature: float | None = _at("metadata", "sampling_params", "temperature")
     top_p: float | None = _at("metadata", "sampling_params", "top_p")
@@ -110,7 +105,7 @@ class Call(BaseModel, strict=True, extra="forbid"):
         """[start, end, version] of the sampled tokens; empty if no searcher of tba has served them."""
         served = _MODEL.match(self.model or "")
         whole = [[0, len(self.completion_token_ids), int(served[1])]] if served else []
-        return self.version_spans or whole
+        return self.spans_of_choice or self.spans_of_message or whole
 
 
 class Trace(BaseModel, strict=True, extra="forbid"):
@@ -229,7 +224,7 @@ def _line(calls: Sequence[Call], run: str) -> dict[str, Any]:
     order = sorted(paths.keys() - discarded, key=paths.__getitem__)
     # A row of ours has no retries: its contexts may return to an earlier one.
     kept = [calls[n] for n in (range(len(calls)) if calls[-1].tba else order) if any(calls[n].mask)]
-    runs = {(call.run or run) if call.spans else None for call in kept}
+    runs = {(call.run_of_response or call.run_of_message or run) if call.spans else None for call in kept}
     served_by = runs.pop() if len(runs) == 1 else None
     is_episode = len(kept) > 1 or not kept[0].model_fields_set.isdisjoint(_DETAILS)
     is_cut, last = kept[-1].finish_reason == "length", calls[-1]

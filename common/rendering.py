@@ -36,9 +36,9 @@ _SYSTEM = "system"
 # A text that no template writes.
 _PROBE = "a7f3"
 # What a conversation says besides its contents. A template that ignores one would change what the model learns.
-_SAID = ("tools", "tool_calls", "function_call", "name")
+_SAID = ("tools", "tool_calls", "function_call", "tool_plan", "refusal", "name")
 # Of the response. Templates leave the thoughts of earlier turns out on purpose.
-_THOUGHT = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT = ("reasoning_content", "reasoning", "reasoning_details", "thinking", "thought")
 # A tokenizer of transformers, which the core does not import.
 Tokenizer = Any
 # The function by which templates write the date. As a variable, it is a date.

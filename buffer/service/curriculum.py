@@ -35,7 +35,8 @@ class Curriculum:
         bits, count = answers.get(prompt, (0, 0))
         for version, reward in zip(versions, rewards, strict=True):
             if version != NO_POLICY:
-                bits, count = bits << 1 | (reward >= settings.pass_reward), count + 1
+                # 0.7 + 0.2 + 0.1 is less than 1.
+                bits, count = bits << 1 | (reward > settings.pass_reward - 1e-9), count + 1
         answers[prompt] = bits & self._mask, min(count, settings.answers)
 
     def guide(self, prompt: int) -> float:

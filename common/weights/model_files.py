@@ -197,14 +197,14 @@ def _here(path: str, find_in_cache: Callable[[], Path]) -> Path | None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model's index, or model.safetensors. Raises ConfigError if there are none."""
+    """Return model.safetensors, or else the files of the index, as transformers. Raises ConfigError without files."""
     index = directory / f"{_WEIGHTS}.index.json"
     try:
         named = sorted({directory / name for name in read_json(index).get("weight_map", {}).values()})
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is malformed ({first_line(error)}): copy the model again") from error
     if named or (directory / _WEIGHTS).is_file():
-        return named or [directory / _WEIGHTS]
+        return [directory / _WEIGHTS] if (directory / _WEIGHTS).is_file() else named
     if others := sorted(path.name for path in directory.glob("*.safetensors")):
         raise ConfigError(
             f"{directory} has neither {_WEIGHTS} nor {index.name}, which transformers reads, but {others[0]}: copy the "

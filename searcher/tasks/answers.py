@@ -8,8 +8,10 @@ from unicodedata import category, normalize
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # What stands between two boxes of one answer.
-_LISTED = re.compile(r"[\s$.]*+(?:[,;]|\\text\{ ?(?:and|or) ?\}|(?:and|or)\b)\s*+(?:(?:and|or)\b)?[\s$]*+")
-_NO_ANSWER = ("proof", "notfound", "not found", "null", "nan", "n/a")
+_SPACE = r"(?:[\s$.]|\\[()\[\],;:! ]|\\q?quad(?![a-z]))*+"
+_AND = r"(?:\\text\{ ?(?:and|or) ?\}|(?:and|or)\b)"
+_LISTED = re.compile(rf"{_SPACE}(?:[,;]{_SPACE}{_AND}?|{_AND}){_SPACE}")
+_NO_ANSWER = ("proof", "proof omitted", "see solution", "tbd", "notfound", "not found", "null", "nan", "n/a")
 _MAX_BOXES = 20
 
 # What NFKC would make a letter or a digit of, and what neither it nor math-verify knows.
@@ -119,9 +121,10 @@ _NO_UNIT = (
     r"factorial|dozens?|half|halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|twelf)ths?|"
     r"(?:hundred|thousand|[mb]illion|trillion)(?:th)?s?)"
 )
-# A trailing text is a unit, unless it has such a word, and so is the base of a number.
+# A trailing text is a unit, unless it has such a word or a number, and so is the base of a number.
 _UNIT = re.compile(
-    rf"(?:(?: |/|\\cdot|\()*\\text\{{(?!.*\b{_NO_UNIT}\b)[^{{}}]*\}}(?: ?\^ ?\{{?-?\d\}}?)?\)?)+$"
+    rf"(?:(?: |/|\\cdot|\()*\\text\{{(?!.*\b{_NO_UNIT}\b)(?:[^{{}}\d]|(?<=[a-z^])\d|(?<=\^-)\d)*\}}"
+    r"(?: ?\^ ?\{?-?\d\}?)?\)?)+$"
     r"|(?<=\d)_ ?\{?\d+\}?$"
 )
 _SYNONYMS = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
@@ -145,7 +148,8 @@ def why_no_gold(gold: str) -> str:
     if re.match(r"https?://|www\.", gold):
         return "it is an address"
     # What data sets write for a problem without an answer. `none` is an answer.
-    return "it says that there is none" if gold == "None" or gold.lower() in _NO_ANSWER else ""
+    word = re.sub(r"\\text *\{(.*)\}", r"\1", gold).strip(" .").lower()
+    return "it says that there is none" if gold == "None" or word in _NO_ANSWER else ""
 
 
 def last_boxed(text: str) -> str | None:

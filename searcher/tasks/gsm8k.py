@@ -22,10 +22,12 @@ _NUMBER = re.compile(rf"(?:(?<!\d)-?{_WHOLE}(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE]
 _OPENER = r"(?:(?:=|####|\\boxed\{|\b[Aa]nswer(?: is:?|:)\**|\A\s*+(?!.*\n\s*\S)) *|\*\*)(?:US)?\\?[$€£¥₹]? ?-?"
 _END = r"(?= ?(?:[$€£¥₹]|(?:dollars|euros)\b)|(?:\*\*|\\?[)}\]]|[.!?](?!\w))|[ \r]*$)"
 _SPACED = rf"{_OPENER}[1-9](?:\d{{0,2}}|\d? \d{{3}}) \d{{3}}(?:\.\d+)?{_END}"
-# The minus sign of Unicode, also before a currency sign, and the ways of LaTeX to separate thousands.
+# The minus signs of Unicode, also before a currency, and the ways of LaTeX to separate thousands. A dash after a number
+# is that of a range.
 _SPELLINGS = (
-    (re.compile("\N{MINUS SIGN}"), "-"),
-    (re.compile(r"(?<!\d)(?<!\d\$)-(?:US)?\\*[$€£¥₹]\s?(?=[\d.])"), "-"),
+    (re.compile("[\N{MINUS SIGN}\N{NON-BREAKING HYPHEN}\N{FULLWIDTH HYPHEN-MINUS}]"), "-"),
+    (re.compile(r"(?<![\d)\]$%])(?<![\d)\]$%] )\N{EN DASH}(?=[$€£¥₹\d.])"), "-"),
+    (re.compile(r"(?<!\d)(?<!\d\$)-(?:\*\*)?(?:US|[AC])?\\*(?:\${1,2}|[€£¥₹]|Rs\.?)\s?(?=[\d.])"), "-"),
     (re.compile(r"\{,\}|,\\!|，"), ","),
     (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2007\u2009\u202f])(?=\d{3}(?!\d))"), ""),
     (re.compile(_SPACED, re.MULTILINE), lambda found: re.sub(r"(?<=\d) ", "", found[0])),

@@ -1,5 +1,6 @@
 """The predictors of `benchmarks.accuracy_from_log_z`, computed by hand from the rows of one prompt."""
 
+import importlib
 import json
 import sqlite3
 from contextlib import closing
@@ -9,10 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.accuracy_from_log_z import errors, read
 from tba.tests.helpers.buffer import new_database
 
 BETA, SAMPLES = 0.5, 8
+
+
+@pytest.fixture
+def predictors(monkeypatch):
+    """Import the benchmark, which is not a part of the package."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    return importlib.import_module("benchmarks.accuracy_from_log_z")
 
 
 def fill(path: Path, objective: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
@@ -46,9 +53,9 @@ def fill(path: Path, objective: str, rng: np.random.Generator) -> tuple[np.ndarr
 
 
 @pytest.mark.parametrize("objective", ["tb_stale", "tb_learned_z"])
-def test_the_predictions_of_a_visit_use_what_was_stored_when_it_was_leased(tmp_path, objective):
+def test_the_predictions_of_a_visit_use_what_was_stored_when_it_was_leased(predictors, tmp_path, objective):
     rewards, heads, log_ratios = fill(tmp_path / "buffer.sqlite", objective, np.random.default_rng(0))
-    found_objective, visits = read(tmp_path / "buffer.sqlite")
+    found_objective, visits = predictors.read(tmp_path / "buffer.sqlite")
     accuracies = (heads if objective == "tb_learned_z" else rewards[:4]).mean(axis=1)
     kl = BETA * log_ratios.mean(axis=1)
     log_z = accuracies - kl
@@ -58,10 +65,10 @@ def test_the_predictions_of_a_visit_use_what_was_stored_when_it_was_leased(tmp_p
     np.testing.assert_allclose(visits, [expected], rtol=1e-12)
 
 
-def test_errors_are_those_of_each_predictor_and_of_its_line_of_least_squares():
+def test_errors_are_those_of_each_predictor_and_of_its_line_of_least_squares(predictors):
     rng = np.random.default_rng(1)
     visits = rng.random((200, 6))
-    found = errors(visits)
+    found = predictors.errors(visits)
     *columns, mean = visits.T
     for row, column in zip(found, columns, strict=False):
         slope, intercept = np.polyfit(column, mean, 1)

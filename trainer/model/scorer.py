@@ -92,8 +92,10 @@ def _remove_dropout(model: PreTrainedModel) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     for owner in (*model.modules(), model.config, model.config.get_text_config()):
+        # A threshold of PhiMoE's router, also outside of training.
+        threshold = "router_jitter_noise" if hasattr(owner, "input_jitter_noise") else ""
         for name, value in vars(owner).items():
-            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name) and name != threshold:
                 setattr(owner, name, 0.0)
 
 

@@ -295,14 +295,14 @@ def test_versions_of_another_run_are_those_of_no_policy(runs, version, named, im
     assert (found, json.loads(metadata).get("imported_run")) == (version, named)
 
 
-@pytest.mark.parametrize("beside", [{}, {"version_spans": None}])
-def test_versions_that_passed_through_openenvs_capture_are_in_the_messages(beside, import_into, filled):
+@pytest.mark.parametrize("null", [{}, {"version_spans": None}])
+def test_versions_that_passed_through_openenvs_capture_are_in_the_messages(null, import_into, filled):
     ((own,),) = ask_file(filled, "SELECT uuid FROM runs")
     trace = episode()
     for one in trace["turns"]:
         said = {"version_spans": [[0, len(one["completion_token_ids"]), 0]], "run": own}
         one["metadata"]["model"] = "policy"
-        one["response"] = {"run": None, "choices": [{"message": {"role": "assistant", "content": "5"} | said} | beside]}
+        one["response"] = {"run": None, "choices": [{"message": {"role": "assistant", "content": "5"} | said} | null]}
     import_into(trace)
     assert new_rows(filled, "v.policy_version") == [(0,)]
 

@@ -172,6 +172,14 @@ def test_a_stray_weight_file_next_to_the_models_own_is_not_among_its_weights(tmp
     assert [path.name for path in weight_files(model)] == ["model.safetensors"]
 
 
+def test_weights_in_one_file_are_read_before_those_that_an_index_names(tmp_path):
+    model = model_with(tmp_path, "model.safetensors", "a.safetensors")
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a.safetensors"}}')
+    assert [path.name for path in weight_files(model)] == ["model.safetensors"]
+    (model / "model.safetensors").unlink()
+    assert [path.name for path in weight_files(model)] == ["a.safetensors"]
+
+
 def test_weights_that_transformers_does_not_read_are_refused(tmp_path):
     model = model_with(tmp_path, "consolidated.safetensors")
     with pytest.raises(

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tba.common.errors import ConfigError, SnapshotRefused  # noqa: E402
 from tba.common.weights.pretrained import tied_names  # noqa: E402
@@ -48,6 +49,9 @@ def test_trainer_and_engine_compute_what_transformers_does_or_name_what_they_can
         with pytest.raises(ConfigError, match="scales or caps its logits"):
             load_model(tmp_path / "model", torch.device("cpu"))
         return
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    loaded = load_model(tmp_path / "model", torch.device("cpu"))
+    np.testing.assert_allclose(logprobs(loaded, IDS), logprobs(plain, IDS), atol=1e-4)
     model = moved(tmp_path / "model", 1)
     rows = [make_row(n, IDS[:8], IDS[8 : 20 + 10 * n]) for n in range(2)]
     scores = Scorer(model, autocast=False).score(rows).logprob_R.numpy()

@@ -105,7 +105,10 @@ def test_a_gold_answer_that_a_busy_machine_does_not_read_in_time_is_not_refused(
     task.check()
 
 
-@pytest.mark.parametrize("gold", ["", " ", "proof", "Proof", "notfound", "None", "nan", "N/A", "https://a.org/12"])
+@pytest.mark.parametrize(
+    "gold",
+    ["", " ", "proof", "Proof.", r"\text{proof}", "TBD", "notfound", "None", "nan", r"\text{N/A}", "https://a.org/12"],
+)
 def test_a_gold_answer_that_is_none_is_refused_with_its_file_and_row(make_task, gold):
     with pytest.raises(TaskError, match=r"rows.jsonl:2: the gold answer .*: it .*: correct or remove"):
         make_task({"problem": "p", "answer": "none"}, {"problem": "q", "answer": gold})

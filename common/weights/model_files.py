@@ -204,7 +204,8 @@ def weight_files(directory: Path) -> list[Path]:
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is malformed ({first_line(error)}): copy the model again") from error
     if named or (directory / _WEIGHTS).is_file():
-        return [directory / _WEIGHTS] if (directory / _WEIGHTS).is_file() else named
+        whole = (directory / _WEIGHTS).is_file() and directory / _WEIGHTS not in named
+        return [directory / _WEIGHTS] if whole else named
     if others := sorted(path.name for path in directory.glob("*.safetensors")):
         raise ConfigError(
             f"{directory} has neither {_WEIGHTS} nor {index.name}, which transformers reads, but {others[0]}: copy the "

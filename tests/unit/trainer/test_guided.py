@@ -345,7 +345,7 @@ def test_guided_answers_solve_no_prompt_and_answers_of_no_policy_of_the_run_do_n
     curriculum.note(7, [NO_POLICY], [0.0], guided=True)
     assert (curriculum.guide(7), curriculum.guide(8)) == (0.0, 1.0)
     assert curriculum.decide(1, [7], least=0) == []
-    curriculum.note(7, [0] * 4, [1.0] * 4)
+    curriculum.note(7, [0] * 4, [0.7 + 0.2 + 0.1] * 4)
     assert [one.decision for one in curriculum.decide(1, [7], least=0)] == ["skipped"]
 
 

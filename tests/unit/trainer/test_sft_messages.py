@@ -97,6 +97,12 @@ def test_a_row_is_rendered_as_transformers_does_or_refused(tmp_path, template, n
     assert prompt + response == tokenizer.apply_chat_template(row["messages"], **text).rstrip()
 
 
+@pytest.mark.parametrize("field", ["refusal", "tool_plan", "thought", "reasoning_details"])
+def test_a_row_whose_message_says_what_the_template_drops_is_refused(tmp_path, field):
+    with pytest.raises(TaskError, match=f"rows.jsonl:1: the chat template does not write its `{field}`"):
+        read(tmp_path, tokenizer_of("qwen3"), said(content="4", **{field: "No."}))
+
+
 @pytest.mark.parametrize("template", ["qwen3", "gptoss", "llama3_1"])
 def test_a_prompt_of_a_task_is_rendered_as_transformers_does(template):
     tokenizer = tokenizer_of(template)

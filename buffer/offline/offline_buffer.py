@@ -294,8 +294,8 @@ class OfflineBuffer:
 
     def compare_losses(self) -> tuple[int, float]:
         """Return (number of steps with a loss in both runs, largest difference)."""
-        ours = self._store.batches.losses(self._run)
-        both = ours.keys() & self._recorded.losses.keys()
+        ours = dict(self._store.database.all(_LOSSES, self._run.id))
+        both = [step for step in self._recorded.losses if ours.get(step) is not None]
         return len(both), max((abs(ours[step] - self._recorded.losses[step]) for step in both), default=0.0)
 
     def close(self) -> None:

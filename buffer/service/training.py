@@ -67,11 +67,8 @@ def draw_batch(state: RunState, message: messages.SampleBatch) -> Shortage | Non
         return draw
     entries = list(chain.from_iterable(draw.groups))
     ids = [entry.id for entry in entries]
-    # No frame is larger than all payloads together, so only a batch that may be too large costs this query.
-    is_large = sum(entry.payload_bytes for entry in entries) > MAX_FRAME_BYTES
-    frame_bytes = state.store.trajectories.largest_frame(ids) if is_large else 0
-    each = state.store.trajectories.header_bytes(list(set(ids)))
-    _refuse_oversize(ids, frame_bytes, [each[id_] for id_ in ids])
+    sizes = state.store.trajectories.sizes(ids)
+    _refuse_oversize(ids, *zip(*[sizes[id_] for id_ in ids], strict=True))
     state.store.batches.record(
         state.run,
         message.step,
@@ -88,12 +85,14 @@ def draw_batch(state: RunState, message: messages.SampleBatch) -> Shortage | Non
     return None
 
 
-def _refuse_oversize(trajectories: Sequence[int], frame_bytes: int, header_bytes: Sequence[int]) -> None:
+def _refuse_oversize(
+    trajectories: Sequence[int], header_bytes: Sequence[int], prompt_bytes: Sequence[int], response_bytes: Sequence[int]
+) -> None:
     """Raise Refused for a batch that fits no message: once recorded, it could never be handed out.
 
-    If its header is too large, the trajectories that take the most of it are named.
+    If its header is too large, the trajectories that take the most of it are named. Kept tokens do not count.
     """
-    if frame_bytes > MAX_FRAME_BYTES:
+    if (frame_bytes := max(sum(prompt_bytes), sum(response_bytes))) > MAX_FRAME_BYTES:
         raise Refused(
             "oversize",
             f"a batch with {frame_bytes} bytes of tokens, at most {MAX_FRAME_BYTES} fit a message: "
@@ -151,7 +150,6 @@ class Training:
         state.may_skip_steps, state.next_step = False, max(state.next_step, message.step + 1)
         rows = state.store.batches.rows(state.run, message.step, message.reference)
         blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
-        window, groups, missed = state.store.batches.recency(state.run, message.step)
         turn_rewards = [_decoded(_turn_rewards, text, "turns") for text in rows["turn_rewards"]]
         if sum(map(len, blobs[KEPT])) > MAX_FRAME_BYTES:
             # They fit no message: the ratios of this batch are not known, in a repetition neither.
@@ -175,9 +173,7 @@ class Training:
             staleness=rows["staleness"],
             temperature=[one if is_known else 0.0 for one, is_known in zip(rows["temperature"], known, strict=True)],
             reference_logprobs=rows["reference_logprob"],
-            recency_window=window,
-            recency_groups=groups,
-            recency_missed=missed,
+            **{name: rows[name][0] for name in ("recency_window", "recency_groups", "recency_missed")},
             reuse_mean=sum(rows["times_used"]) / len(rows["id"]),
             turn_rewards=turn_rewards if any(turn_rewards) else None,
             explored=_flags(rows["explored"]),

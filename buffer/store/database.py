@@ -34,6 +34,9 @@ _PAGE_BYTES = 8192
 _CHECKED_BYTES = 128 << 20
 # As much in the WAL is worth a checkpoint, which takes tens of milliseconds.
 _CHECKPOINT_BYTES = 8 << 20
+# Approximate bytes in the WAL of a transaction, for pages of tables and indexes, and of each row that it changes but for
+# its blobs. Measured.
+_TRANSACTION_BYTES, _ROW_BYTES = 32 << 10, 512
 # Longest wait for a lock of another program.
 _BUSY_SECONDS = 10.0
 # Beyond the largest database of SQLite (281 TB), and so beyond the bytes that it locks.
@@ -66,7 +69,8 @@ class DatabaseFile:
             raise StorageError(f"{path}: {error}") from error
         taken = f"a buffer server has {path} open: stop it, or name another database"
         self.failure: SyncFailed | None = None
-        self._written = 0
+        # Approximate bytes in the WAL since the last checkpoint, and those of blobs since the last commit.
+        self._written = self._blob_bytes = 0
         self._resources = contextlib.ExitStack()
         try:
             with storage_errors(path):
@@ -131,6 +135,7 @@ class DatabaseFile:
 
         Raises SyncFailed if it lost data, or if the database or its WAL is not the file that was opened.
         """
+        before = self._connection.total_changes
         with self._final_failures():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -143,6 +148,9 @@ class DatabaseFile:
                     with contextlib.suppress(sqlite3.Error):
                         self._connection.execute("ROLLBACK")
                 raise
+        blob_bytes, self._blob_bytes = self._blob_bytes, 0
+        if changed := self._connection.total_changes - before:
+            self.note_written(_TRANSACTION_BYTES + _ROW_BYTES * changed + blob_bytes)
 
     @contextlib.contextmanager
     def _final_failures(self) -> Iterator[None]:
@@ -179,17 +187,13 @@ class DatabaseFile:
         except StorageError as error:
             log.warning("checkpoint failed", reason=str(error))
 
-    @property
-    def changes(self) -> int:
-        """The number of rows that this connection has written or deleted."""
-        return self._connection.total_changes
-
     def execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
         """Run one statement."""
         return self._connection.execute(statement, values)
 
     def execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         """Run one statement for each row of values."""
+        self._blob_bytes += sum(len(value) for row in rows for value in row if isinstance(value, bytes))
         self._connection.executemany(statement, rows)
 
     def insert(self, table: str, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> None:
@@ -208,6 +212,9 @@ class DatabaseFile:
                 shared[name] = column[0]
             else:
                 own[name] = column
+        for column in own.values():
+            if rows and isinstance(column[0], bytes | memoryview):
+                self._blob_bytes += sum(map(len, column))
         for size in _INSERT_SIZES:
             while rows - start >= size:
                 # The values row after row, as the statement expects them.

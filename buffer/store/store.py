@@ -17,9 +17,6 @@ from tba.buffer.store.tables.prompts import CurriculumRows, Prompts, Visits
 from tba.buffer.store.tables.runs import Evaluations, Run, Runs, Senders, Snapshots
 from tba.buffer.store.tables.trajectories import Trajectories
 
-# Bytes that a transaction adds to the WAL for pages of tables and indexes, without its trajectories. Measured.
-_TRANSACTION_BYTES = 32 << 10
-
 
 class Store:
     """One open database with its tables. Not thread-safe. Raises as `DatabaseFile`."""
@@ -40,7 +37,6 @@ class Store:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit the block's writes, or none of them. Raises StorageError if the disk fails."""
-        before = self.database.changes
         try:
             with self.database.transaction():
                 yield
@@ -48,8 +44,6 @@ class Store:
         except BaseException:
             self.trajectories.rolled_back()
             raise
-        if self.database.changes > before:
-            self.database.note_written(_TRANSACTION_BYTES + self.trajectories.committed())
 
     def open_run(
         self,

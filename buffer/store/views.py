@@ -12,8 +12,34 @@ _TRAINED = """FROM consumption_rows c JOIN batches b ON b.id = c.batch
 # Whether an explorer, which names its policy, sampled a row. The policy of an import is one of another run.
 EXPLORED = """(t.policy_version < 0 AND json_type(t.metadata, '$.policy') IS 'text'
         AND json_type(t.metadata, '$.imported_version') IS NULL)"""
+_SLOTS = "FROM consumption_rows c CROSS JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.batch = b.id"
+# Trajectories of a run that `lengths` looks at, evenly spread over its ids: a view must not read a million rows.
+LENGTHS_SAMPLE = 10_000
+_CLASSES = "\n            ".join(
+    f"WHEN t.response_tokens >= {1 << power} THEN {1 << power}" for power in range(20, -1, -1)
+)
 
-TRAJECTORIES = f"""
+
+def _of_group(prompt: str, visit: str) -> str:
+    """Return the aggregate columns over one visit's rows: `prompt` is an SQL expression, `visit` a condition.
+
+    The condition on `prompt` is redundant, but only `prompt` has an index.
+    """
+    rows = f"FROM trajectory_rows t WHERE t.prompt = {prompt} AND t.visit {visit}"
+    good = f"{rows} AND t.error IS NULL"
+    return f"""(SELECT COUNT(*) {rows}) AS trajectories,
+       (SELECT COUNT(t.error) {rows}) AS errors,
+       (SELECT AVG(t.reward) {good}) AS mean_reward,
+       (SELECT MIN(t.reward) {good}) AS min_reward,
+       (SELECT MAX(t.reward) {good}) AS max_reward,
+       (SELECT MAX(0.0, AVG(t.reward * t.reward) - AVG(t.reward) * AVG(t.reward)) {good}) AS reward_variance,
+       (SELECT MAX(json_extract(t.sampling, '$.guided')) {rows}) AS guided,
+       (SELECT GROUP_CONCAT(DISTINCT t.policy_version) {rows}) AS policy_versions,
+       (SELECT SUM(t.response_tokens) {rows}) AS response_tokens"""
+
+
+VIEWS = (
+    f"""
 CREATE VIEW trajectories AS
 SELECT t.id, r.name AS run, p.key AS prompt, p.text AS prompt_text, p.answer, v.epoch AS epoch,
        s.sender AS searcher, s.host AS host,
@@ -36,11 +62,9 @@ LEFT JOIN visits v ON v.id = t.visit
 LEFT JOIN senders s ON s.id = t.sender
 LEFT JOIN snapshots n ON n.run = t.run AND n.version = t.policy_version
 LEFT JOIN archives a ON a.id = t.archive
-"""
-
-
-# Only rows with turns: an index has them, so that the first ten turns of a million rows without any are found at once.
-TURNS = """
+""",
+    # Only rows with turns: an index has them, so that the first ten of a million rows without any are found at once.
+    """
 CREATE VIEW turns AS
 SELECT t.id AS trajectory, r.name AS run, p.key AS prompt, j.key AS turn,
        json_extract(j.value, '$.start') AS start, json_extract(j.value, '$.tokens') AS tokens,
@@ -52,29 +76,9 @@ FROM trajectory_rows t CROSS JOIN json_each(t.turns) j
 LEFT JOIN runs r ON r.id = t.run
 LEFT JOIN prompts p ON p.id = t.prompt
 WHERE t.turns != '[]'
-"""
-
-
-def _of_group(prompt: str, visit: str) -> str:
-    """Return the aggregate columns over one visit's rows: `prompt` is an SQL expression, `visit` a condition.
-
-    The condition on `prompt` is redundant, but only `prompt` has an index.
-    """
-    rows = f"FROM trajectory_rows t WHERE t.prompt = {prompt} AND t.visit {visit}"
-    good = f"{rows} AND t.error IS NULL"
-    return f"""(SELECT COUNT(*) {rows}) AS trajectories,
-       (SELECT COUNT(t.error) {rows}) AS errors,
-       (SELECT AVG(t.reward) {good}) AS mean_reward,
-       (SELECT MIN(t.reward) {good}) AS min_reward,
-       (SELECT MAX(t.reward) {good}) AS max_reward,
-       (SELECT MAX(0.0, AVG(t.reward * t.reward) - AVG(t.reward) * AVG(t.reward)) {good}) AS reward_variance,
-       (SELECT MAX(json_extract(t.sampling, '$.guided')) {rows}) AS guided,
-       (SELECT GROUP_CONCAT(DISTINCT t.policy_version) {rows}) AS policy_versions,
-       (SELECT SUM(t.response_tokens) {rows}) AS response_tokens"""
-
-
-# The variance instead of the standard deviation: not every build of SQLite has sqrt().
-GROUPS = f"""
+""",
+    # The variance instead of the standard deviation: not every build of SQLite has sqrt().
+    f"""
 CREATE VIEW groups AS
 SELECT r.name AS run, p.key AS prompt, v.epoch AS epoch, v.id AS visit, v.leased_at AS leased_at, v.done_at AS done_at,
        {_of_group("v.prompt", "= v.id")}
@@ -87,9 +91,8 @@ SELECT r.name AS run, p.key AS prompt, NULL AS epoch, NULL AS visit, NULL AS lea
 FROM prompts p
 LEFT JOIN runs r ON r.id = p.run
 WHERE EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.prompt = p.id AND t.visit IS NULL)
-"""
-
-CONSUMPTION = """
+""",
+    """
 CREATE VIEW consumption AS
 SELECT r.name AS run, b.step, c.slot, c.trajectory, p.key AS prompt, t.reward, t.policy_version, c.staleness,
        c.logprob, c.log_ratio, c.advantage, c.weight, c.mismatch, c.skipped,
@@ -100,9 +103,8 @@ LEFT JOIN batches b ON b.id = c.batch
 LEFT JOIN trajectory_rows t ON t.id = c.trajectory
 LEFT JOIN prompts p ON p.id = t.prompt
 LEFT JOIN runs r ON r.id = b.run
-"""
-
-STALENESS = """
+""",
+    """
 CREATE VIEW staleness AS
 SELECT r.name AS run, b.step, b.prompts * b.samples AS slots, b.trajectories,
        b.min_staleness, b.mean_staleness, b.max_staleness, b.mean_age_seconds, b.max_age_seconds, b.mean_reward,
@@ -110,17 +112,15 @@ SELECT r.name AS run, b.step, b.prompts * b.samples AS slots, b.trajectories,
        b.handed_out_at, b.trained_at
 FROM batches b
 LEFT JOIN runs r ON r.id = b.run
-"""
-
-CLIENTS = """
+""",
+    """
 CREATE VIEW clients AS
 SELECT s.id, r.name AS run, s.sender, s.role, s.host, s.pid, s.trajectories, s.errors, s.response_tokens,
        s.reward_sum / NULLIF(s.trajectories - s.errors, 0) AS mean_reward, s.first_received_at, s.last_received_at
 FROM senders s
 LEFT JOIN runs r ON r.id = s.run
-"""
-
-EVALUATIONS = """
+""",
+    """
 CREATE VIEW evaluations AS
 SELECT r.name AS run, e.version, e.step, e.prompts AS held_out_prompts,
        json_extract(e.metrics, '$.accuracy') AS accuracy,
@@ -133,9 +133,8 @@ SELECT r.name AS run, e.version, e.step, e.prompts AS held_out_prompts,
        strftime('%Y-%m-%dT%H:%M:%SZ', e.evaluated_at, 'unixepoch') AS evaluated_at_text
 FROM evaluation_rows e
 LEFT JOIN runs r ON r.id = e.run
-"""
-
-HELD_OUT = """
+""",
+    """
 CREATE VIEW held_out AS
 SELECT r.name AS run, e.version, e.step, h.prompt, h.prompt_text, h.answer, h.response, h.reward,
        COALESCE(json_extract(h.reward_parts, '$.correct') >= 1, h.reward > 0) AS passed,
@@ -143,15 +142,8 @@ SELECT r.name AS run, e.version, e.step, h.prompt, h.prompt_text, h.answer, h.re
 FROM held_out_rows h
 JOIN evaluation_rows e ON e.id = h.evaluation
 LEFT JOIN runs r ON r.id = h.run
-"""
-
-# Trajectories of a run that `lengths` looks at, evenly spread over its ids: a view must not read a million rows.
-LENGTHS_SAMPLE = 10_000
-_CLASSES = "\n            ".join(
-    f"WHEN t.response_tokens >= {1 << power} THEN {1 << power}" for power in range(20, -1, -1)
-)
-
-LENGTHS = f"""
+""",
+    f"""
 CREATE VIEW lengths AS
 WITH RECURSIVE ends (run, first, last) AS (
     SELECT id, (SELECT t.id FROM trajectory_rows t WHERE t.run = runs.id ORDER BY t.received_at, t.id LIMIT 1),
@@ -175,11 +167,8 @@ SELECT r.name AS run, s.least_tokens, COUNT(*) AS trajectories, COUNT(s.error) A
        AVG(s.first_trained_at - s.created_at) AS mean_seconds_to_training
 FROM sampled s JOIN runs r ON r.id = s.run
 GROUP BY s.run, s.least_tokens
-"""
-
-_SLOTS = "FROM consumption_rows c CROSS JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.batch = b.id"
-
-WASTE = f"""
+""",
+    f"""
 CREATE VIEW waste AS
 SELECT r.name AS run, b.step, b.prompts AS groups,
        (SELECT COUNT(*) FROM (SELECT 1 {_SLOTS} GROUP BY t.prompt, json_extract(t.sampling, '$.guided')
@@ -189,26 +178,12 @@ SELECT r.name AS run, b.step, b.prompts AS groups,
        b.trained_at
 FROM batches b
 LEFT JOIN runs r ON r.id = b.run
-"""
-
-CURRICULUM = """
+""",
+    """
 CREATE VIEW curriculum AS
 SELECT r.name AS run, c.epoch, p.key AS prompt, c.decision, 1.0 * c.passed / c.answers AS pass_rate, c.answers
 FROM curriculum_rows c
 LEFT JOIN prompts p ON p.id = c.prompt
 LEFT JOIN runs r ON r.id = c.run
-"""
-
-VIEWS = (
-    TRAJECTORIES,
-    TURNS,
-    GROUPS,
-    CONSUMPTION,
-    STALENESS,
-    CLIENTS,
-    EVALUATIONS,
-    HELD_OUT,
-    LENGTHS,
-    WASTE,
-    CURRICULUM,
+""",
 )

@@ -33,6 +33,7 @@ SELECT t.id, p.key AS prompt_key, t.reward, t.reward_parts, t.policy_version, c.
        json_extract(t.sampling, '$.temperature') AS temperature,
        json_extract(t.sampling, '$.top_p') IS NOT 1 OR json_extract(t.sampling, '$.top_k') IS NOT NULL
            OR json_extract(t.sampling, '$.min_p') IS NOT NULL AS is_cut,
+       b.recency_window, b.recency_groups, b.recency_missed,
        {EXPLORED} AS explored, json_type(t.sampling, '$.guided') IS NOT NULL AS guided,
        r.logprob AS reference_logprob,
        (SELECT COUNT(*) FROM consumption_rows e WHERE e.trajectory = t.id AND e.batch < b.id) AS times_used,
@@ -97,12 +98,6 @@ class Batches:
         self._database.insert("consumption_rows", _CONSUMPTION_COLUMNS, columns)
         self._database.execute(_SUMMARISE, (cursor.lastrowid,))
 
-    def recency(self, run: Run, step: int) -> tuple[int, int, int]:
-        """Return the `recency` of the recorded batch of a step."""
-        query = "SELECT recency_window, recency_groups, recency_missed FROM batches WHERE run = ? AND step = ?"
-        window, groups, missed = self._database.one(query, run.id, step)
-        return window, groups, missed
-
     def rows(self, run: Run, step: int, reference: str) -> dict[str, list[Any]]:
         """Return the recorded batch of a step as columns in slot order; `is_cut`: a part of the vocabulary was left."""
         cursor = self._database.execute(_SELECT_BATCH, (reference, run.id, step))
@@ -133,7 +128,6 @@ class Batches:
         log_ratios = log_ratios or [None] * len(numbers.skipped)
         rows = zip(*columns, log_ratios, repeat(batch), range(len(numbers.skipped)), strict=False)
         self._database.execute_many(_SET_NUMBERS, list(rows))
-        self._trajectories.count_logged(sum(map(len, filter(None, log_ratios))))
 
     def steps_done(self, run: Run) -> int:
         """Return the number of steps that were trained."""
@@ -149,9 +143,3 @@ class Batches:
         slots = "SELECT COUNT(*) FROM batches b JOIN consumption_rows c ON c.batch = b.id WHERE b.run = r.id"
         query = f"SELECT ({slots}) + r.pruned_slots FROM runs r WHERE r.id = ?"  # noqa: S608
         return int(self._database.one(query, run.id)[0])
-
-    def losses(self, run: Run) -> dict[int, float]:
-        """Return the loss of each step that reported one."""
-        query = """SELECT step, json_extract(metrics, '$.loss') FROM batches
-                   WHERE run = ? AND trained_at IS NOT NULL AND json_extract(metrics, '$.loss') IS NOT NULL"""
-        return dict(self._database.all(query, run.id))

@@ -21,8 +21,6 @@ from tba.common.wire.trajectory import ARRAY_KINDS, KEPT, ROW_FIELDS
 _BLOCK_ROWS = 256
 # The responses whose mean length is expected of the next one.
 _NEWEST = 8
-# Approximate size of a trajectory in the write-ahead log, without its payload.
-_ROW_BYTES = 1024
 # Bytes of the numbers of a row in the header of a batch.
 _NUMBER_BYTES = 128
 _TURN_BYTES = 9
@@ -74,8 +72,6 @@ class Trajectories:
 
     def __init__(self, database: DatabaseFile) -> None:
         self._database = database
-        # Approximate bytes that the current transaction adds to the write-ahead log.
-        self._unlogged = 0
         self._next_id: int | None = None
         self._archives = Archives()
         self._forget_new()
@@ -109,7 +105,6 @@ class Trajectories:
         if kept:
             self._database.insert("kept_tokens", ("trajectory", "kept"), list(zip(*kept, strict=True)))
         self._count_delivered()
-        self._unlogged += sum(rows["payload_bytes"]) + _ROW_BYTES * len(rows["id"])
         self._forget_new()
 
     def _count_delivered(self) -> None:
@@ -146,19 +141,19 @@ class Trajectories:
                    WHERE NOT EXISTS (SELECT 1 FROM trajectory_rows t WHERE t.id = asked.value)"""
         return [id_ for (id_,) in self._database.all(query, json.dumps(list(trajectories)))]
 
-    def header_bytes(self, trajectories: Sequence[int]) -> dict[int, int]:
-        """Return how many bytes each trajectory takes at most in the header of a batch.
+    def sizes(self, trajectories: Sequence[int]) -> dict[int, tuple[int, int, int]]:
+        """Return how many bytes each trajectory takes at most in the header of a batch, and of prompt and response ids.
 
         A reward part is at most twice as long in msgpack as in JSON. A row has a dozen numbers, and turns' rewards.
         """
         self.flush()
-        query = """SELECT t.id, p.key, t.reward_parts, IIF(json_valid(t.turns), json_array_length(t.turns), 0)
-                   FROM json_each(?) asked
+        query = """SELECT t.id, p.key, t.reward_parts, IIF(json_valid(t.turns), json_array_length(t.turns), 0),
+                   4 * t.prompt_tokens, 4 * t.response_tokens FROM json_each(?) asked
                    CROSS JOIN trajectory_rows t ON t.id = asked.value JOIN prompts p ON p.id = t.prompt"""
-        rows = self._database.all(query, json.dumps(list(trajectories)))
+        rows = self._database.all(query, json.dumps(list(set(trajectories))))
         return {
-            id_: _NUMBER_BYTES + _TURN_BYTES * turns + len(key.encode()) + 2 * len(parts.encode())
-            for id_, key, parts, turns in rows
+            id_: (_NUMBER_BYTES + _TURN_BYTES * turns + len(key.encode()) + 2 * len(parts.encode()), prompt, response)
+            for id_, key, parts, turns, prompt, response in rows
         }
 
     def blocks(self, run: Run) -> Iterator[tuple[tuple[int, int | None, int | None], tuple[Sequence[Any], ...]]]:
@@ -217,13 +212,6 @@ class Trajectories:
             )
         return [found[id_] for id_ in trajectories]
 
-    def largest_frame(self, trajectories: Sequence[int]) -> int:
-        """Return the bytes of the largest frame of a batch but that of kept tokens. A repeated one counts again."""
-        self.flush()
-        query = """SELECT MAX(4 * COALESCE(SUM(t.prompt_tokens), 0), 4 * COALESCE(SUM(t.response_tokens), 0))
-                   FROM json_each(?) asked CROSS JOIN trajectory_rows t ON t.id = asked.value"""
-        return int(self._database.one(query, json.dumps(trajectories))[0])
-
     def payload_sizes(self, run: Run) -> dict[int, int]:
         """Return the bytes of the payload of each trajectory that has one."""
         tables = "FROM payloads y JOIN trajectory_rows t ON t.id = y.trajectory"
@@ -232,7 +220,6 @@ class Trajectories:
     def drop_payloads(self, trajectories: Sequence[int], now: float) -> None:
         """Delete payloads and what else is stored of their tokens, and set `compacted_at` of their trajectories."""
         ids = [(id_,) for id_ in trajectories]
-        self.count_logged(_ROW_BYTES * len(ids))
         for table in ("payloads", "kept_tokens"):
             self._database.execute_many(f"DELETE FROM {table} WHERE trajectory = ?", ids)  # noqa: S608
         dropped = [(now, id_) for id_ in trajectories]
@@ -262,16 +249,7 @@ class Trajectories:
             [(file.url, id_) for id_ in ids],
         )
 
-    def count_logged(self, size: int) -> None:
-        """Note that the transaction wrote this many bytes to another table."""
-        self._unlogged += size
-
-    def committed(self) -> int:
-        """Note a commit. Returns approximately how many bytes the transaction added to the write-ahead log."""
-        logged, self._unlogged = self._unlogged, 0
-        return logged
-
     def rolled_back(self) -> None:
         """Forget the rows and ids of a transaction that was rolled back."""
         self._forget_new()
-        self._next_id, self._unlogged = None, 0
+        self._next_id = None

@@ -84,7 +84,9 @@ def test_the_size_of_a_batch_counts_the_rewards_of_turns(harness):
     header = encode_reply(reply.message, id=1, run="", state=STATE, frames=reply.frames)[0]
     # What `_MAX_BATCH_HEADER` leaves for the rest of a header.
     assert len(header) - (64 << 10) > 0
-    assert len(header) - 1000 <= sum(buffer.store.trajectories.header_bytes(reply.message.trajectory_ids).values())
+    assert len(header) - 1000 <= sum(
+        size for size, *_ in buffer.store.trajectories.sizes(reply.message.trajectory_ids).values()
+    )
 
 
 def test_a_batch_without_episodes_has_no_turn_rewards(harness):

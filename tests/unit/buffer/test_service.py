@@ -47,7 +47,8 @@ def test_a_batch_carries_the_payloads_that_were_put_and_is_repeated_on_request(h
 
 def test_a_batch_that_fits_no_message_is_refused_and_not_recorded(harness, monkeypatch):
     buffer = harness(fill=(2, 2))
-    largest = buffer.service.state.store.trajectories.largest_frame([1, 2, 3, 4])
+    sizes = buffer.store.trajectories.sizes([1, 2, 3, 4]).values()
+    largest = max(sum(prompt for _, prompt, _ in sizes), sum(response for *_, response in sizes))
     monkeypatch.setattr("tba.buffer.service.training.MAX_FRAME_BYTES", largest - 1)
     with pytest.raises(Refused, match="at most"):
         buffer.sample(0, 2, 2)

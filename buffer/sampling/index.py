@@ -69,21 +69,17 @@ class Block(NamedTuple):
     trained: Sequence[bool]
     payload_bytes: Sequence[int]
 
-    def columns(self) -> tuple[Sequence[Any], ...]:
-        """Return all but the prompt."""
-        return self[1:]
-
     def without_duplicates(self) -> "Block":
         """Keep only the last of the entries with the same hash."""
         last = {dedup_hash: position for position, dedup_hash in enumerate(self.dedup_hash)}
         if len(last) == len(self.id):
             return self
-        kept, columns = sorted(last.values()), self.columns()
-        return Block(self.prompt, *([column[position] for position in kept] for column in columns))
+        kept = sorted(last.values())
+        return Block(self.prompt, *([column[position] for position in kept] for column in self[1:]))
 
     def single_entries(self) -> Iterator["Block"]:
         """Yield each entry as a block of its own."""
-        for values in zip(*self.columns(), strict=True):
+        for values in zip(*self[1:], strict=True):
             yield Block(self.prompt, *([value] for value in values))
 
 

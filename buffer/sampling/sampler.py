@@ -257,9 +257,9 @@ class Sampler:
         """Return the first `count` prompts that a rule draws without replacement, in this order."""
         rules = self.rules
         if word == "rank":
-            ranked = np.concatenate(
-                [_descending(table.score, tier) for tier in self._tiers(word, table, eligible, ages)]
-            )
+            members = map(np.flatnonzero, self._tiers(word, table, eligible, ages))
+            # The highest score first, of equal ones the lowest ordinal.
+            ranked = np.concatenate([each[np.argsort(-table.score[each], kind="stable")] for each in members])
             return list(ranked[draw_positions(_by_rank(len(ranked)), count, replace=False, rng=rng)].tolist())
         temperature = rules.inverse_temperature if word == "softmax" else 0.0
         log_flat = math.log(rules.flat_group_weight or 1.0)
@@ -327,13 +327,6 @@ def _by_variance(table: PromptTable, tier: Mask, fraction: float) -> Iterator[Ma
         yield most
         tier = tier & ~most
     yield tier
-
-
-def _descending(score: Vector, members: Mask) -> Ordinals:
-    """Return the members with the highest score first, of equal ones the lowest ordinal."""
-    prompts = np.flatnonzero(members)
-    descending: Ordinals = prompts[np.argsort(-score[prompts], kind="stable")]
-    return descending
 
 
 def _log_weights(rewards: Vector, word: Priority, rules: BufferSection) -> Vector:

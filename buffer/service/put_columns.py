@@ -18,7 +18,7 @@ import xxhash
 from tba.common.errors import Oversize, WireError
 from tba.common.wire.codec import Request
 from tba.common.wire.fields import NO_POLICY
-from tba.common.wire.messages import Message, PutTrajectories, Rows, Sampling
+from tba.common.wire.messages import Message, PutTrajectories, Sampling
 from tba.common.wire.trajectory import (
     ARRAY_KINDS,
     PROMPT_IDS,
@@ -78,10 +78,11 @@ def to_columns(request: Request) -> Message | PutColumns:
     sizes = [[count * unit for count in own] if frame.nbytes else own for unit, own, frame in each]
     payload = [slices(column, frame) for column, frame in zip(sizes, frames, strict=True)]
     columns: dict[str, Sequence[Any]] = {name: getattr(rows, name) for name in ROW_FIELDS}
-    columns["reward_parts"] = [msgspec.json.encode(parts).decode() for parts in rows.reward_parts]
+    columns["reward_parts"] = list(map(_json, rows.reward_parts))
     columns["sampling"], columns["guided_and_phase"] = zip(*map(_settings, rows.sampling), strict=True)
     columns["metadata"], counts_from = _metadata(rows.metadata)
-    columns["turns"], columns["error_kind"] = _turns(rows), rows.error_kind or [None] * len(rows.prompt_key)
+    columns["turns"] = ["[]"] * len(rows.prompt_key) if rows.turns is None else list(map(_json, rows.turns))
+    columns["error_kind"] = rows.error_kind or [None] * len(rows.prompt_key)
     columns["prompt_tokens"], columns["response_tokens"] = rows.prompt_ids_count, rows.response_ids_count
     columns["dedup_hash"] = _hashes(payload[PROMPT_IDS], payload[RESPONSE_IDS])
     columns["payload_bytes"] = list(map(sum, zip(*sizes, strict=True)))
@@ -97,10 +98,8 @@ def to_columns(request: Request) -> Message | PutColumns:
     )
 
 
-def _turns(rows: Rows) -> list[str]:
-    if rows.turns is None:
-        return ["[]"] * len(rows.prompt_key)
-    return [msgspec.json.encode(turns).decode() for turns in rows.turns]
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _versions(counts: Sequence[int], frame: memoryview) -> list[tuple[int, ...]]:
@@ -121,7 +120,7 @@ def _hashes(prompts: Sequence[memoryview], responses: Sequence[memoryview]) -> l
 # A run has few different settings, and with guided responses as many as demonstrations have tokens.
 @functools.lru_cache(1 << 16)
 def _settings(sampling: Sampling) -> tuple[str, tuple[int | None, int | None]]:
-    return msgspec.json.encode(sampling).decode(), (sampling.guided, sampling.phase)
+    return _json(sampling), (sampling.guided, sampling.phase)
 
 
 def _depth(value: Any) -> int:

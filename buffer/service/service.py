@@ -1,6 +1,6 @@
 """Dispatch each request to its handler. No sockets: requests in, replies out, in one transaction.
 
-    BufferService ──► Leasing, Ingest, Training ──► RunState ──► Store
+    BufferService ──► ingest, leasing, training ──► RunState ──► Store
 
 Handlers write through the store and update the memory alongside it (index, leases, versions). If the transaction
 fails, the memory is rebuilt from the file: it never holds more than what is committed.
@@ -9,18 +9,19 @@ fails, the memory is rebuilt from the file: it never holds more than what is com
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from tba.buffer.service import ingest, training
 from tba.buffer.service.clients import GONE
-from tba.buffer.service.ingest import Ingest
 from tba.buffer.service.leasing import Leasing
 from tba.buffer.service.pace import Counters
 from tba.buffer.service.put_columns import PutColumns
 from tba.buffer.service.run_state import AsOf, ReplyBody, RunState, refuse_beyond
 from tba.buffer.service.stall import find_stall
-from tba.buffer.service.training import RecordBatch, Training
+from tba.buffer.service.training import RecordBatch
 from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.common.clock import Clock
@@ -55,19 +56,19 @@ class BufferService:
         as_of: AsOf | None = None,
         record_batch: RecordBatch | None = None,
     ) -> None:
-        self.state = RunState(store, run, config, clock, as_of)
+        self.state = state = RunState(store, run, config, clock, as_of)
         self.counters = Counters(clock)
-        self._leasing = leasing = Leasing(self.state)
-        training = Training(self.state, record_batch)
+        self._leasing = leasing = Leasing(state)
+        record_batch = record_batch or partial(training.draw_batch, state)
         self._handlers: dict[type[messages.Message | PutColumns], Callable[[Any, str], ReplyBody | None]] = {
-            PutColumns: Ingest(self.state).put,
+            PutColumns: partial(ingest.store_rows, state),
             messages.Hello: self._hello,
             messages.RegisterPrompts: leasing.register_prompts,
             messages.LeasePrompts: leasing.lease_prompts,
-            messages.SampleBatch: training.sample_batch,
-            messages.ReportStep: training.report_step,
-            messages.AnnounceSnapshot: training.announce_snapshot,
-            messages.FinishRun: training.finish_run,
+            messages.SampleBatch: partial(training.sample_batch, state, record_batch),
+            messages.ReportStep: partial(training.report_step, state),
+            messages.AnnounceSnapshot: partial(training.announce_snapshot, state),
+            messages.FinishRun: partial(training.finish_run, state),
             messages.Heartbeat: self._heartbeat,
             messages.Goodbye: self._goodbye,
             Archive: self._archive,

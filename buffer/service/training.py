@@ -1,6 +1,5 @@
 """Requests of the trainer: batches, finished steps, snapshots, the end of the run."""
 
-import functools
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TypeVar
@@ -126,123 +125,119 @@ def _refuse_other_rows(step: int, rows: RowNumbers, tokens: Sequence[int]) -> No
             )
 
 
-class Training:
-    """Handles SampleBatch, ReportStep, AnnounceSnapshot and FinishRun."""
+def sample_batch(state: RunState, record: RecordBatch, message: messages.SampleBatch, _: str) -> ReplyBody | None:
+    """Return the batch of a step, recorded first in the same transaction; None parks the request.
 
-    def __init__(self, state: RunState, record: RecordBatch | None) -> None:
-        self._state = state
-        self._record = record or functools.partial(draw_batch, state)
+    Raises Refused if payloads of the batch were compacted.
+    """
+    _refuse_skipped_step(state, message.step)
+    is_new = not state.store.batches.has(state.run, message.step)
+    if is_new and (shortage := record(message)):
+        # A trainer that requests the batch of a later step is still training.
+        reason = shortage.reason if message.step <= state.steps_done else ""
+        state.pace.wait_for(reason, (shortage.have, len(state.index)), state.index.left)
+        return None
+    state.pace.wait_for("")
+    state.may_skip_steps, state.next_step = False, max(state.next_step, message.step + 1)
+    rows = state.store.batches.rows(state.run, message.step, message.reference)
+    blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
+    turn_rewards = [_decoded(_turn_rewards, text, "turns") for text in rows["turn_rewards"]]
+    if sum(map(len, blobs[KEPT])) > MAX_FRAME_BYTES:
+        # They fit no message: the ratios of this batch are not known, in a repetition neither.
+        blobs[KEPT] = (b"",) * len(blobs[KEPT])
+    has_kept = [len(blob) > 0 for blob in blobs[KEPT]]
+    # Without kept tokens, the ratios of a response that was cut are not known.
+    known = [kept or not cut for kept, cut in zip(has_kept, rows["is_cut"], strict=True)]
+    if not any(has_kept):
+        blobs = blobs[:KEPT]
+    counts = {
+        f"{kind.name}_count": [len(blob) // kind.unit_bytes for blob in column]
+        for kind, column in zip(ARRAY_KINDS, blobs, strict=False)
+    }
+    batch = messages.Batch(
+        step=message.step,
+        trajectory_ids=rows["id"],
+        prompt_key=rows["prompt_key"],
+        reward=rows["reward"],
+        reward_parts=[_decoded(_parts, text, "reward parts") for text in rows["reward_parts"]],
+        policy_version=rows["policy_version"],
+        staleness=rows["staleness"],
+        temperature=[one if is_known else 0.0 for one, is_known in zip(rows["temperature"], known, strict=True)],
+        reference_logprobs=rows["reference_logprob"],
+        **{name: rows[name][0] for name in ("recency_window", "recency_groups", "recency_missed")},
+        reuse_mean=sum(rows["times_used"]) / len(rows["id"]),
+        turn_rewards=turn_rewards if any(turn_rewards) else None,
+        explored=_flags(rows["explored"]),
+        guided=_flags(rows["guided"]),
+        **counts,
+    )
+    return ReplyBody(batch, [b"".join(column) for column in blobs])
 
-    def sample_batch(self, message: messages.SampleBatch, _: str) -> ReplyBody | None:
-        """Return the batch of a step, recorded first in the same transaction; None parks the request.
 
-        Raises Refused if payloads of the batch were compacted.
-        """
-        state = self._state
-        self._refuse_skipped_step(message.step)
-        is_new = not state.store.batches.has(state.run, message.step)
-        if is_new and (shortage := self._record(message)):
-            # A trainer that requests the batch of a later step is still training.
-            reason = shortage.reason if message.step <= state.steps_done else ""
-            state.pace.wait_for(reason, (shortage.have, len(state.index)), state.index.left)
-            return None
-        state.pace.wait_for("")
-        state.may_skip_steps, state.next_step = False, max(state.next_step, message.step + 1)
-        rows = state.store.batches.rows(state.run, message.step, message.reference)
-        blobs = list(zip(*state.store.trajectories.payloads(rows["id"]), strict=True))
-        turn_rewards = [_decoded(_turn_rewards, text, "turns") for text in rows["turn_rewards"]]
-        if sum(map(len, blobs[KEPT])) > MAX_FRAME_BYTES:
-            # They fit no message: the ratios of this batch are not known, in a repetition neither.
-            blobs[KEPT] = (b"",) * len(blobs[KEPT])
-        has_kept = [len(blob) > 0 for blob in blobs[KEPT]]
-        # Without kept tokens, the ratios of a response that was cut are not known.
-        known = [kept or not cut for kept, cut in zip(has_kept, rows["is_cut"], strict=True)]
-        if not any(has_kept):
-            blobs = blobs[:KEPT]
-        counts = {
-            f"{kind.name}_count": [len(blob) // kind.unit_bytes for blob in column]
-            for kind, column in zip(ARRAY_KINDS, blobs, strict=False)
-        }
-        batch = messages.Batch(
-            step=message.step,
-            trajectory_ids=rows["id"],
-            prompt_key=rows["prompt_key"],
-            reward=rows["reward"],
-            reward_parts=[_decoded(_parts, text, "reward parts") for text in rows["reward_parts"]],
-            policy_version=rows["policy_version"],
-            staleness=rows["staleness"],
-            temperature=[one if is_known else 0.0 for one, is_known in zip(rows["temperature"], known, strict=True)],
-            reference_logprobs=rows["reference_logprob"],
-            **{name: rows[name][0] for name in ("recency_window", "recency_groups", "recency_missed")},
-            reuse_mean=sum(rows["times_used"]) / len(rows["id"]),
-            turn_rewards=turn_rewards if any(turn_rewards) else None,
-            explored=_flags(rows["explored"]),
-            guided=_flags(rows["guided"]),
-            **counts,
+def report_step(state: RunState, message: messages.ReportStep, _: str) -> ReplyBody:
+    """Record that the optimiser step is done, with the numbers of its rows and its reference log-probabilities."""
+    tokens = state.store.batches.response_tokens(state.run, message.step)
+    if not tokens:
+        raise Refused("unknown_step", f"no batch was handed out for step {message.step}")
+    if unknown := state.store.trajectories.unknown(message.trajectory_ids):
+        raise Refused(
+            "unknown_trajectory",
+            f"the report of step {message.step} has log-probabilities of trajectory {unknown[0]}, which does not "
+            "exist: report those of the batch",
         )
-        return ReplyBody(batch, [b"".join(column) for column in blobs])
+    if message.rows is not None:
+        _refuse_other_rows(message.step, message.rows, tokens)
+    state.store.batches.report(state.run, message, state.clock.wall())
+    state.steps_done = max(state.steps_done, message.step + 1)
+    state.pace.note_step(message.step, message.metrics)
+    return ReplyBody(messages.Done())
 
-    def report_step(self, message: messages.ReportStep, _: str) -> ReplyBody:
-        """Record that the optimiser step is done, with the numbers of its rows and its reference log-probabilities."""
-        state = self._state
-        if not state.store.batches.has(state.run, message.step):
-            raise Refused("unknown_step", f"no batch was handed out for step {message.step}")
-        if unknown := state.store.trajectories.unknown(message.trajectory_ids):
-            raise Refused(
-                "unknown_trajectory",
-                f"the report of step {message.step} has log-probabilities of trajectory {unknown[0]}, which does not "
-                "exist: report those of the batch",
-            )
-        if message.rows is not None:
-            _refuse_other_rows(message.step, message.rows, state.store.batches.response_tokens(state.run, message.step))
-        state.store.batches.report(state.run, message, state.clock.wall())
-        state.steps_done = max(state.steps_done, message.step + 1)
-        state.pace.note_step(message.step, message.metrics)
-        return ReplyBody(messages.Done())
 
-    def announce_snapshot(self, message: messages.AnnounceSnapshot, _: str) -> ReplyBody:
-        """Record a snapshot. Every reply carries the newest one."""
-        state, weights = self._state, message.weights
-        self._refuse_skipped_versions(weights)
-        known = state.versions.get(weights.version)
-        if known is not None and known != weights:
-            raise Refused("version_taken", f"snapshot v{known.version} was announced before, with other content")
-        state.store.snapshots.add(state.run, message, state.clock.wall())
-        state.may_skip_versions = False
-        state.versions[weights.version] = weights
-        state.newest = state.versions[max(state.versions)]
-        return ReplyBody(messages.Done())
+def announce_snapshot(state: RunState, message: messages.AnnounceSnapshot, _: str) -> ReplyBody:
+    """Record a snapshot. Every reply carries the newest one."""
+    weights = message.weights
+    _refuse_skipped_versions(state, weights)
+    known = state.versions.get(weights.version)
+    if known is not None and known != weights:
+        raise Refused("version_taken", f"snapshot v{known.version} was announced before, with other content")
+    state.store.snapshots.add(state.run, message, state.clock.wall())
+    state.may_skip_versions = False
+    state.versions[weights.version] = weights
+    state.newest = state.versions[max(state.versions)]
+    return ReplyBody(messages.Done())
 
-    def _refuse_skipped_step(self, step: int) -> None:
-        """Raise Refused for a step after the next one. A trainer may begin with any: its checkpoint may be newer than a
-        database that was restored from a copy."""
-        state = self._state
-        refuse_beyond("step", step)
-        if step > state.next_step and not state.may_skip_steps:
-            raise Refused("out_of_range", f"a batch of step {step} is refused: the next step is {state.next_step}")
 
-    def _refuse_skipped_versions(self, weights: messages.WeightsRef) -> None:
-        """Raise Refused for a version far beyond the newest: no later one could be announced.
+def _refuse_skipped_step(state: RunState, step: int) -> None:
+    """Raise Refused for a step after the next one. A trainer may begin with any: its checkpoint may be newer than a
+    database that was restored from a copy."""
+    refuse_beyond("step", step)
+    if step > state.next_step and not state.may_skip_steps:
+        raise Refused("out_of_range", f"a batch of step {step} is refused: the next step is {state.next_step}")
 
-        A publication takes up to two versions at most once per step. The first of a trainer may skip more: directories
-        of versions may be left of an earlier one.
-        """
-        state, newest = self._state, self._state.newest
-        refuse_beyond("snapshot", weights.version, weights.step)
-        version, step = (newest.version, newest.step) if newest else (-1, 0)
-        steps = max(0, state.next_step - step)
-        most = version + (_LEFT_VERSIONS if state.may_skip_versions else _VERSIONS_PER_STEP * steps + _SPARE_VERSIONS)
-        if weights.version > most:
-            raise Refused(
-                "out_of_range",
-                f"snapshot v{weights.version} is refused: after v{version} and {steps} recorded steps v{most} is the "
-                "newest that is possible",
-            )
 
-    def finish_run(self, message: messages.FinishRun, _: str) -> ReplyBody:
-        """Record that the last step is done."""
-        self._state.store.runs.finish(self._state.run, message.step)
-        if not self._state.finished:
-            log.info("run finished", run=self._state.run.name, step=message.step)
-        self._state.finished = True
-        return ReplyBody(messages.Done())
+def _refuse_skipped_versions(state: RunState, weights: messages.WeightsRef) -> None:
+    """Raise Refused for a version far beyond the newest: no later one could be announced.
+
+    A publication takes up to two versions at most once per step. The first of a trainer may skip more: directories
+    of versions may be left of an earlier one.
+    """
+    newest = state.newest
+    refuse_beyond("snapshot", weights.version, weights.step)
+    version, step = (newest.version, newest.step) if newest else (-1, 0)
+    steps = max(0, state.next_step - step)
+    most = version + (_LEFT_VERSIONS if state.may_skip_versions else _VERSIONS_PER_STEP * steps + _SPARE_VERSIONS)
+    if weights.version > most:
+        raise Refused(
+            "out_of_range",
+            f"snapshot v{weights.version} is refused: after v{version} and {steps} recorded steps v{most} is the "
+            "newest that is possible",
+        )
+
+
+def finish_run(state: RunState, message: messages.FinishRun, _: str) -> ReplyBody:
+    """Record that the last step is done."""
+    state.store.runs.finish(state.run, message.step)
+    if not state.finished:
+        log.info("run finished", run=state.run.name, step=message.step)
+    state.finished = True
+    return ReplyBody(messages.Done())

@@ -34,8 +34,8 @@ _PAGE_BYTES = 8192
 _CHECKED_BYTES = 128 << 20
 # As much in the WAL is worth a checkpoint, which takes tens of milliseconds.
 _CHECKPOINT_BYTES = 8 << 20
-# Approximate bytes in the WAL of a transaction, for pages of tables and indexes, and of each row that it changes but for
-# its blobs. Measured.
+# Approximate bytes that a transaction adds to the WAL for pages of tables and indexes, and for each row that it changes
+# without its blobs. Measured.
 _TRANSACTION_BYTES, _ROW_BYTES = 32 << 10, 512
 # Longest wait for a lock of another program.
 _BUSY_SECONDS = 10.0

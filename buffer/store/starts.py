@@ -286,16 +286,12 @@ def _recorded(config: Config) -> dict[str, Any]:
 
 def _differences(recorded: Mapping[str, Any], config: Config, evaluates: bool) -> Sequence[tuple[str, Any, Any]]:
     """Return (key, recorded value, value) of what differs. A key that was not recorded differs in nothing."""
-    new = record_of(config)
-    tasks = [(found.get("task", {}), found.get(DIRECTORY, "")) for found in (recorded, new)]
-    # As written, and as absolute paths: a run may have moved with its files, or be continued from another directory.
-    pairs = [[task for task, _ in tasks], [absolute_paths(*task) for task in tasks]]
-    keys = _OF_TASK if evaluates else (*_OF_TASK, *_OF_PROMPTS)
-    found = [
-        (f"task.{key}", recorded["task"][key], new["task"][key])
-        for key in keys
-        if all(key in old and _comparable(key, old[key]) != _comparable(key, now[key]) for old, now in pairs)
-    ]
+    new, keys = record_of(config), _OF_TASK if evaluates else (*_OF_TASK, *_OF_PROMPTS)
+    starts = []
+    for work in (recorded, new):
+        task = {key: _comparable(key, value) for key, value in work.get("task", {}).items() if key in keys}
+        starts.append(Start(task, work.get(DIRECTORY, "")))
+    found = [(f"task.{key}", recorded["task"][key], new["task"][key]) for key, *_ in changed(*starts)]
     if _is_other_model(recorded, config):
         found.append(("model.path", recorded["model"]["path"], config.model.path))
     return found

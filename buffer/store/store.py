@@ -6,6 +6,7 @@ Invariant: nothing is acknowledged before its transaction has committed. There i
 """
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -58,8 +59,9 @@ class Store:
 
         `origins` says what set each dotted key of `config`; None if that is not known.
         """
+        start = json.dumps(config), json.dumps(software), None if origins is None else json.dumps(origins)
         with self.transaction():
-            return self.runs.open(name, seed=seed, config=config, software=software, origins=origins, now=time.time())
+            return self.runs.open(name, seed, time.time(), start)
 
     def close(self) -> None:
         """Close the file."""

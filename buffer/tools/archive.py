@@ -23,6 +23,7 @@ from tba.buffer.store.archives import LOG_RATIOS, NAME_KEY, ArchivedRow, Archive
 from tba.buffer.store.reader import open_reader
 from tba.buffer.store.starts import choose_run
 from tba.buffer.store.store import Store
+from tba.buffer.store.tables.batches import STEPS_DONE
 from tba.buffer.tools.backup import replacing
 from tba.buffer.tools.export import OnProgress, archive_record, archive_schema
 from tba.buffer.tools.import_file import ImportTarget, open_target
@@ -36,7 +37,6 @@ from tba.common.wire.trajectory import ARRAY_KINDS, LOG_RATIO_DTYPE
 
 # Bytes of tokens that are read together, and how many such groups are in a file.
 _GROUP_BYTES, _FILE_GROUPS = 8 << 20, 32
-_STEPS_DONE = "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE run = ? AND trained_at IS NOT NULL"
 # Rows of `archive_schema`.
 _Records = list[dict[str, Any]]
 
@@ -53,7 +53,7 @@ def archive(config: Config, destination: str, *, keep_steps: int, on_progress: O
     with open_reader(path) as reader, durable.exclusive_lock(path.with_name(f"{path.name}.archive.lock"), taken):
         runs = {name: (id_, uuid) for id_, name, uuid in reader.execute("SELECT id, name, uuid FROM runs")}
         run, uuid = runs[choose_run(path, runs, config.run.name, "--run")]
-        since_step = first_kept(path, reader.execute(_STEPS_DONE, (run,)).fetchone()[0], keep_steps)
+        since_step = first_kept(path, reader.execute(STEPS_DONE, (run,)).fetchone()[0], keep_steps)
         before = path.stat().st_size
         with open_target(config) as target:
             root = f"{root.rstrip('/')}/{config.run.name}-{uuid[:8]}"

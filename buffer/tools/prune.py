@@ -112,26 +112,25 @@ def _run_of(store: Store, path: Path, name: str | None) -> Run:
 
 
 def first_kept(path: Path, steps_done: int, keep_steps: int) -> int:
-    """Return the first step whose batch a trainer that resumes may ask for."""
-    return max(0, min([steps_done - keep_steps, *_checkpoints(path)]))
-
-
-def _checkpoints(path: Path) -> list[int]:
-    """Return the steps of the checkpoints next to a database."""
-    return [int(name.name[5:]) for name in (path.resolve().parent / run_files.CHECKPOINTS).glob("step_????????")]
+    """Return the first step whose batch a trainer that resumes may ask for, by the checkpoints next to a database."""
+    checkpoints = (path.resolve().parent / run_files.CHECKPOINTS).glob("step_????????")
+    return max(0, min([steps_done - keep_steps, *(int(name.name[5:]) for name in checkpoints)]))
 
 
 def _refuse_needed(store: Store, run: Run, before_step: int, keep_steps: int, path: Path) -> None:
     """Raise UsageError if a trainer that resumes may ask for a batch that would be deleted."""
-    last = store.batches.steps_done(run) - keep_steps
-    why = f"--keep-steps {keep_steps} of {store.batches.steps_done(run)} that were trained"
-    checkpoints = _checkpoints(path)
-    if checkpoints and min(checkpoints) < last:
-        last, why = min(checkpoints), "the oldest checkpoint next to it"
-    if before_step > last:
+    done = store.batches.steps_done(run)
+    first = first_kept(path, done, keep_steps)
+    if before_step > first:
+        is_recent = first >= done - keep_steps
+        why = (
+            f"--keep-steps {keep_steps} of {done} that were trained"
+            if is_recent
+            else "the oldest checkpoint next to it"
+        )
         raise UsageError(
-            f"of run {run.name} in {path} the steps from {max(0, last)} on stay ({why}): "
-            + ("lower --before-step" if last > 0 else "nothing can be deleted unless --keep-steps is lower")
+            f"of run {run.name} in {path} the steps from {first} on stay ({why}): "
+            + ("lower --before-step" if first > 0 else "nothing can be deleted unless --keep-steps is lower")
         )
 
 

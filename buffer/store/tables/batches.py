@@ -14,6 +14,7 @@ from tba.buffer.store.views import EXPLORED
 from tba.common.wire.messages import ReportStep
 from tba.common.wire.trajectory import RowNumbers
 
+STEPS_DONE = "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE run = ? AND trained_at IS NOT NULL"
 SUMMARY = "trajectories, min_staleness, mean_staleness, max_staleness, mean_age_seconds, max_age_seconds, mean_reward"
 _SUMMARISE = f"""
 UPDATE batches SET ({SUMMARY}) =
@@ -47,14 +48,6 @@ LEFT JOIN reference_logprobs r ON r.trajectory = t.id AND r.reference = ?
 WHERE b.run = ? AND b.step = ?
 ORDER BY c.slot
 """  # noqa: S608
-_SELECT_TOKENS = """
-SELECT t.response_tokens
-FROM batches b
-JOIN consumption_rows c ON c.batch = b.id
-JOIN trajectory_rows t ON t.id = c.trajectory
-WHERE b.run = ? AND b.step = ?
-ORDER BY c.slot
-"""
 
 
 class Batches:
@@ -70,7 +63,9 @@ class Batches:
 
     def response_tokens(self, run: Run, step: int) -> list[int]:
         """Return the number of response tokens of each slot of the recorded batch of a step."""
-        return [tokens for (tokens,) in self._database.all(_SELECT_TOKENS, run.id, step)]
+        query = """SELECT t.response_tokens FROM batches b JOIN consumption_rows c ON c.batch = b.id
+                   JOIN trajectory_rows t ON t.id = c.trajectory WHERE b.run = ? AND b.step = ? ORDER BY c.slot"""
+        return [tokens for (tokens,) in self._database.all(query, run.id, step)]
 
     def record(
         self,
@@ -131,8 +126,7 @@ class Batches:
 
     def steps_done(self, run: Run) -> int:
         """Return the number of steps that were trained."""
-        query = "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE run = ? AND trained_at IS NOT NULL"
-        return int(self._database.one(query, run.id)[0])
+        return int(self._database.one(STEPS_DONE, run.id)[0])
 
     def recorded_steps(self, run: Run) -> int:
         """Return the number of steps whose batch is recorded, trained or not."""

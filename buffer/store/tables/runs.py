@@ -6,9 +6,8 @@ held-out prompts (`evaluation_rows`, `held_out_rows`).
 
 import json
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tba.buffer.store.database import Table
 from tba.common.wire.messages import AnnounceSnapshot, PutEvaluation, WeightsRef
@@ -35,17 +34,8 @@ class Task(NamedTuple):
 class Runs(Table):
     """The runs of a database."""
 
-    def open(
-        self,
-        name: str,
-        *,
-        seed: int,
-        config: dict[str, Any],
-        software: dict[str, str],
-        origins: Mapping[str, str] | None,
-        now: float,
-    ) -> Run:
-        """Return the run of this name, created if it does not exist, and record this start."""
+    def open(self, name: str, seed: int, now: float, start: tuple[str, str, str | None]) -> Run:
+        """Return the run of this name, created if it does not exist, and record a start: config, software, origins."""
         self._database.execute(
             "INSERT INTO runs (uuid, name, created_at, seed) VALUES (?, ?, ?, ?) ON CONFLICT (name) DO NOTHING",
             (uuid.uuid4().hex, name, now, seed),
@@ -53,7 +43,7 @@ class Runs(Table):
         run = Run(*self._database.one("SELECT id, uuid, name, seed FROM runs WHERE name = ?", name))
         self._database.execute(
             "INSERT INTO starts (run, started_at, config, software, origins) VALUES (?, ?, ?, ?, ?)",
-            (run.id, now, json.dumps(config), json.dumps(software), None if origins is None else json.dumps(origins)),
+            (run.id, now, *start),
         )
         return run
 

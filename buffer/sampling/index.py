@@ -75,7 +75,8 @@ class Block(NamedTuple):
         if len(last) == len(self.id):
             return self
         kept = sorted(last.values())
-        return Block(self.prompt, *([column[position] for position in kept] for column in self[1:]))
+        columns: tuple[Sequence[Any], ...] = self[1:]
+        return Block(self.prompt, *([column[position] for position in kept] for column in columns))
 
     def single_entries(self) -> Iterator["Block"]:
         """Yield each entry as a block of its own."""

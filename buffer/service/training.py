@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -150,7 +150,7 @@ def sample_batch(state: RunState, record: RecordBatch, message: messages.SampleB
     known = [kept or not cut for kept, cut in zip(has_kept, rows["is_cut"], strict=True)]
     if not any(has_kept):
         blobs = blobs[:KEPT]
-    counts = {
+    counts: dict[str, Any] = {
         f"{kind.name}_count": [len(blob) // kind.unit_bytes for blob in column]
         for kind, column in zip(ARRAY_KINDS, blobs, strict=False)
     }

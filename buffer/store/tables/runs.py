@@ -12,6 +12,15 @@ from typing import NamedTuple
 from tba.buffer.store.database import Table
 from tba.common.wire.messages import AnnounceSnapshot, PutEvaluation, WeightsRef
 
+# What an evaluation is of, with its run, and what it measured.
+_OF_KEY = ("version", "prompt_set", "settings")
+_MEASURED = ("step", "prompts", "evaluated_at", "seconds", "metrics", "intervals", "not_measured")
+_PUT_EVALUATION = f"""
+INSERT INTO evaluation_rows ({", ".join(("run", *_OF_KEY, *_MEASURED))}) VALUES ({", ".join("?" * 11)})
+ON CONFLICT (run, {", ".join(_OF_KEY)}) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _MEASURED)}
+WHERE excluded.not_measured IS NULL OR evaluation_rows.not_measured IS NOT NULL RETURNING id
+"""  # noqa: S608
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -118,27 +127,10 @@ class Evaluations(Table):
 
     def put(self, run: Run, message: PutEvaluation) -> None:
         """Store an evaluation in place of one of the same key, unless it measured nothing and that one did."""
-        stored = self._database.all(
-            "INSERT INTO evaluation_rows (run, version, step, prompts, prompt_set, settings, evaluated_at, seconds, "
-            "metrics, intervals, not_measured) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
-            "ON CONFLICT (run, version, prompt_set, settings)"
-            " DO UPDATE SET step = excluded.step, prompts = excluded.prompts, evaluated_at = excluded.evaluated_at,"
-            " seconds = excluded.seconds, metrics = excluded.metrics, intervals = excluded.intervals,"
-            " not_measured = excluded.not_measured"
-            " WHERE excluded.not_measured IS NULL OR evaluation_rows.not_measured IS NOT NULL RETURNING id",
-            run.id,
-            message.version,
-            message.step,
-            message.prompts,
-            message.prompt_set,
-            message.settings,
-            message.evaluated_at,
-            message.seconds,
-            json.dumps(message.metrics),
-            json.dumps(message.intervals),
-            message.not_measured or None,
-        )
-        for (evaluation,) in stored:
+        row = {name: getattr(message, name) for name in (*_OF_KEY, *_MEASURED)}
+        row |= {name: json.dumps(row[name]) for name in ("metrics", "intervals")}
+        row["not_measured"] = message.not_measured or None
+        for (evaluation,) in self._database.all(_PUT_EVALUATION, run.id, *row.values()):
             self._database.execute("DELETE FROM held_out_rows WHERE evaluation = ?", (evaluation,))
             self._database.execute_many(
                 "INSERT OR REPLACE INTO held_out_rows (evaluation, run, prompt, prompt_text, answer, response, reward, "

@@ -210,15 +210,14 @@ def test_a_crowd_of_names_is_refused_and_those_at_work_are_not(harness, monkeypa
     monkeypatch.setattr(fields, "MAX_CLIENTS", 30)
     buffer = harness()
     buffer.register(2)
-    beat = messages.Heartbeat(activity="x", reason="", weights_version=None, metrics={})
     for n in range(fields.MAX_CLIENTS):
         buffer.lease(1, sender=f"s{n}.1")
     with pytest.raises(Refused, match="30 clients"):
-        buffer.ask(beat, sender="late.1")
-    buffer.ask(beat, sender="s0.1")
+        buffer.ask(BEAT, sender="late.1")
+    buffer.ask(BEAT, sender="s0.1")
     assert len(buffer.ask(GetStatus(), role="monitor", sender="m.1").message.clients) == fields.MAX_CLIENTS
     buffer.clock.advance(buffer.config.buffer.lease_seconds + 1)
-    buffer.ask(beat, sender="late.1")
+    buffer.ask(BEAT, sender="late.1")
 
 
 def test_a_crowd_of_names_that_do_no_work_keeps_no_searcher_out(harness, monkeypatch):
@@ -234,7 +233,7 @@ def test_a_crowd_of_names_that_do_no_work_keeps_no_searcher_out(harness, monkeyp
     for sender in ("t.1", "searcher.1"):
         assert sender in buffer.service.state.clients
     assert len(buffer.lease(1, sender="new.1").visits) == 1
-    buffer.ask(messages.Heartbeat(activity="x", reason="", weights_version=None, metrics={}), sender="idle0.1")
+    buffer.ask(BEAT, sender="idle0.1")
 
 
 @pytest.mark.slow

@@ -122,18 +122,12 @@ def record_start(path, **sections) -> None:
     store.close()
 
 
-def test_prune_of_tokens_uses_the_configuration_that_the_run_recorded_last(capped, tba_buffer):
+def test_prune_of_tokens_uses_the_configuration_that_the_run_recorded_last_and_needs_no_secret(capped, tba_buffer):
     record_start(capped, buffer={"prompt_cap": 5}, run={"name": "test"})
-    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
-    done = tba_buffer("prune", "--tokens", "-b", capped, "--keep-steps", 0, "--json").json
-    assert (done["run"], done["trajectories_compacted"], done["trajectories_kept"]) == ("test", 8, 2)
-
-
-def test_prune_of_tokens_needs_no_secret_of_the_run(capped, tba_buffer):
     record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"}, reward_model={"url": "http://a"})
     change(capped, "UPDATE starts SET config = json_set(config, '$.reward_model.api_key', '********** 188a')")
     done = tba_buffer("prune", "--tokens", "-b", capped, "--keep-steps", 0, "--json").json
-    assert (done["trajectories_compacted"], done["trajectories_kept"]) == (8, 2)
+    assert (done["run"], done["trajectories_compacted"], done["trajectories_kept"]) == ("test", 8, 2)
 
 
 @pytest.mark.slow

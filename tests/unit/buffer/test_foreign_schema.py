@@ -52,12 +52,8 @@ def test_no_command_reads_an_endless_view_of_a_database(filled, tba_buffer):
         assert "has the view batches, which tba does not make" in done.message, command
 
 
-def test_statistics_of_analyze_are_no_change_of_the_schema(filled):
+def test_statistics_of_analyze_and_the_tables_of_litestream_are_no_change_of_the_schema(filled, tba_buffer):
     change(filled, "ANALYZE")
-    Store(filled, durability="process").close()
-
-
-def test_the_tables_of_litestream_are_no_change_of_the_schema(filled, tba_buffer):
     change(filled, "CREATE TABLE _litestream_seq (id INTEGER PRIMARY KEY, seq INTEGER)")
     change(filled, "CREATE TABLE _litestream_lock (id INTEGER)")
     Store(filled, durability="process").close()

@@ -17,7 +17,7 @@ from typing import Any
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.layers import ENVIRONMENT_PREFIX
-from tba.common.errors import ConfigError, LockTaken, RunTaken, UsageError
+from tba.common.errors import LockTaken, RunTaken, UsageError
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
 from tba.common.system.durable import exclusive_lock, open_regular

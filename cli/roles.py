@@ -93,9 +93,9 @@ def _search_in_children(resolved: "Resolved", arguments: "Sequence[str]") -> Non
     check_model(resolved.config.model.path)
     check_data(resolved.config.task)
     stop = start_process("search")
-    from tba.deploy.fleet import Fleet
+    from tba.deploy.fleet import run_searchers
 
-    Fleet(resolved.config, arguments).run(stop)
+    run_searchers(resolved.config, arguments, stop)
 
 
 @app.command()

@@ -94,6 +94,7 @@ def _check_start(config: "Config", options: ConfigOptions, stop: "StopSignal", *
     """Raise TbaError for a run that would fail later, before anything of it is created. Returns early if `stop()`."""
     from tba.cli.checks import Plan, check_start
     from tba.common.config.paths import hub_data
+    from tba.common.run_status import check_address
     from tba.deploy.launcher import check_task_in_child, download_models
     from tba.deploy.run_directory import await_previous
     from tba.searcher.build import check_number_of_prompts
@@ -103,6 +104,7 @@ def _check_start(config: "Config", options: ConfigOptions, stop: "StopSignal", *
     if stop():
         return
     check_start(Plan(config, resume=resume, starts=True))
+    check_address(config)
     with stop.exits_immediately(interrupted=EXIT_INTERRUPTED):
         download_models(config, note)
     check_memory(config)

@@ -492,17 +492,13 @@ def check_other_nodes(config: Config) -> Result:
     if is_local(config.address):
         return "ok", f"buffer.address {config.address} is for this machine only"
     if serves and is_local(serves):
-        return (
-            "warn",
-            f"train.serve_snapshots {serves} is for this machine only, and buffer.address is not: use tcp://*",
-        )
+        detail = f"train.serve_snapshots {serves} is for this machine only, and buffer.address is not: use tcp://*"
+        return "warn", detail
     if serves:
         others = config.search.serve_snapshots
-        return "ok", f"the trainer serves snapshots at {serves}" + (
-            f", and each node serves them at {others}"
-            if others
-            else '; with search.serve_snapshots = "tcp://*:5759" on each node, nodes fetch from one another too'
-        )
+        more = '; with search.serve_snapshots = "tcp://*:5759" on each node, nodes fetch from one another too'
+        more = f", and each node serves them at {others}" if others else more
+        return "ok", f"the trainer serves snapshots at {serves}{more}"
     mount = mount_of(config.run.dir)
     if mount.is_network and config.train.snapshots_in != "memory":
         return "ok", f"other machines read {config.snapshots} on {mount.type}, if they mount it at the same path"

@@ -23,45 +23,39 @@ POLL_SECONDS = 0.1
 SUMMARY_SECONDS = 10.0
 
 
-class Fleet:
-    """The searchers of this machine under one supervisor, with a summary line every ten seconds."""
+def run_searchers(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:
+    """Run the searchers of this machine until all are done or `stop()`, with a summary line every ten seconds.
 
-    def __init__(self, config: Config, arguments: Sequence[str]) -> None:
-        self._config = config
-        self._children = searcher_children(config, arguments)
-        self._supervisor = Supervisor(self._children, config.launch)
-        self._summary_at = time.monotonic() + SUMMARY_SECONDS
-        self._ready = False
-        # Of the supervisor's loop. The searchers watch their own.
-        self._watchdog = Watchdog()
+    None outlives this. Raises TbaError if all are broken.
+    """
+    children = searcher_children(config, arguments)
+    summary_at, is_ready = time.monotonic() + SUMMARY_SECONDS, False
+    # Of this loop. The searchers watch their own.
+    watchdog = Watchdog()
+    with closing(monitor(config, "fleet")) as client, Supervisor(children, config.launch) as supervisor:
+        while not (stop() or all(child.ended for child in children)):
+            supervisor.poll()
+            watchdog.beat()
+            if (failed := supervisor.failed()) is not None:
+                raise failed.failure()
+            if not is_ready and any(child.ready for child in children):
+                is_ready = True
+                notify_systemd("READY=1")
+            if time.monotonic() >= summary_at:
+                summary_at = time.monotonic() + SUMMARY_SECONDS
+                _summarise(children, supervisor, client)
+            time.sleep(POLL_SECONDS)
+        supervisor.stop(children, drain_seconds=drain_seconds(config))
 
-    def run(self, stop: Callable[[], bool]) -> None:
-        """Run until all searchers are done or `stop()`; none outlives this. Raises TbaError if all are broken."""
-        client = monitor(self._config, "fleet")
-        with closing(client), self._supervisor as supervisor:
-            while not (stop() or all(child.ended for child in self._children)):
-                supervisor.poll()
-                self._watchdog.beat()
-                if (failed := supervisor.failed()) is not None:
-                    raise failed.failure()
-                if not self._ready and any(child.ready for child in self._children):
-                    self._ready = True
-                    notify_systemd("READY=1")
-                self._summarise(client)
-                time.sleep(POLL_SECONDS)
-            supervisor.stop(self._children, drain_seconds=drain_seconds(self._config))
 
-    def _summarise(self, client: BufferClient) -> None:
-        if time.monotonic() < self._summary_at:
-            return
-        self._summary_at = time.monotonic() + SUMMARY_SECONDS
-        status = ask_status(client)
-        if status is not None:
-            self._supervisor.report_troubles(client)
-        facts = Facts(status, client.address, client.silent_seconds, failing=self._supervisor.troubles())
-        line = fleet_line(self._children, facts)
-        log.info(line)
-        notify_systemd(f"STATUS={line}")
+def _summarise(children: Sequence[Child], supervisor: Supervisor, client: BufferClient) -> None:
+    status = ask_status(client)
+    if status is not None:
+        supervisor.report_troubles(client)
+    facts = Facts(status, client.address, client.silent_seconds, failing=supervisor.troubles())
+    line = fleet_line(children, facts)
+    log.info(line)
+    notify_systemd(f"STATUS={line}")
 
 
 def searcher_groups(

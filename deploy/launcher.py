@@ -15,7 +15,7 @@ from tba.common.config import Config, LaunchSection
 from tba.common.config.paths import asked_gpus, hub_models
 from tba.common.errors import EXIT_CONFIG, TaskError, TbaError
 from tba.common.evaluations import Row, is_measured, read_evaluations
-from tba.common.run_status import Facts, ask_status, check_address, monitor
+from tba.common.run_status import Facts, ask_status, monitor
 from tba.common.system.devices import Gpu, list_gpus, shared_gpus
 from tba.common.weights.model_files import check_hub, model_directory
 from tba.common.wire.client import BufferClient
@@ -243,9 +243,8 @@ def download_models(config: Config, report: Callable[[str], None]) -> None:
 def check_task_in_child(config: Config, arguments: Sequence[str], stop: Callable[[], bool]) -> None:
     """Load the task in a child, or until `stop()`: its code may end or fill the process.
 
-    Raises AddressInUse first, TaskError if the task does not load, TbaError for another failure.
+    Raises TaskError if the task does not load, TbaError for another failure.
     """
-    check_address(config)
     with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:
         # Unbuffered, so that output of the task comes before the error sentence, which must be the last line.
         log_file, environment = Path(directory, "check.log"), {"PYTHONUNBUFFERED": "1"}

@@ -17,10 +17,9 @@ from typing import Any
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.layers import ENVIRONMENT_PREFIX
-from tba.common.errors import AddressInUse, ConfigError, LockTaken, RunTaken, UsageError
+from tba.common.errors import LockTaken, RunTaken, UsageError
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
-from tba.common.run_status import check_address
 from tba.common.system.durable import exclusive_lock, open_regular
 from tba.common.terminal import own_command
 from tba.deploy.child import drain_seconds, trainer_drain_seconds
@@ -69,18 +68,10 @@ def refuse_start(config: Config, results: Sequence[Mapping[str, Any]], *, resume
 
 @contextlib.contextmanager
 def sole_launcher(config: Config) -> Iterator[None]:
-    """Hold the run's directory in the block. Raises RunTaken, or AddressInUse after removing what it created."""
-    directory = config.run.dir
-    created = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    lock_file = directory / run_files.LAUNCH_LOCK
+    """Hold the run's directory in the block. Raises RunTaken."""
+    lock_file = config.run.dir / run_files.LAUNCH_LOCK
     with _lock(lock_file):
         _write_line(lock_file, "wb", f"pid {os.getpid()} on {socket.gethostname()}")
-        try:
-            check_address(config)
-        except (AddressInUse, ConfigError):
-            if created:
-                _remove_unused(lock_file, created)
-            raise
         yield
 
 
@@ -178,12 +169,3 @@ def _holder(path: Path) -> tuple[str, bool]:
     """Return a description of the lock's holder, and whether it is about to end."""
     launch = last_launch(path.parent)
     return (launch.holder if launch else "") or "one that has just started", launch is not None and launch.ending
-
-
-def _remove_unused(lock_file: Path, created: Sequence[Path]) -> None:
-    """Remove the lock file and the directories that were created for it, the innermost first."""
-    lock_file.unlink()
-    # A directory that another process has put something into stays.
-    with contextlib.suppress(OSError):
-        for folder in created:
-            folder.rmdir()

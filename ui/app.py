@@ -62,7 +62,7 @@ def make_app(paths: Sequence[Path], *, token: str | None = None, report: Callabl
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, token=token)],
-        exception_handlers={HTTPException: not_found, TbaError: refused},
+        exception_handlers={HTTPException: failed, TbaError: failed},
     )
     app.state.site = site
     return app
@@ -89,19 +89,10 @@ def home(request: Request) -> Response:
     return site.page("runs.html", rows=rows)
 
 
-def not_found(request: Request, error: Exception) -> Response:
-    """Show an error of an address."""
-    assert isinstance(error, HTTPException)
-    return _error(request, error.status_code, error.detail)
-
-
-def refused(request: Request, error: Exception) -> Response:
-    """Show an error of a filter or of the database."""
+def failed(request: Request, error: Exception) -> Response:
+    """Show an error of an address, of a filter, or of the database."""
     status = 400 if isinstance(error, UsageError) else _UNREADABLE
-    return _error(request, status, str(error))
-
-
-def _error(request: Request, status: int, sentence: str) -> Response:
+    status, sentence = (error.status_code, error.detail) if isinstance(error, HTTPException) else (status, str(error))
     # Keep the navigation of the run.
     run = site_of(request).runs.get(request.path_params.get("run", ""))
     known = {"run": run} if run else {}

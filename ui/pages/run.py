@@ -9,10 +9,10 @@ import xxhash
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tba.buffer.store.starts import Start
+from tba.buffer.store.starts import Start, by_key
 from tba.buffer.tools.query import PageRows
 from tba.common.config import Config
-from tba.common.config.layers import DEFAULT_ORIGIN, fields, value_of
+from tba.common.config.layers import DEFAULT_ORIGIN
 from tba.common.evaluations import read_evaluations
 from tba.common.wire.messages import Status
 from tba.deploy.run_list import state_of
@@ -48,11 +48,10 @@ def live(request: Request) -> Response:
     """Return the part of the page that changes, or 204 if nothing has changed since the page was made."""
     run = run_of(request)
     with run.rows() as rows:
-        status = run.status(run.config(rows))
-        if request.query_params.get("seen") == _version(run, rows, status, _state(run, rows, status)):
-            return Response(status_code=204)
-        state = describe(run, rows)
-    return site_of(request).page("live.html", run=run, is_part=True, **state)
+        known = describe(run, rows)
+    if request.query_params.get("seen") == known["seen"]:
+        return Response(status_code=204)
+    return site_of(request).page("live.html", run=run, is_part=True, **known)
 
 
 def charts(request: Request) -> Response:
@@ -85,7 +84,9 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
     batch = rows.first(_NEWEST_BATCH, run.id)
     about = rows.first("SELECT created_at, prompts, task FROM runs WHERE id = ?", run.id)
     newest = rows.first("SELECT version, step, announced_at FROM snapshots WHERE run = ? ORDER BY version DESC", run.id)
-    state, why = _state(run, rows, status)
+    steps = batch["step"] + 1 if batch else 0
+    finished = rows.value("SELECT finished_step FROM runs WHERE id = ?", run.id) is not None
+    state, why = state_of(run.database, {"finished": finished, "steps": steps}, status)
     # What the server knows of those that are connected.
     connected = {client.sender: client for client in status.clients} if status else {}
     clients = rows.all(_NEWEST_CLIENTS, run.name, _CLIENTS)
@@ -94,7 +95,7 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "state": state,
         "why": why,
         "status": status,
-        "steps_done": batch["step"] + 1 if batch else 0,
+        "steps_done": steps,
         "trained_at": batch["trained_at"] if batch else None,
         "reward": batch["reward"] if batch else None,
         "steps": recorded.get("train.steps"),
@@ -104,25 +105,15 @@ def describe(run: Run, rows: PageRows) -> dict[str, Any]:
         "totals": rows.first(_TOTALS, run.id),
         "held_out": {**dict.fromkeys(("accuracy", "reward", "not_measured")), **last[0]} if last else None,
         "clients": [{**client, "now": connected.get(client["sender"])} for client in clients],
-        "seen": _version(run, rows, status, (state, why)),
+        "seen": _version(rows, status, steps, state, why),
     }
 
 
-def _state(run: Run, rows: PageRows, status: Status | None) -> tuple[str, str]:
-    """Return the state of a run, and why it is in it."""
-    batch = rows.first(_NEWEST_BATCH, run.id)
-    finished = rows.value("SELECT finished_step FROM runs WHERE id = ?", run.id) is not None
-    return state_of(run.database, {"finished": finished, "steps": batch["step"] + 1 if batch else 0}, status)
-
-
-def _version(run: Run, rows: PageRows, status: Status | None, state: tuple[str, str]) -> str:
-    """Return a text that changes when the page does: a few lookups, the state, and a clock while it runs."""
-    newest = rows.value("SELECT MAX(id) FROM trajectory_rows")
-    batch = rows.first(_NEWEST_BATCH, run.id)
+def _version(rows: PageRows, status: Status | None, *shown: object) -> str:
+    """Return a text that changes when the page does: what it has `shown`, newest rows, and a clock while it runs."""
+    newest = rows.first("SELECT (SELECT MAX(id) FROM trajectory_rows), (SELECT MAX(evaluated_at) FROM evaluation_rows)")
     clock = int(time.time() / _CLOCK_SECONDS) if status is not None else 0
-    evaluated = rows.value("SELECT MAX(evaluated_at) FROM evaluation_rows")
-    reason = xxhash.xxh32_hexdigest(" ".join([*state, str(evaluated)]).encode())
-    return f"{newest or 0}-{batch['step'] if batch else -1}-{clock}-{reason}"
+    return xxhash.xxh64_hexdigest(repr((newest, clock, *shown)).encode())
 
 
 def settings(starts: Sequence[Start]) -> list[dict[str, Any]]:
@@ -130,24 +121,16 @@ def settings(starts: Sequence[Start]) -> list[dict[str, Any]]:
 
     The value of a setting that a start changed is a sentence. The origin is None if origins were not recorded.
     """
-    default = Config()
+    defaults = by_key(Config().model_dump(mode="json"))
     changed = {key for start in starts for key, _, _ in start.changes}
-    known = {key for key, _ in fields()}
+    newest = starts[-1] if starts else Start()
     keys = []
-    newest = starts[-1] if starts else None
-    for key, value in newest.settings.items() if newest else ():
+    for key, value in newest.settings.items():
         if key.startswith("software."):
             continue
-        usual = value_of(default, key) if key in known else None
-        is_set = key in changed or key not in known or str(value) != str(usual if usual is None else _plain(usual))
-        origin = None if newest is None or newest.origins is None else newest.origins.get(key, DEFAULT_ORIGIN)
+        usual = defaults.get(key)
+        is_set = key in changed or key not in defaults or str(value) != str(usual)
+        origin = None if newest.origins is None else newest.origins.get(key, DEFAULT_ORIGIN)
         shown = value_over_steps(starts, key) if key in changed else value
-        keys.append({"key": key, "value": shown, "default": _plain(usual), "is_set": is_set, "origin": origin})
+        keys.append({"key": key, "value": shown, "default": usual, "is_set": is_set, "origin": origin})
     return keys
-
-
-def _plain(value: Any) -> Any:
-    """Return a default as JSON would hold it."""
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | dict) else str(value)

@@ -13,8 +13,11 @@ from tba.ui.site import LARGEST_NUMBER, missing, number_in, run_of, site_of
 _PAGE_ROWS = 100
 _REUSE = "(SELECT json_extract(metrics, '$.reuse_mean') FROM batches WHERE run = ? AND step = s.step) AS reuse"
 _STEPS = f"SELECT s.*, {_REUSE} FROM staleness s WHERE run = ? AND step < ? ORDER BY step DESC LIMIT ?"  # noqa: S608
+_SLOTS = """SELECT c.*, t.prompt AS prompt_id, substr(t.text, 1, 500) AS text, t.error FROM consumption c
+    LEFT JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.run = ? AND c.step = ? ORDER BY c.slot LIMIT ?"""
 # Shown by the page's own columns or the same in all rows.
 _HIDDEN = {"run", "step", "handed_out_at", "trained_at", "trained_at_text", "trajectory", "prompt"}
+_HIDDEN |= {"prompt_id", "text", "error"}
 _UNITS = {"staleness": "steps", "logprob": "nats", "log_ratio": "nats", "mismatch": "nats/token"}
 # Others only if they differ: weights are all 1 with many objectives.
 _ALWAYS_DRAWN = {"staleness", "log_ratio", "advantage"}
@@ -40,21 +43,12 @@ def page(request: Request) -> Response:
         about = rows.first("SELECT * FROM staleness WHERE run = ? AND step = ?", run.name, step)
         if about is None:
             raise missing(f"step {step} of run {run.name}")
-        batch, metrics = rows.all("SELECT id, metrics FROM batches WHERE run = ? AND step = ?", run.id, step)[
-            0
-        ].values()
-        sql = "SELECT * FROM consumption WHERE run = ? AND step = ? ORDER BY slot LIMIT ?"
-        slots = rows.all(sql, run.name, step, _MOST_SLOTS)
-        prompts = rows.all(
-            "SELECT c.slot, t.prompt AS id, substr(t.text, 1, 500) AS text, t.error FROM consumption_rows c "
-            "LEFT JOIN trajectory_rows t ON t.id = c.trajectory WHERE c.batch = ?",
-            batch,
-        )
+        metrics = rows.value("SELECT metrics FROM batches WHERE run = ? AND step = ?", run.id, step)
+        slots = rows.all(_SLOTS, run.name, step, _MOST_SLOTS)
         around = {
             "previous": rows.value("SELECT MAX(step) FROM batches WHERE run = ? AND step < ?", run.id, step),
             "following": rows.value("SELECT MIN(step) FROM batches WHERE run = ? AND step > ?", run.id, step),
         }
-    extra = {row["slot"]: row for row in prompts}
     # The columns of the view: a later release adds numbers to it, and the page shows them.
     columns = [name for name in (slots[0] if slots else {}) if name not in _HIDDEN and name != "slot"]
     numeric = [name for name in columns if all(isinstance(slot[name], int | float | None) for slot in slots)]
@@ -73,7 +67,6 @@ def page(request: Request) -> Response:
         first=first,
         total=len(slots),
         page_rows=_PAGE_ROWS,
-        extra=extra,
         columns=columns,
         units=_UNITS,
         order=order,

@@ -26,6 +26,8 @@ from tba.common.wire.socket_files import LEAST_TOKEN, LOOPBACK
 
 # What `max_in_flight = "auto"` is for the Transformers engine: its KV cache grows, so nothing limits the number.
 TRANSFORMERS_IN_FLIGHT = 256
+# The most probable token alone has more, in a vocabulary of up to a million.
+_ONE_TOKEN = 1e-6
 # One value, several to draw from, or the two ends of a range.
 Explored = float | tuple[float, ...] | dict[Literal["min", "max"], float]
 
@@ -169,7 +171,8 @@ class SearchSection(Section):
     @property
     def is_greedy(self) -> bool:
         """Whether every response of a policy to a prompt is the same."""
-        return max(_explored_numbers(self.temperature)) == 0
+        one_token = self.top_k == 1 or self.min_p == 1 or max(_explored_numbers(self.top_p)) < _ONE_TOKEN
+        return one_token or max(_explored_numbers(self.temperature)) == 0
 
     @property
     def has_ratios(self) -> bool:

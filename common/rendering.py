@@ -15,6 +15,7 @@ contents of the messages follow each other as text.
 """
 
 import contextlib
+import copy
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +37,9 @@ _SYSTEM = "system"
 # A text that no template writes.
 _PROBE = "a7f3"
 # What a conversation says besides its contents. A template that ignores one would change what the model learns.
-_SAID = ("tools", "tool_calls", "function_call", "tool_plan", "refusal", "name")
+_SAID = ("tools", "documents", "tool_calls", "function_call", "tool_plan", "refusal", "name")
+# Of a row, what templates would read as a variable, if it were among `chat_template_kwargs`.
+_ELSEWHERE = ("chat_template", "enable_thinking", "functions", "reasoning_effort")
 # Of the response. Templates leave the thoughts of earlier turns out on purpose.
 _THOUGHT = ("reasoning_content", "reasoning", "reasoning_details", "thinking", "thought")
 # A tokenizer of transformers, which the core does not import.
@@ -97,13 +100,55 @@ def as_map(message: Message) -> dict[str, Any]:
 
 
 def variables_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template in a row of data, `tools` too. Raises ValueError for other types."""
-    variables, tools = row.get("chat_template_kwargs") or {}, row.get("tools") or []
+    """Return the variables of the chat template in a row of data, with `tools` and `documents`, as values or JSON.
+
+    Raises ValueError for other types, and for a variable beside `chat_template_kwargs`.
+    """
+    variables = _unpacked(row.get("chat_template_kwargs")) or {}
     if not isinstance(variables, dict):
         raise ValueError(f"`chat_template_kwargs` is {variables!r:.60}: write an object")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"`tools` is {tools!r:.60}: write a list of objects")
-    return {**variables, "tools": tools} if tools else dict(variables)
+    beside = [name for name in _ELSEWHERE if row.get(name)] + ["enable_thinking"] * (
+        row.get("enable_thinking") is False
+    )
+    if beside:
+        raise ValueError(
+            f"`{beside[0]}` would be ignored: write it in `chat_template_kwargs`, and functions as `tools`"
+        )
+    for name in ("tools", "documents"):
+        given = _unpacked(row.get(name)) or []
+        value = [*map(_unpacked, given)] if isinstance(given, list) else [given]
+        if not all(isinstance(one, dict) for one in value):
+            raise ValueError(f"`{name}` is {given!r:.60}: write a list of objects")
+        variables = variables | ({name: value} if value else {})
+    return variables
+
+
+def _unpacked(value: Any) -> Any:
+    """Return the value of a text of JSON, and another value as it is."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
+
+
+def _with_arguments(conversation: list[dict[str, Any]], *, as_text: bool) -> list[dict[str, Any]]:
+    """Return a conversation with the arguments of calls as objects, or as texts. Raises ValueError for other texts.
+
+    OpenAI's form is the text of JSON, which most templates would encode once more.
+    """
+    whole = copy.deepcopy(conversation)
+    for function in _calls(whole):
+        given = function["arguments"]
+        if isinstance(given, str) and not isinstance(_unpacked(given or "{}"), dict):
+            raise ValueError(f"the arguments of a call are {given!r:.80}: write an object")
+        value = _unpacked(given or "{}")
+        function["arguments"] = json.dumps(value, ensure_ascii=False) if as_text else value
+    return whole
+
+
+def _calls(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    calls = [call for one in conversation for call in one.get("tool_calls") or () if isinstance(call, dict)]
+    functions = [call.get("function", call) for call in calls]
+    return [one for one in functions if isinstance(one, dict) and one.get("arguments") is not None]
 
 
 class Content(Protocol):
@@ -398,6 +443,19 @@ class PromptRenderer:
             )
         if self._config.system and not (conversation and conversation[0]["role"] == _SYSTEM):
             conversation = [{"role": _SYSTEM, "content": self._config.system}, *conversation]
+        if not _calls(conversation):
+            return self._apply(conversation, variables, asks=asks)
+        objects = _with_arguments(conversation, as_text=False)
+        with contextlib.suppress(ValueError):
+            text = self._apply(objects, variables, asks=asks)
+            # Some templates append a text, and refuse an object or write it as Python does.
+            if not any(one["arguments"] and str(one["arguments"]) in text for one in _calls(objects)):
+                return text
+        with contextlib.suppress(ValueError):
+            return self._apply(_with_arguments(conversation, as_text=True), variables, asks=asks)
+        return self._apply(objects, variables, asks=asks)
+
+    def _apply(self, conversation: list[dict[str, Any]], variables: dict[str, Any], *, asks: bool) -> str:
         try:
             if isinstance(date := variables.get(_CLOCK), str):
                 variables = {**variables, _CLOCK: datetime.fromisoformat(date).strftime}

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import copy
 import hmac
-import json
 import re
 import socket
 import threading
@@ -272,18 +271,13 @@ def _supported(body: bytes, *, is_chat: bool) -> dict[str, Any]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as templates take it: its content a string, and the arguments of its calls objects."""
+    """Return a message with its content as a string."""
     content = message.get("content") or ""
     if isinstance(content, list):
         if not all(isinstance(part.get("text"), str) for part in content):
             raise ValueError("a part of a content is not a text")
         # As vLLM joins them.
         content = "\n".join(part["text"] for part in content)
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", {})
-        # JSON in OpenAI's form; templates expect an object.
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**message, "content": content}
 
 

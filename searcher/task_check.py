@@ -242,7 +242,7 @@ def _rewards(task: Task, found: Sequence[Sequence[Scored]], *, plays: bool) -> F
     """Return what the rewards without error show: of an episode their sum, and the last value of `correct`."""
     good = [results for results in found if not results[-1].error]
     totals = [sum(one.reward.total for one in results) for results in good]
-    if not plays and min(totals) < least_reward(task):
+    if not plays and min(totals) < least_reward(task) - 1e-9:
         return _found("rewards", "fail", f"{min(totals):g} is below least_reward = {least_reward(task):g}: correct it")
     parts = sorted({name for results in good for one in results for name in one.reward.parts})
     given = [[one.reward.parts[CORRECT] for one in results if CORRECT in one.reward.parts] for results in good]

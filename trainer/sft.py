@@ -385,7 +385,7 @@ def _read_row(value: Any) -> tuple[_Prompt, Message]:
             raise ValueError(
                 "a row has `messages`, or `prompt` (text or messages) and `response` or `answer` (text); this one has "
                 + ", ".join(f"{key} ({type(one).__name__})" for key, one in value.items())
-                + ": rename the columns"
+                + f": rename the columns{data_files.rows_within(value)}"
             )
         prompt, response = _Prompt(asked, template_kwargs=variables), ("assistant", answer)
     data_files.require_unicode([prompt.text, prompt.messages, response, variables])

@@ -36,6 +36,7 @@ import numpy.typing as npt
 from tba.buffer.sampling.index import UNTRAINED, Entry, SamplingIndex
 from tba.common.config.buffer import BufferSection
 from tba.common.errors import quantity
+from tba.common.rewards import are_equal, level
 
 Priority = Literal["uniform", "recency", "softmax", "rank"]
 NEVER = -(1 << 31)
@@ -116,7 +117,7 @@ class PromptTable:
         untrained, flat = np.full(len(prompts), NEVER, np.int32), np.ones(len(prompts), np.bool_)
         if len(rows):
             untrained[held] = np.maximum.reduceat(np.where(is_untrained, steps, NEVER), starts)
-            flat[held] = np.minimum.reduceat(rewards, starts) == np.maximum.reduceat(rewards, starts)
+            flat[held] = are_equal(np.minimum.reduceat(rewards, starts), np.maximum.reduceat(rewards, starts))
         self.untrained_step[prompts] = untrained
         self.flat[prompts] = flat
         # `bincount` adds one after the other, oldest first: the sum is the same to the last bit after a rebuild.
@@ -259,7 +260,7 @@ class Sampler:
         if word == "rank":
             members = map(np.flatnonzero, self._tiers(word, table, eligible, ages))
             # The highest score first, of equal ones the lowest ordinal.
-            ranked = np.concatenate([each[np.argsort(-table.score[each], kind="stable")] for each in members])
+            ranked = np.concatenate([each[np.argsort(-level(table.score[each]), kind="stable")] for each in members])
             return list(ranked[draw_positions(_by_rank(len(ranked)), count, replace=False, rng=rng)].tolist())
         temperature = rules.inverse_temperature if word == "softmax" else 0.0
         log_flat = math.log(rules.flat_group_weight or 1.0)
@@ -335,7 +336,7 @@ def _log_weights(rewards: Vector, word: Priority, rules: BufferSection) -> Vecto
         return rules.inverse_temperature * rewards
     if word == "rank":
         log_weights = np.empty(len(rewards))
-        log_weights[np.lexsort((-np.arange(len(rewards)), -rewards))] = _by_rank(len(rewards))
+        log_weights[np.lexsort((-np.arange(len(rewards)), -level(rewards)))] = _by_rank(len(rewards))
         return log_weights
     return np.zeros(len(rewards))
 

@@ -15,7 +15,7 @@ from tba.buffer.store.views import VIEWS
 from tba.common.errors import StorageError
 
 # Increment it with each change of a table, an index or a view. It is stored with "tba" as the file's application id.
-VERSION = 16
+VERSION = 17
 _APPLICATION = int.from_bytes(b"tba") << 8
 # What ANALYZE and Litestream make, without expressions that could compute anything.
 _OF_TOOLS = re.compile(r"CREATE TABLE (?:sqlite_stat\d|_litestream_(?:seq|lock)) ?\([^()]*\)")

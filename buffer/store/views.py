@@ -6,6 +6,8 @@ nothing. `lengths`, which counts over a whole run, takes a sample. Times are Uni
 same times in UTC.
 """
 
+from tba.common.rewards import ROUNDING
+
 _TRAINED = """FROM consumption_rows c JOIN batches b ON b.id = c.batch
         WHERE c.trajectory = t.id AND b.trained_at IS NOT NULL"""
 
@@ -137,7 +139,7 @@ LEFT JOIN runs r ON r.id = e.run
     """
 CREATE VIEW held_out AS
 SELECT r.name AS run, e.version, e.step, h.prompt, h.prompt_text, h.answer, h.response, h.reward,
-       COALESCE(json_extract(h.reward_parts, '$.correct') >= 1, h.reward > 0) AS passed,
+       COALESCE(json_extract(h.reward_parts, '$.correct') > 1 - 1e-9, h.reward > 1e-9) AS passed,
        h.reward_parts, h.error, h.evaluation, e.evaluated_at
 FROM held_out_rows h
 JOIN evaluation_rows e ON e.id = h.evaluation
@@ -172,7 +174,8 @@ GROUP BY s.run, s.least_tokens
 CREATE VIEW waste AS
 SELECT r.name AS run, b.step, b.prompts AS groups,
        (SELECT COUNT(*) FROM (SELECT 1 {_SLOTS} GROUP BY t.prompt, json_extract(t.sampling, '$.guided')
-           HAVING MIN(t.reward) = MAX(t.reward))) AS flat_groups,
+           HAVING MAX(t.reward) - MIN(t.reward) <=
+               {ROUNDING} * MAX(1, ABS(MAX(t.reward)), ABS(MIN(t.reward))))) AS flat_groups,
        (SELECT SUM(t.response_tokens) {_SLOTS}) AS response_tokens,
        (SELECT AVG(b.trained_at - t.created_at) {_SLOTS}) AS mean_seconds_to_training,
        b.trained_at

@@ -5,13 +5,23 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tba.common.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from tba.common.config.section import (
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    matching,
+)
 
 
 class BufferSection(Section):
     """The replay buffer: address, durability, limits, and sampling."""
 
-    address: Annotated[str, Field(pattern=r"^(auto|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = "auto"
+    address: Annotated[
+        str, matching(r"auto|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?", "auto, tcp://HOST:PORT or ipc://PATH")
+    ] = "auto"
     """ZeroMQ endpoint of the buffer: tcp://HOST:PORT, on all interfaces if HOST is its own machine, or ipc://PATH for
     one machine. auto is a socket file in run.dir for this user alone (in /dev/shm if the path is too long)."""
     database: Path | None = None

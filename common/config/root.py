@@ -194,7 +194,10 @@ def _check_ratios(config: Config) -> None:
     if config.train.learning_rate_by_ess and not config.search.has_ratios:
         raise ValueError(f"train.learning_rate_by_ess has no effect for {without}: remove it, or set {remedy}")
     if config.objective.imitation_weight and config.search.is_greedy:
-        raise ValueError(f"imitation has no effect for {without}: set objective.imitation = 0, or {remedy}")
+        raise ValueError(
+            f"imitation has no effect for {without}: set objective.imitation = 0, or "
+            "sample from several tokens (search.temperature, top_k, top_p, min_p)"
+        )
     if config.search.engine == "vllm" and config.needs_kept and (not config.search.top_k or config.search.serve):
         raise ValueError(
             f"objective.name = {config.objective.name} needs ratios of the policy to its sampler, so vLLM must tell "

@@ -5,13 +5,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tba.common.config.section import GpuList, NonNegative, PositiveFloat, Section
+from tba.common.config.section import GpuList, NonNegative, PositiveFloat, Section, matching
 
 
 class RunSection(Section):
     """The name of the run and where it writes."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,100}$")] = "run"
+    name: Annotated[
+        str, matching(r"[A-Za-z0-9._-]{1,100}", "1 to 100 letters, digits, dots, dashes and underscores")
+    ] = "run"
     """Letters, digits, dot, dash and underscore."""
     dir: Path = Path("runs/run")
     """Directory of database, snapshots, checkpoints and metrics."""

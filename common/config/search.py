@@ -19,6 +19,7 @@ from tba.common.config.section import (
     Positive,
     PositiveFloat,
     Section,
+    matching,
 )
 from tba.common.errors import ConfigError
 from tba.common.wire.fields import MAX_TOKENS, MAX_TURNS
@@ -26,6 +27,8 @@ from tba.common.wire.socket_files import LEAST_TOKEN, LOOPBACK
 
 # What `max_in_flight = "auto"` is for the Transformers engine: its KV cache grows, so nothing limits the number.
 TRANSFORMERS_IN_FLIGHT = 256
+# The most probable token alone has more, in a vocabulary of up to a million.
+_ONE_TOKEN = 1e-6
 # One value, several to draw from, or the two ends of a range.
 Explored = float | tuple[float, ...] | dict[Literal["min", "max"], float]
 
@@ -97,10 +100,10 @@ class SearchSection(Section):
     weights_from: Literal["auto", "path", "trainer"] = "auto"
     """path: the trainer's directory, on a shared file system; trainer: its `train.serve_snapshots`; auto: the path if
     it exists on this node, else the trainer."""
-    serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:\d+)$")] = ""
+    serve_snapshots: Annotated[str, matching(r"|tcp://\S+:\d+", "tcp://HOST:PORT")] = ""
     """ZeroMQ endpoint (tcp://HOST:PORT) where one searcher of this node serves snapshots to the nodes that set this
     key; HOST `*` is announced as the name of this machine."""
-    serve: Annotated[str, Field(pattern=r"^(|([^\s:]+:|\[[0-9A-Fa-f:]+\]:)?\d{1,5})$")] = ""
+    serve: Annotated[str, matching(r"|([^\s:]+:|\[[0-9A-Fa-f:]+\]:)?\d{1,5}", "PORT or HOST:PORT")] = ""
     """PORT or HOST:PORT (127.0.0.1 by default) where searchers answer requests of agents (docs/endpoint.md), each at
     the first free port from there on, with port 0 at any."""
     serve_token: BearerToken = SecretStr("")
@@ -169,7 +172,8 @@ class SearchSection(Section):
     @property
     def is_greedy(self) -> bool:
         """Whether every response of a policy to a prompt is the same."""
-        return max(_explored_numbers(self.temperature)) == 0
+        one_token = self.top_k == 1 or self.min_p == 1 or max(_explored_numbers(self.top_p)) < _ONE_TOKEN
+        return one_token or max(_explored_numbers(self.temperature)) == 0
 
     @property
     def has_ratios(self) -> bool:

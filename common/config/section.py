@@ -10,7 +10,26 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-GpuList = Annotated[str, Field(pattern=r"^(cpu|all|((\d+(-\d+)?|GPU-[^,\s]+|MIG-[^,\s]+)(,|$))+)$")]
+
+
+def matching(pattern: str, form: str) -> AfterValidator:
+    """Return a validator of texts, whose error has `form` in place of the regular expression."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"it must be {form}")
+        return value
+
+    return AfterValidator(check)
+
+
+GpuList = Annotated[
+    str,
+    matching(
+        r"cpu|all|(\d+(-\d+)?|(GPU|MIG)-[^,\s]+)(,(\d+(-\d+)?|(GPU|MIG)-[^,\s]+))*,?",
+        "cpu, all, or numbers, ranges and UUIDs of GPUs, such as 0-6 or 0,2,4",
+    ),
+]
 
 
 def _fits_header(key: SecretStr) -> SecretStr:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, FiniteFloat, SecretStr, field_validator, model_validator
 
-from tba.common.config.section import BearerToken, NonNegative, Positive, PositiveFloat, Section
+from tba.common.config.section import BearerToken, NonNegative, Positive, PositiveFloat, Section, matching
 from tba.common.wire.fields import MAX_PHASES
 
 MIXTURE = "mixture"
@@ -71,7 +71,9 @@ class TaskSource(Section):
 class MixturePart(TaskSource):
     """One task of a mixture."""
 
-    label: Annotated[str, Field(pattern=r"^(|[A-Za-z_][\w-]*)$", max_length=40)] = ""
+    label: Annotated[
+        str, matching(r"|[A-Za-z_][\w-]{,39}", "up to 40 letters, digits, dashes and underscores, first a letter")
+    ] = ""
     """Its name in prompt keys, reward parts and tables; empty is the name of the task."""
     weight: PositiveFloat | None = None
     """Its share of the prompts of an epoch, relative to the other weights."""
@@ -180,7 +182,7 @@ class RewardModelSection(Section):
     """With `url`: the model's name at the server, if it has several."""
     concurrency: Positive = 64
     """With `url`: maximum requests in flight of each searcher, with one response each."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")] = "auto"
+    device: Annotated[str, matching(r"auto|cpu|cuda:\d+", "auto, cpu or cuda:NUMBER")] = "auto"
     """Its device. auto is the searcher's own, where search.gpu_memory_utilization must leave memory for it; `cuda:1` is
     GPU 1 of nvidia-smi."""
     time_limit_seconds: PositiveFloat = 60.0

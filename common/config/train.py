@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from tba.common.config.section import GpuList, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section, matching
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 # Their formulas include an anchor, so `objective.kl` has no effect on them.
@@ -80,7 +80,9 @@ class TrainSection(Section):
     """Also keep a snapshot every this many steps, for evaluation; 0: none."""
     min_free_mib: NonNegative = 512
     """Free disk space, in MiB, that a snapshot must leave, or it waits; 0 never waits."""
-    serve_snapshots: Annotated[str, Field(pattern=r"^(|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?)$")] = ""
+    serve_snapshots: Annotated[
+        str, matching(r"|tcp://\S+:(\d+|\*)|ipc://\S(.*\S)?", "tcp://HOST:PORT or ipc://PATH")
+    ] = ""
     """ZeroMQ endpoint (tcp://HOST:PORT) where the trainer serves its snapshots to searchers without access to run.dir;
     HOST `*` is announced as the name of this machine."""
     checkpoint_every: Positive = 50
@@ -278,7 +280,7 @@ class MetricsSection(Section):
     """Project on Weights & Biases (extra `wandb`; WANDB_MODE=offline writes only to run.dir)."""
     trackio: str = ""
     """Project on Trackio (extra `trackio`; local without TRACKIO_SPACE_ID and TRACKIO_SERVER_URL)."""
-    prometheus: Annotated[str, Field(pattern=r"^(|([^\s:]+:)?[1-9]\d{0,4})$")] = ""
+    prometheus: Annotated[str, matching(r"|([^\s:]+:)?[1-9]\d{0,4}", "PORT or HOST:PORT")] = ""
     """PORT or HOST:PORT (127.0.0.1 by default) where the buffer serves all numbers to Prometheus."""
     trace_answers: Annotated[int, Field(ge=0, le=256)] = 0
     """Answers of each step that Weights & Biases and Trackio get as a table."""

@@ -38,7 +38,10 @@ def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterato
     # The library raises many types; each means that the data is not available.
     except Exception as error:
         raise TaskError(f"task {task}: data set {source!r} ({split}) cannot be loaded: {error}") from error
-    yield from ((f"row {n} of {source}", data_files.without_nested_nulls(row)) for n, row in enumerate(rows, 1))
+    features = getattr(rows, "features", None)
+    for number, row in enumerate(rows, 1):
+        short = data_files.shortest(row, features.arrow_schema) if features else row
+        yield f"row {number} of {source}", data_files.without_nested_nulls(short)
 
 
 class RowsTask(ListedTask):
@@ -158,7 +161,7 @@ def _column_of(row: Any, names: Sequence[str], option: str) -> str:
         if name in row or name.partition(".")[0] in row:
             return name
     advice = f'name the column, as in task.options.{option} = "COLUMN"' if option else "rename the column"
-    raise ValueError(f"it has no {' or '.join(names)}, only {_names(row)}: {advice}")
+    raise ValueError(f"it has no {' or '.join(names)}, only {_names(row)}: {advice}{data_files.rows_within(row)}")
 
 
 def _names(row: Any) -> str:

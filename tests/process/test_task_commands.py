@@ -76,7 +76,7 @@ def test_a_new_task_passes_its_check_and_scores(tba_here, tmp_path):
     assert result.exit_code == 0, result.message
     findings = {one["check"]: one for one in result.json}
     assert {one["result"] for one in findings.values()} == {"ok"}
-    assert "'10+10='" in findings["rendering"]["detail"]
+    assert "reads the first prompt as '10+10='" in findings["rendering"]["detail"]
     shown = tba_here("task", "check", file, "--key", "10", "-r", "20", "-r", "21", "--json")
     assert [(row["reward"], row["parts"]) for row in shown.json] == [
         (1.0, "correct 1, is_number 1"),
@@ -84,6 +84,17 @@ def test_a_new_task_passes_its_check_and_scores(tba_here, tmp_path):
     ]
     again = tba_here("task", "new", "doubling", "--dir", tmp_path)
     assert (again.exit_code, "exists: choose another name" in again.message) == (2, True)
+
+
+def test_a_check_shows_what_the_ids_of_a_prompt_spell_and_not_its_text(tba_here, tmp_path):
+    """The example's tokenizer knows digits and signs: each other character is an unknown token."""
+    assert tba_here("task", "new", "doubling", "--dir", tmp_path).exit_code == 0
+    file = tmp_path / "doubling.py"
+    file.write_text(file.read_text().replace('+{number}="', '+{number} is?"'))
+    shown = tba_here("task", "check", file, "--set", f"model.path={EXAMPLE_MODEL}", "--json")
+    (found,) = [one for one in shown.json if one["check"] == "rendering"]
+    assert found["result"] == "warn"
+    assert found["detail"].endswith("reads the first prompt as '10+10<unk><unk><unk><unk>'")
 
 
 def test_the_example_of_a_custom_task_passes_its_check(checked):

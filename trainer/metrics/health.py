@@ -45,6 +45,12 @@ def limits(dtype: str) -> dict[str, tuple[float, int, str]]:
             "engine and trainer differ by {mean:.2g} nats per token for the same weights, above {limit:g}: one of them "
             "computes another model than you think; compare their versions and settings",
         ),
+        "mismatch_max": (
+            10 * mismatch,
+            1,
+            "engine and trainer differ by {mean:.2g} nats at one token for the same weights, above {limit:g}: some "
+            "tokens have another position or mask in one of them; compare their versions and settings",
+        ),
         "truncated_fraction": (
             0.2,
             _FIRST_STEPS,

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tba.common import rewards
 from tba.trainer.objectives.responses import Responses
 
 # A larger log-ratio of one token means a numerical error or another model, not a policy that has drifted.
@@ -20,19 +21,8 @@ _SOLVED_WITHIN = 0.05
 
 
 def level(reward_bK: Tensor) -> Tensor:
-    """Make rewards of a group equal that differ by rounding alone: [b, K].
-
-    Sums of the same reward parts in another order, 0.3 and 0.1 + 0.2, are one reward, and no response is better than
-    the other. A difference counts as rounding up to 16 units in the last place of the largest reward, or of 1.
-    """
-    ordered_bK, order_bK = reward_bK.sort(dim=1)
-    scale_b1 = reward_bK.abs().amax(dim=1, keepdim=True).clamp(min=1.0)
-    apart_bK = ordered_bK.diff(dim=1, prepend=ordered_bK[:, :1]) > 16 * torch.finfo(reward_bK.dtype).eps * scale_b1
-    place_bK = torch.arange(reward_bK.shape[1], device=reward_bK.device).expand_as(order_bK)
-    # The place of the least reward of those that are equal.
-    first_bK = torch.where(apart_bK, place_bK, 0).cummax(dim=1).values
-    level_bK = torch.empty_like(reward_bK).scatter(1, order_bK, ordered_bK.gather(1, first_bK))
-    return torch.where(scale_b1.isfinite(), level_bK, reward_bK)
+    """Make rewards of a group equal that differ by rounding alone (`tba.common.rewards`): [b, K]."""
+    return torch.from_numpy(rewards.level(reward_bK.detach().cpu().numpy())).to(reward_bK)
 
 
 def centred(reward_bK: Tensor) -> Tensor:
@@ -136,7 +126,10 @@ def taper(responses: Responses, advantage_bK: Tensor, kind: str) -> Tensor:
     log_ratio_bK = responses.log_ratio_bK
     if kind == "mean":
         log_ratio_bK = log_ratio_bK / responses.tokens_bK.clamp(min=1)
-    return torch.where(advantage_bK < 0, responses.only_known(log_ratio_bK.clamp(max=0.0).exp()), 1.0)
+    # The sign of a rounding error is that of no advantage.
+    scale_bK = torch.maximum(responses.reward_bK.abs(), responses.policy_bK.abs()).clamp(min=1.0)
+    worse_bK = advantage_bK < -rewards.ROUNDING * scale_bK.amax(dim=1, keepdim=True)
+    return torch.where(worse_bK, responses.only_known(log_ratio_bK.clamp(max=0.0).exp()), 1.0)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from tba.buffer.tools.query import PageRows
 from tba.common.errors import UsageError
+from tba.common.rewards import are_equal
 from tba.ui.charts import sparkline
 from tba.ui.runs import Run
 from tba.ui.site import missing, number_in, run_of, site_of
@@ -27,7 +28,7 @@ KINDS = {
     "flat": "flat: equal rewards in the newest group",
 }
 # The part `correct` says what passes; without it, a reward above 0 does.
-_PASSED = "COALESCE(json_extract(t.reward_parts, '$.correct') >= 1, t.reward > 0)"
+_PASSED = "COALESCE(json_extract(t.reward_parts, '$.correct') > 1 - 1e-9, t.reward > 1e-9)"
 _RESPONSES = f"""SELECT t.id, t.visit, t.policy_version, t.reward, t.response_tokens, t.stop_reason, t.error,
     {_PASSED} AS passed, json_extract(t.sampling, '$.guided') AS guided
     FROM trajectory_rows t WHERE t.prompt = ? ORDER BY t.policy_version DESC, t.id DESC LIMIT ?"""  # noqa: S608
@@ -127,7 +128,7 @@ def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
     # The newest group: the responses of the newest visit, or of the newest version without one.
     same = "visit" if good and good[0]["visit"] else "policy_version"
     newest = [r for r in good if (r["visit"], r[same]) == (good[0]["visit"], good[0][same])]
-    rewards = {response["reward"] for response in newest}
+    rewards = [response["reward"] for response in newest]
     return {
         "responses": len(responses),
         "errors": sum(response["error"] is not None for response in responses),
@@ -137,7 +138,7 @@ def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "spark": sparkline([sum(passed) / len(passed) for passed in by_version.values()]),
         "never": bool(good) and not any(response["passed"] for response in good),
         "solved": bool(newest) and all(response["passed"] for response in newest),
-        "flat": len(newest) > 1 and len(rewards) == 1,
+        "flat": len(newest) > 1 and bool(are_equal(min(rewards), max(rewards))),
     }
 
 

@@ -8,13 +8,15 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from tba.common.config import Config
 from tba.common.config.layers import as_toml, fields, removed, resolve, secret_keys, value_of
 from tba.common.config.paths import check_data, check_directories, check_gpus_apart, nearest_existing
-from tba.common.config.search import check_arguments, installed_arguments
-from tba.common.errors import ConfigError
+from tba.common.config.search import SearchSection, check_arguments, installed_arguments
+from tba.common.errors import ConfigError, problems
 from tba.common.system.devices import Gpu
 from tba.tests.helpers.users import closed_directory
 
@@ -339,3 +341,55 @@ def test_a_directory_that_cannot_be_created_is_found_before_a_start():
 @pytest.mark.parametrize("value", [True, 3, 1e-05, 'a "b"', [1, "x"], {"a": {"b": False}, "c": ["d"]}, {}])
 def test_a_value_is_written_as_a_file_has_it(value):
     assert tomllib.loads(f"x = {as_toml(value, quoted=True)}") == {"x": value}
+
+
+FORMS = [
+    ("search.gpus", "0-", "cpu, all, or numbers"), ("search.gpus", "", "cpu, all, or numbers"),
+    ("search.gpus", "0;1", "cpu, all, or numbers"), ("train.gpu", "cuda:0", "cpu, all, or numbers"),
+    ("search.gpus", "0,,1", "cpu, all, or numbers"), ("eval.gpu", "x", "cpu, all, or numbers"),
+    ("search.serve", "http://a:1", "PORT or HOST:PORT"), ("search.serve", "80\n", "PORT or HOST:PORT"),
+    ("search.serve_snapshots", "udp://x:1", "tcp://HOST:PORT"), ("train.serve_snapshots", "a:1", "tcp://HOST:PORT or"),
+    ("buffer.address", "localhost:1", "auto, tcp://HOST:PORT or ipc://PATH"), ("run.name", "a b", "1 to 100 letters"),
+    ("run.name", "", "1 to 100 letters"), ("metrics.prometheus", "0", "PORT or HOST:PORT"),
+    ("reward_model.device", "cuda", "auto, cpu or cuda:NUMBER"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value", "form"), FORMS)
+def test_a_text_of_another_form_is_refused_with_the_form_and_no_regular_expression(key, value, form):
+    section, _, name = key.partition(".")
+    with pytest.raises(ValidationError) as refused:
+        Config.model_validate({section: {name: value}})
+    ((path, reason),) = problems(refused.value)
+    assert path[:2] == (section, name)
+    assert reason.startswith(f"it must be {form}")
+    assert not re.search(r"\\[dSw]|\^\(", reason)
+
+
+@pytest.mark.parametrize("value", ["cpu", "all", "0", "0-6", "0,2,4", "0-1,4", "GPU-1a2b", "MIG-3,GPU-4", "0,"])
+def test_the_forms_of_a_list_of_gpus_are_read(value):
+    assert Config.model_validate({"search": {"gpus": value}}).search.gpus == value
+
+
+# Of a thousand tokens that are nearly equally probable: whether one alone is left to sample from.
+@pytest.mark.parametrize(
+    ("keys", "greedy"),
+    [
+        ({}, False), ({"temperature": 0}, True), ({"top_k": 1}, True), ({"top_k": 2}, False), ({"min_p": 1}, True),
+        ({"min_p": 0.99}, False), ({"top_p": 1e-9}, True), ({"top_p": 0.01}, False), ({"top_p": [1e-9, 1]}, False),
+        ({"temperature": [0, 1]}, False), ({"temperature": [0, 1], "top_k": 1}, True), ({"temperature": 0.01}, False),
+    ],
+)  # fmt: skip
+def test_greedy_is_every_setting_under_which_the_most_probable_token_is_the_only_one(keys, greedy):
+    assert SearchSection.model_validate(keys).is_greedy == greedy
+    logits = -1e-6 * np.arange(1000)
+    kept = 1
+    for temperature in np.atleast_1d(keys.get("temperature", 1.0)):
+        for top_p in np.atleast_1d(keys.get("top_p", 1.0)):
+            scaled = np.exp((logits - logits.max()) / temperature) if temperature else np.eye(1000)[0]
+            probability = np.sort(scaled / scaled.sum())[::-1]
+            probability = probability[: keys.get("top_k") or None]
+            probability = probability[probability >= keys.get("min_p", 0.0) * probability[0]]
+            before = np.concatenate([[0.0], np.cumsum(probability / probability.sum())[:-1]])
+            kept = max(kept, np.count_nonzero((before < top_p) & (probability > 0)))
+    assert (kept == 1) == greedy

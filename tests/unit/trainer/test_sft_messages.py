@@ -97,6 +97,71 @@ def test_a_row_is_rendered_as_transformers_does_or_refused(tmp_path, template, n
     assert prompt + response == tokenizer.apply_chat_template(row["messages"], **text).rstrip()
 
 
+# The template of DeepSeek-V3 appends a text; the second one writes what it is given as Jinja does.
+APPENDS = "{% for c in m.tool_calls %}{{ c.function.name + ':' + c.function.arguments }}{% endfor %}"
+WRITES = "{% for c in m.tool_calls %}{{ c.function.name }}:{{ c.function.arguments }}{% endfor %}"
+LOOP = "{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}{}<|im_end|>\n{{% endfor %}}{}"
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize("form", ["object", "text"])
+@pytest.mark.parametrize("where", ["answer", "earlier", "prompt"])
+@pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "gptoss", "llama3_1", "appends", "writes"])
+def test_arguments_of_calls_may_be_objects_or_the_text_of_json(tmp_path, template, where, form):
+    tokenizer, given = tokenizer_of(template if template in REFUSED else "qwen3"), {"b": 2, "a": "\u00e9"}
+    if template in ("appends", "writes"):
+        tokenizer.chat_template = LOOP.format(APPENDS if template == "appends" else WRITES, ASKS)
+    needed = json.dumps(given, ensure_ascii=False) if template in ("appends", "writes") else given
+
+    def messages(arguments: Any) -> list[Any]:
+        calls = [{"type": "function", "id": "123456789", "function": {"name": "add", "arguments": arguments}}]
+        called = {"role": "assistant", "content": "", "tool_calls": calls}
+        return [USER, called, *([] if where == "answer" else [RESULT, {"role": "assistant", "content": "4"}])]
+
+    expected = tokenizer.apply_chat_template(messages(needed), tokenize=False).rstrip()
+    said = messages(given if form == "object" else json.dumps(given))
+    if where == "prompt":
+        text = PromptRenderer(tokenizer, TaskSection()).text(Prompt("p", messages=said[:-1]))
+        assert text == tokenizer.apply_chat_template(messages(needed)[:-1], add_generation_prompt=True, tokenize=False)
+    else:
+        assert "".join(read(tmp_path, tokenizer, {"messages": said})) == expected
+
+
+@pytest.mark.parametrize("arguments", ["add(2, 2)", "[1, 2]", "3", '{"a": 1'])
+def test_a_call_whose_arguments_are_no_object_is_refused(tmp_path, arguments):
+    calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
+    with pytest.raises(TaskError, match=r"rows.jsonl:1: the arguments of a call are '.*': write an object"):
+        read(tmp_path, tokenizer_of("qwen3"), said(content="", tool_calls=calls))
+
+
+def test_tools_and_variables_as_the_text_of_json_are_their_values(tmp_path):
+    tokenizer, row = tokenizer_of("qwen3"), said(content="4", tools=TOOLS, variables={"enable_thinking": False})
+    packed = [json.dumps(TOOLS), [json.dumps(one) for one in TOOLS]]
+    found = [read(tmp_path, tokenizer, row | {"tools": tools}) for tools in packed]
+    found.append(read(tmp_path, tokenizer, row | {"chat_template_kwargs": '{"enable_thinking": false}'}))
+    assert found == [read(tmp_path, tokenizer, row)] * 3
+
+
+def test_documents_of_a_row_are_rendered_or_refused(tmp_path):
+    documents = [{"title": "sums", "text": "2+2=4"}]
+    tokenizer, row = tokenizer_of("qwen3"), said(content="4") | {"documents": documents}
+    with pytest.raises(TaskError, match="rows.jsonl:1: the chat template does not write its `documents`"):
+        read(tmp_path, tokenizer, row)
+    tokenizer.chat_template = "{% for d in documents %}[{{ d.text }}]{% endfor %}" + LOOP.format("", ASKS)
+    prompt, _ = read(tmp_path, tokenizer, row)
+    assert prompt == "[2+2=4]<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("enable_thinking", False), ("reasoning_effort", "low"), ("functions", TOOLS), ("chat_template", "{{ 1 }}")],
+)
+def test_a_variable_of_the_template_beside_the_others_is_refused(tmp_path, name, value):
+    with pytest.raises(TaskError, match=f"rows.jsonl:1: `{name}` would be ignored: write it in `chat_template_kwargs`"):
+        read(tmp_path, tokenizer_of("qwen3"), said(content="4") | {name: value})
+    assert read(tmp_path, tokenizer_of("qwen3"), said(content="4") | {name: None})
+
+
 @pytest.mark.parametrize("field", ["refusal", "tool_plan", "thought", "reasoning_details"])
 def test_a_row_whose_message_says_what_the_template_drops_is_refused(tmp_path, field):
     with pytest.raises(TaskError, match=f"rows.jsonl:1: the chat template does not write its `{field}`"):

@@ -34,8 +34,8 @@ log = get_logger(__name__)
 Message = tuple[str, str] | tuple[str, str, str]
 
 _SYSTEM = "system"
-# A text that no template writes.
-_PROBE = "a7f3"
+# Texts that no template writes, of digits, since templates may write letters in another case.
+_PROBE, _NEXT = "71093", "40517"
 # What a conversation says besides its contents. A template that ignores one would change what the model learns.
 _SAID = ("tools", "documents", "tool_calls", "function_call", "tool_plan", "refusal", "name")
 # Of a row, what templates would read as a variable, if it were among `chat_template_kwargs`.
@@ -206,12 +206,12 @@ class PromptRenderer:
             return prompt.text
         return self._rendered([as_map(message) for message in messages], self._variables(prompt))
 
-    def text_with(self, prompt: Content, response: Message) -> str | None:
+    def text_with(self, prompt: Content, *said: Message) -> str | None:
         """Return a whole conversation as text, None if the prompt is not rendered by a chat template."""
         messages = self.conversation(prompt)
         if messages is None:
             return None
-        whole = [as_map(message) for message in (*messages, response)]
+        whole = [as_map(message) for message in (*messages, *said)]
         return self._rendered(whole, self._variables(prompt), asks=False)
 
     def begin(self, prompt: Content, messages: Sequence[Message] = ()) -> tuple[list[int], list[Message]]:
@@ -273,12 +273,18 @@ class PromptRenderer:
         return whole[len(before) :] if follows else self._encode_after(response)
 
     def after_answer(self, prompt: Content) -> str:
-        """Return what the chat template writes behind an answer, "" if there is none or that cannot be told."""
-        try:
-            whole = self.text_with(prompt, ("assistant", _PROBE))
-        except ValueError:
-            return ""
-        return whole.rpartition(_PROBE)[2] if whole and _PROBE in whole else ""
+        """Return what the chat template writes behind an answer, at the end or else before a message of the user.
+
+        "" if there is none or that cannot be told.
+        """
+        answer, after = ("assistant", _PROBE), ""
+        for more in ((answer,), (answer, ("user", _NEXT))):
+            with contextlib.suppress(ValueError):
+                whole = self.text_with(prompt, *more) or ""
+                after = whole.rpartition(_PROBE)[2].partition(_NEXT)[0] if _PROBE in whole else ""
+            if after.strip():
+                break
+        return after
 
     def settings(self, prompts: Iterable[Content]) -> str:
         """Return what ids depend on besides prompts and vocabulary, for a task's fingerprint; "" without a chat."""

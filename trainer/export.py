@@ -20,13 +20,12 @@ from tba.common.run_snapshots import check_export
 from tba.common.system.durable import copy_file, json_text, new_directory
 from tba.common.weights import adapter
 from tba.common.weights.model_files import (
-    added_tokens,
-    eos_ids,
     local_model,
     model_directory,
     read_json,
     share_weights,
 )
+from tba.common.weights.pretrained import end_tokens
 from tba.common.weights.snapshot import MANIFEST, Snapshot, check_file, directory_name, read
 from tba.trainer import checkpoint
 from tba.trainer.model.adapters import MERGED, add_adapters, base_digest, gathered
@@ -63,9 +62,7 @@ def export_model(source: Path, out: Path, config: Config) -> None:
 
 def _name_end_tokens(directory: Path, config: Config) -> None:
     """Name in generation_config.json all tokens that ended the responses of the run: others stop at these alone."""
-    added = added_tokens(directory)
-    stops = [added.get(one) if isinstance(one, str) else one for one in config.search.stop]
-    ends = list(dict.fromkeys([*eos_ids(directory), *(one for one in stops if one is not None)]))
+    ends, _ = end_tokens(directory, config.search.stop)
     path = directory / "generation_config.json"
     if ends:
         path.write_bytes(json_text(read_json(path) | {"eos_token_id": ends[0] if len(ends) == 1 else ends}).encode())

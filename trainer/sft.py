@@ -17,6 +17,7 @@ engine, so the model learns what it will be sampled for. The chat template gets 
 `tools` and `chat_template_kwargs` of the row.
 """
 
+import bisect
 import contextlib
 import hashlib
 import math
@@ -40,8 +41,8 @@ from tba.common.errors import CheckpointError, ConfigError, TaskError, TrainingB
 from tba.common.log import get_logger
 from tba.common.rendering import Message, PromptRenderer, as_map, asked_in, message_of, variables_of
 from tba.common.system.durable import exclusive_lock, new_directory
-from tba.common.weights.model_files import eos_ids, model_directory
-from tba.common.weights.pretrained import load_tokenizer
+from tba.common.weights.model_files import model_directory
+from tba.common.weights.pretrained import end_tokens, load_tokenizer
 from tba.common.wire.fields import MAX_PROMPT_TEXT
 from tba.common.wire.trajectory import STOP_EOS
 from tba.trainer import checkpoint
@@ -91,14 +92,14 @@ class _Prompt:
 class Encoder:
     """The renderer of prompts, and the limits of the model: ids below `vocabulary`, `longest` tokens per row.
 
-    Any of `end_ids` ends a response; the first one is appended to a response that has none. `stop` is `search.stop`.
+    Any of `end_ids` ends a response, and any text in `stop`; the first id is appended to a response that has none.
     """
 
     renderer: PromptRenderer
     end_ids: Sequence[int]
     vocabulary: int
     longest: int
-    stop: Sequence[int | str] = ()
+    stop: Sequence[str] = ()
 
 
 def sft(
@@ -285,12 +286,12 @@ class Job:
 
 
 def _encoder(files: Path, renderer: PromptRenderer, model: PreTrainedModel, stop: Sequence[int | str] = ()) -> Encoder:
-    ends = eos_ids(files, renderer.tokenizer.eos_token_id)
+    ends, strings = end_tokens(files, stop, renderer.tokenizer)
     if not ends:
         raise ConfigError(f"{files} names no end token: set eos_token_id in its config.json")
     vocabulary = model.get_input_embeddings().num_embeddings
     longest = getattr(model.config, "max_position_embeddings", None) or 1 << 30
-    return Encoder(renderer, ends, vocabulary, longest, stop)
+    return Encoder(renderer, ends, vocabulary, longest, strings)
 
 
 def _batch(rows: list[Row], step: int) -> TrainBatch:
@@ -358,8 +359,8 @@ def _require_spelt(prompt: str, text: str, prompt_ids: list[int], ids: list[int]
     if spelt != prompt and not is_cut and prompt_ids not in (renderer.encode(prompt), renderer.raw_ids(prompt)):
         raise ValueError(f"its tokens do not spell its prompt, {prompt!r:.80}: another tokenizer made them")
     # What ended a response, a token or a string, is not part of its text.
-    said = decode(ids[:-1] if ids and ids[-1] in (*encoder.end_ids, *encoder.stop) else ids, skip_special_tokens=True)
-    if said != text and not any(said.startswith(f"{text}{end}") for end in encoder.stop if isinstance(end, str)):
+    said = decode(ids[:-1] if ids and ids[-1] in encoder.end_ids else ids, skip_special_tokens=True)
+    if said != text and not any(said.startswith(f"{text}{end}") for end in encoder.stop):
         why = "another tokenizer made them, or search.stop lacks the string that ended it"
         raise ValueError(f"its tokens do not spell its text, {text!r:.80}: {why}")
 
@@ -436,21 +437,29 @@ def _tokens(prompt: _Prompt, response: Message, encoder: Encoder) -> tuple[list[
 
 
 def _ended(ids: list[int], response: Message, encoder: Encoder) -> list[int]:
-    """Cut a response after its first end token: templates add line breaks after it that no engine would sample.
+    """Cut a response where an engine would end it: templates add line breaks after that which it would not sample.
 
-    Raises ValueError if more follows because the response itself spells an end token.
+    Raises ValueError if more follows because the response itself spells what ends one.
     """
     end = next((n + 1 for n, id_ in enumerate(ids) if id_ in encoder.end_ids), None)
-    if not ids or end == 1:
+    if encoder.stop and _completes(ids[:end], encoder):
+        end = bisect.bisect_left(range(len(ids)), True, lo=1, key=lambda n: _completes(ids[:n], encoder))
+    if not ids or ids[0] in encoder.end_ids:
         raise ValueError("nothing is left of the response but its end token")
     if end is None:
         return [*ids, encoder.end_ids[0]]
     if encoder.renderer.tokenizer.decode(ids[end:], skip_special_tokens=False).strip():
-        spelt = set(encoder.renderer.encode(" ".join(response[1:]))) & set(encoder.end_ids)
-        if spelt:
-            token = encoder.renderer.tokenizer.decode([*spelt][:1], skip_special_tokens=False)
-            raise ValueError(f"the response contains {token!r}, at which the engines stop: remove or respell it")
+        said = " ".join(response[1:])
+        spelt = set(encoder.renderer.encode(said)) & set(encoder.end_ids)
+        tokens = [encoder.renderer.tokenizer.decode([id_], skip_special_tokens=False) for id_ in spelt]
+        if found := [*tokens, *(one for one in encoder.stop if one in said)]:
+            raise ValueError(f"the response contains {found[0]!r}, at which the engines stop: remove or respell it")
     return ids[:end]
+
+
+def _completes(ids: list[int], encoder: Encoder) -> bool:
+    text = encoder.renderer.tokenizer.decode(ids, skip_special_tokens=True)
+    return any(one in text for one in encoder.stop)
 
 
 def _check_row(prompt: Sequence[int], response: Sequence[int], encoder: Encoder) -> None:

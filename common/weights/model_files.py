@@ -259,14 +259,18 @@ def eos_ids(directory: Path, tokenizer_eos: int | None = None) -> list[int]:
 def _eos_ids(directory: Path, tokenizer_eos: int | None) -> list[int]:
     vocabulary, found = vocabulary_size(directory), list[int]()
     for name in ("generation_config.json", "config.json"):
-        value = read_json(directory / name).get("eos_token_id")
-        for one in value if isinstance(value, list) else [] if value is None else [value]:
-            if type(one) is not int or one < 0 or (vocabulary is not None and one >= vocabulary):
+        fields = read_json(directory / name)
+        # Also of a language model inside another.
+        parts = [part for part in (fields, fields.get("text_config")) if isinstance(part, dict)]
+        for part in parts:
+            value = part.get("eos_token_id")
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(one) is int and one >= 0 and (vocabulary is None or one < vocabulary) for one in ids):
                 below = f" below {vocabulary}" if vocabulary is not None else ""
                 raise ConfigError(
                     f"{directory / name}: eos_token_id is {value!r}, and needs a token id{below} or a list of them"
                 )
-            found.append(one)
+            found += ids
     own = _tokenizer_eos(directory) if tokenizer_eos is None else tokenizer_eos
     return list(dict.fromkeys([*found, *([] if own is None else [own])]))
 

@@ -6,13 +6,20 @@ So no other file calls `from_pretrained` or `from_config`; a test finds any that
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from tba.common.errors import ConfigError, MissingExtra, first_line, quantity
 from tba.common.system.load_errors import loading
-from tba.common.weights.model_files import config_here, need_tokenizer, read_json, vocabulary_size
+from tba.common.weights.model_files import (
+    added_tokens,
+    config_here,
+    eos_ids,
+    need_tokenizer,
+    read_json,
+    vocabulary_size,
+)
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 # Of any model. Transformers builds them all, for minutes or hours, before it looks at the first weight.
@@ -146,6 +153,47 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
+def end_tokens(directory: Path, stop: Collection[str | int], tokenizer: Any = None) -> tuple[list[int], list[str]]:
+    """Return what ends a response: token ids, the model's own first, and the strings of `stop`, which is `search.stop`.
+
+    For search, evaluation, `tba sft`, training and export. The tokenizer is loaded if none is given and the directory
+    has one. Raises ConfigError for malformed end tokens, and as `split_stop`.
+    """
+    if tokenizer is None:
+        # Of a model without one, the files say which tokens were added.
+        with contextlib.suppress(ConfigError, MissingExtra):
+            tokenizer = load_tokenizer(directory)
+    special = added_tokens(directory) if tokenizer is None else special_tokens(tokenizer)
+    ids, strings = split_stop(stop, special)
+    return list(dict.fromkeys([*eos_ids(directory, getattr(tokenizer, "eos_token_id", None)), *ids])), strings
+
+
+def split_stop(stop: Collection[str | int], special: dict[str, int]) -> tuple[list[int], list[str]]:
+    """Return the ids of `search.stop` and its strings. A string that is a special token means its id.
+
+    Raises ConfigError for a string that contains one among other characters.
+    """
+    ids, strings = [], []
+    for one in stop:
+        if isinstance(one, int):
+            ids.append(one)
+        elif one in special:
+            ids.append(special[one])
+        elif inside := [token for token in special if token in one]:
+            raise ConfigError(
+                f"search.stop: {one!r} contains the special token {inside[0]!r}, which is not part of the text of a "
+                "response: name the token alone"
+            )
+        else:
+            strings.append(one)
+    return ids, strings
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the ids of the tokens that decoding leaves out, by their text."""
+    return {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def check_same_tokens(
     sampler: Path, scorer: Path, *, names: tuple[str, str, str] = _REFERENCE, further: bool = True
 ) -> None:
@@ -187,8 +235,16 @@ def _embedded(directory: Path) -> int:
 
 def _check_round_trip(directory: Path, tokenizer: Any) -> None:
     """Raise ConfigError if the class of transformers changes a text that tokenizer.json keeps (transformers #45488)."""
-    ids = tokenizer.encode(_ROUND_TRIP, add_special_tokens=False)
-    found = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    kind = f"{directory}: transformers reads its tokenizer as {type(tokenizer).__name__}, which"
+    advice = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'
+    try:
+        ids = tokenizer.encode(_ROUND_TRIP, add_special_tokens=False)
+        found = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    # The library raises bare Exceptions.
+    except Exception as error:
+        raise ConfigError(
+            f"{kind} cannot encode a text ({first_line(error)}): copy its files again, or {advice}"
+        ) from error
     path = directory / "tokenizer.json"
     if found == _ROUND_TRIP or not path.is_file():
         return
@@ -196,8 +252,4 @@ def _check_round_trip(directory: Path, tokenizer: Any) -> None:
 
     plain = Tokenizer.from_file(str(path))
     if plain.decode(plain.encode(_ROUND_TRIP, add_special_tokens=False).ids) == _ROUND_TRIP:
-        raise ConfigError(
-            f"{directory}: transformers reads its tokenizer as {type(tokenizer).__name__}, which turns {_ROUND_TRIP!r} "
-            f'into {found!r:.200}; tokenizer.json alone keeps it: set "tokenizer_class": "PreTrainedTokenizerFast" in '
-            "tokenizer_config.json"
-        )
+        raise ConfigError(f"{kind} turns {_ROUND_TRIP!r} into {found!r:.200}; tokenizer.json alone keeps it: {advice}")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from tba.common.config import Config
-from tba.common.errors import ConfigError
 from tba.common.rendering import Content, PromptRenderer, Tokenizer
-from tba.common.weights.model_files import eos_ids, model_directory
+from tba.common.weights.model_files import model_directory
+from tba.common.weights.pretrained import end_tokens, special_tokens, split_stop
 from tba.common.wire.trajectory import Int32
 
 # A character has at most four bytes, and a token at least one. The rest is for special tokens, which have no text.
@@ -29,21 +29,8 @@ class Stopping:
 
     def __init__(self, tokenizer: Tokenizer, stop: Collection[str | int], end_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
-        ids, strings = set(end_ids), []
-        special = _special_tokens(tokenizer) if stop else {}
-        for one in stop:
-            if isinstance(one, int):
-                ids.add(one)
-            elif one in special:
-                ids.add(special[one])
-            elif inside := [token for token in special if token in one]:
-                raise ConfigError(
-                    f"search.stop: {one!r} contains the special token {inside[0]!r}, which is not part of the text of "
-                    "a response: name the token alone"
-                )
-            else:
-                strings.append(one)
-        self.ids = frozenset(ids)
+        ids, strings = split_stop(stop, special_tokens(tokenizer) if stop else {})
+        self.ids = frozenset([*end_ids, *ids])
         self.strings = tuple(strings)
         self._window = _TOKENS_PER_CHARACTER * max(map(len, strings), default=0) + _MORE_TOKENS
 
@@ -84,32 +71,30 @@ class Stopping:
 
 def read_stopping(config: Config, tokenizer: Tokenizer) -> Stopping:
     """Return what ends the responses of a run. Raises ConfigError for end tokens that are malformed."""
-    ends = eos_ids(model_directory(config.model.path), tokenizer.eos_token_id)
-    return Stopping(tokenizer, config.search.stop, ends)
+    ids, strings = end_tokens(model_directory(config.model.path), config.search.stop, tokenizer)
+    return Stopping(tokenizer, strings, ids)
 
 
 def unstopped_turn(stopping: Stopping, renderer: PromptRenderer, prompts: Iterable[Content]) -> str:
-    """Return a warning if the chat template ends an answer with a special token at which no response ends, else "".
+    """Return a warning if no response ends at what the chat template writes behind an answer, else "".
 
-    The model was trained to write that token, so that most responses would continue behind it up to their length limit.
+    The model was trained to write that, so that most responses would continue behind it up to their length limit.
     """
     rendered = (prompt for prompt in prompts if not prompt.ids and renderer.conversation(prompt) is not None)
     if (first := next(rendered, None)) is None:
         return ""
-    after = renderer.after_answer(first)
-    special = {id_: text for text, id_ in _special_tokens(renderer.tokenizer).items()}
-    turn = [id_ for id_ in renderer.encode(after) if id_ in special]
+    after = renderer.after_answer(first).strip()
+    ids, tokenizer = renderer.encode(after), renderer.tokenizer
     # Strings are looked for in text without special tokens.
-    text = renderer.tokenizer.decode(renderer.encode(after), skip_special_tokens=True)
-    if not turn or stopping.ids & {*turn} or any(string in text for string in stopping.strings):
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    if not after or stopping.ids & {*ids} or any(string in text for string in stopping.strings):
         return ""
+    added = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    line, token = after.splitlines()[0], next((added[id_] for id_ in ids if id_ in added), "")
+    # The text before the first such token, or the token itself.
+    turn = (line.partition(token)[0] if token else line).strip() or token
     return (
-        f"the chat template ends an answer with {special[turn[0]]!r}, which ends no response: the end tokens are "
-        f"{', '.join(repr(special.get(id_, id_)) for id_ in sorted(stopping.ids)) or 'none'}; set "
-        f"search.stop = [{json.dumps(special[turn[0]])}]"
+        f"the chat template ends an answer with {turn!r}, which ends no response: the end tokens are "
+        f"{', '.join(repr(added.get(id_, id_)) for id_ in sorted(stopping.ids)) or 'none'}; set "
+        f"search.stop = [{json.dumps(turn, ensure_ascii=False)}]"
     )
-
-
-def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the ids of the tokens that decoding leaves out, by their text."""
-    return {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -22,6 +22,11 @@ def _save(
 
     torch.manual_seed(0)
     shape = SHAPE if kind != "gemma3" else {"text_config": SHAPE | {"sliding_window": 64}, "vision_config": VISION}
+    if kind == "gpt_neox":
+        # It has no groups, and vLLM reads this field all the same.
+        shape = SHAPE | {"num_key_value_heads": 2}
+    if kind == "gpt2":
+        shape = SHAPE | {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512}
     config = AutoConfig.for_model(kind, **shape, tie_word_embeddings=tied is not False)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     if tied is None:
@@ -31,11 +36,12 @@ def _save(
     if noise is not None:
         path = directory / "model.safetensors"
         tensors = load_file(path)
-        (embedding,) = (one for name, one in tensors.items() if "embed_tokens" in name or "embed_in" in name)
+        (embedding,) = (one for name, one in tensors.items() if name.endswith(EMBEDDINGS))
         tensors[head] = embedding + noise * torch.randn_like(embedding)
         save_file(tensors, path, metadata={"format": "pt"})
 
 
+EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
 VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -59,6 +65,8 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], bool]] = {
         True,
     ),
     "GPT-NeoX, not tied": (lambda path: _save(path, "gpt_neox", tied=False), False),
+    # vLLM transposes its layers, so that it cannot be swapped in place.
+    "GPT-2, the same head": (lambda path: _save(path, "gpt2", tied=True, noise=0.0), True),
     "wrapped, the same head": (
         lambda path: _save(path, "gemma3", tied=True, head="language_model.lm_head.weight", noise=0.0),
         True,

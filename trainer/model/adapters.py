@@ -6,6 +6,7 @@ separately (tba.trainer.publishing.snapshot_writer), and the engine applies the 
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,30 +40,38 @@ def add_adapters(model: PreTrainedModel, config: LoraSection) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise MissingExtra("peft", "lora") from error
-    head = model.get_output_embeddings()
-    # `token_logprobs` uses the head's weight directly, and merging supports linear layers only. PEFT's "all-linear"
-    # would also take experts, which are one tensor for all of them, and routers.
-    plain = [name for name, layer in model.named_modules() if type(layer) is nn.Linear and layer is not head]
+    plain = _plain_layers(model)
     if not plain:
         raise ConfigError(
             f"lora.rank = {config.rank} does not fit the model: its layers are no plain linear ones; set lora.rank = 0"
         )
-    targets = plain if config.targets == "all" else list(config.targets)
-    settings = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, bias="none")
-    model.requires_grad_(False)
     usable = ", ".join(sorted({name.rpartition(".")[2] for name in plain}))
-    try:
-        inject_adapter_in_model(settings, model, adapter_name=_NAME)
-    except ValueError as error:
-        raise ConfigError(
-            f"lora.targets = {config.targets} does not fit the model, which has {usable}: {error}"
-        ) from error
-    for name, _ in _adapted(model):
-        if name not in plain:
-            raise ConfigError(
-                f"lora.targets names {name}, which cannot have an adapter: only plain inner linear layers can, here "
-                f'{usable}; or set lora.targets = "all"'
-            )
+    chosen = set(plain if config.targets == "all" else ())
+    for target in () if config.targets == "all" else config.targets:
+        found = [name for name, _ in model.named_modules() if f".{name}".endswith(f".{target}")]
+        if not found or (wrong := [name for name in found if name not in plain]):
+            why = f"names {wrong[0]}, which cannot have an adapter" if found else f"has {target}, no layer of the model"
+            raise ConfigError(f'lora.targets {why}: name some of its plain inner linear layers, {usable}, or set "all"')
+        chosen |= {*found}
+    model.requires_grad_(False)
+    settings = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=["-"], lora_dropout=0.0, bias="none")
+    # By whole names, as from a file: of `target_modules` PEFT makes experts by the kind of model, whatever they name.
+    names = dict.fromkeys(f"{name}.lora_A.weight" for name in chosen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        inject_adapter_in_model(settings, model, adapter_name=_NAME, state_dict=names)
+
+
+def _plain_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers that may have adapters: those that a forward pass calls."""
+    # `token_logprobs` uses the head's weight directly, and merging supports linear layers only. PEFT's "all-linear"
+    # would also take experts, which are one tensor for all of them, and routers.
+    left_out = {id(model.get_output_embeddings())}
+    for mixer in model.modules():
+        # Kernels of state-space layers (Mamba) take these weights without calling the layers.
+        if hasattr(mixer, "A_log") and hasattr(mixer, "D"):
+            left_out |= {id(getattr(mixer, name, None)) for name in ("dt_proj", "out_proj")}
+    return [name for name, one in model.named_modules() if type(one) is nn.Linear and id(one) not in left_out]
 
 
 @contextlib.contextmanager

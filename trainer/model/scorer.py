@@ -142,6 +142,8 @@ def _check_head(model: PreTrainedModel) -> None:
     with head.register_forward_hook(replace):
         logits_NTV = model(input_ids=tokens_NT, use_cache=False).logits
     name, body, near = type(model).__name__, model.base_model, partial(torch.allclose, atol=1e-3, rtol=1e-3)
+    if body is model:
+        raise ConfigError(f"transformers names no body of {name} apart from its head: this release cannot train it")
     hidden_NTH = getattr(body(input_ids=tokens_NT, use_cache=False), "last_hidden_state", head.weight[:1])
     if not hidden_NTH.isfinite().all():
         raise ConfigError(f"{name} computes numbers that are not finite: its weights are damaged, copy them again")

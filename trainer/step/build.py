@@ -16,8 +16,8 @@ from tba.common.config import Config, LoraSection, ReferenceSection, TrainSectio
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
 from tba.common.system.devices import why_no_cuda
-from tba.common.weights.model_files import eos_ids, model_directory
-from tba.common.weights.pretrained import check_same_tokens, refuse_quantized
+from tba.common.weights.model_files import model_directory
+from tba.common.weights.pretrained import check_same_tokens, end_tokens, refuse_quantized
 from tba.common.wire.fields import INITIAL_REFERENCE
 from tba.common.wire.trajectory import ARRAY_KINDS, Float32
 from tba.trainer.batch.batch import row_of_arrays
@@ -232,9 +232,8 @@ def prepare_models(
 
 def end_ids(config: Config, files: Path) -> frozenset[int] | None:
     """Return the ids that end a response; None if strings end it, too: no token shows that."""
-    if any(isinstance(one, str) for one in config.search.stop):
-        return None
-    return frozenset([*eos_ids(files), *(one for one in config.search.stop if isinstance(one, int))])
+    ids, strings = end_tokens(files, config.search.stop)
+    return None if strings else frozenset(ids)
 
 
 def open_scorer(files: Path, config: Config, device: str) -> Callable[[Sequence[Mapping[str, Any]]], list[Float32]]:

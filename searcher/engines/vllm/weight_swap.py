@@ -233,13 +233,17 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(
-    load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any], parameters: Mapping[str, Tensor], files: Tensors
+    load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    parameters: Mapping[str, Tensor],
+    files: Tensors,
+    places: set[tuple[str, str]],
 ) -> list[TensorSlice]:
     """Find out where a model's `load_weights` puts each tensor, without changing a weight.
 
     It gets tensors without content (on the meta device), and its copies into the parameters are recorded. Source and
-    destination of a copy are views, whose offsets and strides define the slice completely. Raises EngineError if a
-    copy is anything but a box of a checkpoint tensor, or a parameter receives none.
+    destination of a copy are views, whose offsets and strides define the slice completely. `places` receives which
+    tensor goes into which parameter, in any form. Raises EngineError if a copy is anything but a box of a checkpoint
+    tensor, or a parameter receives none.
     """
     markers = {name: torch.empty_like(tensor, device="meta") for name, tensor in files.items()}
     names = {_storage(marker): name for name, marker in markers.items()}
@@ -247,8 +251,9 @@ def record(
     with torch.no_grad(), _CopyRecorder() as recorder:
         load_weights(iter(markers.items()))
     slices = []
-    for target, source in recorder.copies:
-        name, parameter = names.get(_storage(source)), owners.get(_storage(target))
+    pairs = [(names.get(_storage(source)), owners.get(_storage(target))) for target, source in recorder.copies]
+    places |= {(name, parameter) for name, parameter in pairs if name is not None and parameter is not None}
+    for (target, source), (name, parameter) in zip(recorder.copies, pairs, strict=True):
         if name is None or parameter is None or source.shape != target.shape:
             raise EngineError(f"a copy of {list(source.shape)} into {parameter} is not a part of a checkpoint tensor")
         slices.append(_slice(name, parameter, markers[name], source, target))

@@ -86,8 +86,9 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
         parameters = dict(model.named_parameters())
         model.tba_layouts = {name: (parameter.shape, parameter.dtype) for name, parameter in parameters.items()}
         files = map_files(map(str, weight_files(Path(model_config.model))))
+        model.tba_places = set()
         try:
-            model.tba_slices = record(model.load_weights, parameters, files)
+            model.tba_slices = record(model.load_weights, parameters, files, model.tba_places)
             if wrong := differing(model.tba_slices, parameters, files):
                 raise EngineError(f"{wrong[0]} was not found where it was recorded")
         # The model's own loading code may raise anything. The reason is logged when the engine chooses how to swap.
@@ -142,18 +143,21 @@ class WeightWorker:
     def tba_unplaced(self, files: list[str]) -> dict[str, bool]:
         """Return the tensors of the files that the model does not hold, and whether each is a copy of one that it does.
 
-        With a tied head these are a copy of it. Empty if the layout is unknown.
+        With a tied head these are a copy of it, whose own parameter vLLM gave up after loading. If the layout is
+        unknown, a tensor that went nowhere may have been converted.
         """
         model: Any = self._tba_model()
         parameters = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
-        placed = {one.name for one in model.tba_slices if one.parameter in parameters}
+        placed = {name for name, parameter in model.tba_places if parameter in parameters}
+        given_up = {name for name, _ in model.tba_places} - placed
         tensors = map_files(files)
-        held = [one for name, one in tensors.items() if name in placed]
-        return {
-            name: any(one.shape == copy.shape and same_bits(one, copy) for one in held)
-            for name, copy in tensors.items()
-            if held and name not in placed
+        left_out = {name for name in tensors if name in given_up or (model.tba_slices and name not in placed)}
+        held = [one for name, one in tensors.items() if name not in left_out]
+        copied = {
+            name: any(one.shape == tensors[name].shape and same_bits(one, tensors[name]) for one in held)
+            for name in left_out
         }
+        return {name: is_copy for name, is_copy in copied.items() if is_copy or model.tba_slices}
 
     @_reported
     def tba_try(self, files: list[str], in_place: bool) -> list[str]:

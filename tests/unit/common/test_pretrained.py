@@ -24,6 +24,7 @@ from tba.common.weights.model_files import check_model, local_model, share_weigh
 from tba.common.weights.pretrained import load_tokenizer
 from tba.searcher.evaluation.models import ReferenceModel, SentenceEncoder
 from tba.searcher.scoring.classifier import check_files
+from tba.tests.helpers.chat_tokenizers import chat_tokenizer
 from tba.tests.helpers.classifiers import EXAMPLE_MODEL
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.trainer import save_tiny_model
@@ -199,3 +200,13 @@ def test_the_home_directory_of_a_user_without_one_has_no_model():
     with pytest.raises(ConfigError, match="model.path ~/model does not exist"):
         local_model("~/model")
     assert decoder_of("~/model") is None
+
+
+@pytest.mark.parametrize("kind", ["GemmaTokenizer", "BertTokenizer"])
+def test_a_class_that_cannot_encode_with_the_tokenizers_files_is_refused_with_what_to_do(kind, tmp_path):
+    chat_tokenizer("qwen 2.5").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma", "vocab_size": 999}')
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": kind}))
+    with pytest.raises(ConfigError, match=rf'as {kind}, which cannot encode a text .*"PreTrainedTokenizerFast" in'):
+        load_tokenizer(tmp_path)

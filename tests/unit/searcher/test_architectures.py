@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from tba.common.errors import ConfigError, SnapshotRefused  # noqa: E402
 from tba.common.weights.pretrained import tied_names  # noqa: E402
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot  # noqa: E402
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings  # noqa: E402
-from tba.tests.helpers.architectures import ARCHITECTURES, CAPPED, EXPERTS, save  # noqa: E402
+from tba.tests.helpers.architectures import ARCHITECTURES, CAPPED, EXPERTS, SHAPE, save  # noqa: E402
 from tba.tests.helpers.engines import cpu_engine  # noqa: E402
 from tba.tests.helpers.tied import DIRECTORIES, Saved, moved  # noqa: E402
 from tba.tests.helpers.trainer import make_row  # noqa: E402
@@ -126,6 +126,15 @@ def test_a_model_without_a_largest_position_generates(tmp_path):
     path.write_text(json.dumps(fields))
     model = load_model(tmp_path / "model", torch.device("cpu"))
     assert_generates(cpu_engine(tmp_path / "model", max_in_flight=3), model)
+
+
+def test_a_model_whose_body_transformers_does_not_name_is_refused_by_that(tmp_path):
+    """Its `base_model_prefix` names no attribute, so that `base_model` is the whole model (transformers 5.19)."""
+    kind = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 32, "attention_chunk_size": 16}
+    config = AutoConfig.for_model("llama4_text", **(SHAPE | kind))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="names no body of Llama4ForCausalLM apart from its head"):
+        load_model(tmp_path, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,10 @@ DECODER = {"added_tokens_decoder": {"9": {"content": "<|im_end|>"}}}
         (None, {}, {"eos_token": {"content": "<|im_end|>", "special": True}}, [8]),
         ({"eos_token_id": 3}, {"eos_token_id": 3}, NAMED, [3, 8]),
         ({"eos_token_id": 8}, {}, NAMED, [8]),
+        ({"eos_token_id": None}, {"eos_token_id": 3}, None, [3]),
+        (None, {"text_config": {"eos_token_id": [4, 5]}}, None, [4, 5]),
+        (None, {"eos_token_id": None, "text_config": {"eos_token_id": 4}}, NAMED, [4, 8]),
+        ({"eos_token_id": 1}, {"eos_token_id": 4, "text_config": {"eos_token_id": [4, 5]}}, None, [1, 4, 5]),
         ({"eos_token_id": 3}, {}, {"eos_token": None}, [3]),
         ({"eos_token_id": 3}, {}, {"eos_token": "<of another model>"}, [3]),
     ],
@@ -116,6 +120,37 @@ def test_a_chat_that_ends_with_a_token_that_ends_no_response_is_named_with_the_s
     assert unstopped_turn(Stopping(tokenizer, (end[:-1],), [other]), renderer, [CHAT])
     # A prompt that no template renders needs no end of a turn.
     assert unstopped_turn(Stopping(tokenizer, (), [other]), renderer, [RAW]) == ""
+
+
+# What a template writes behind each message, and what `search.stop` needs to name; "" where the model ends a response.
+TURNS = [
+    # An added token that is not special, and plain text.
+    ("{c}<|turn|>", "<|turn|>"),
+    ("{c}\n### End\n", "### End"),
+    # Between two messages only.
+    ("{c}{% if not loop.last %}<|turn|>{% endif %}", "<|turn|>"),
+    ("{% if m['role'] == 'user' %}\n### Human: {% else %} ### Bot: {% endif %}{c}", "### Human:"),
+    ("{% if m['role'] == 'user' %}<|im_start|>{% else %}<|turn|>{% endif %}{c}", "<|im_start|>"),
+    # Of a content that the template changes.
+    ("{{ m['content'] | upper }}<|turn|>", "<|turn|>"),
+    ("{{ m['content'] | trim | title | tojson }}END<|turn|>", '"END'),
+    ("{c}<|im_end|>\n", ""),
+    ("{{ m['content'] | upper }}{% if not loop.last %}<|im_end|>{% endif %}", ""),
+    # Nothing that could end it.
+    ("{c}\n", ""),
+]
+
+
+@pytest.mark.parametrize(("turn", "named"), TURNS)
+def test_what_the_template_itself_writes_behind_an_answer_is_compared_with_what_ends_one(turn, named):
+    tokenizer = chat_tokenizer("qwen 2.5")
+    tokenizer.add_tokens(["<|turn|>"], special_tokens=False)
+    tokenizer.chat_template = "{% for m in messages %}" + turn.replace("{c}", "{{ m['content'] }}") + "{% endfor %}"
+    renderer, ends = PromptRenderer(tokenizer, TaskSection()), [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    warning = unstopped_turn(Stopping(tokenizer, (), ends), renderer, [CHAT])
+    assert (f"set search.stop = [{json.dumps(named)}]" in warning) if named else warning == ""
+    # What the warning says to set helps.
+    assert unstopped_turn(Stopping(tokenizer, (named,), ends), renderer, [CHAT]) == "" or not named
 
 
 @pytest.mark.slow

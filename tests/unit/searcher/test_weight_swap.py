@@ -61,7 +61,7 @@ def layouts(model):
 
 @pytest.fixture
 def swap(model, layouts, tmp_path):
-    slices = record(model.load_weights, dict(model.named_parameters()), map_files(files(tmp_path, 0)))
+    slices = record(model.load_weights, dict(model.named_parameters()), map_files(files(tmp_path, 0)), set())
     assert not model.qk.any(), "recording must not change a weight"
     return WeightSwap(model, slices, layouts)
 
@@ -99,9 +99,11 @@ def test_transposed_and_computed_weights_are_not_recorded(model, tmp_path):
         model.qk.data[:4, :4].copy_(dict(weights)["q"][:4, :4].T)
 
     with pytest.raises(EngineError, match="q is loaded transposed or reshaped"):
-        record(transposed, parameters, tensors)
+        record(transposed, parameters, tensors, set())
     with pytest.raises(EngineError, match="1 parameter was loaded in another way, for example norm"):
-        record(lambda weights: model.load_weights(one for one in weights if one[0] != "norm"), parameters, tensors)
+        record(
+            lambda weights: model.load_weights(one for one in weights if one[0] != "norm"), parameters, tensors, set()
+        )
 
 
 class DeviceBytes(TorchDispatchMode):
@@ -144,7 +146,7 @@ def test_a_swap_takes_no_device_memory_before_the_pause_and_one_staging_block_in
     tensors["converted"] = tensors["converted"].float()
     save_file(tensors, tmp_path / "large.safetensors")
     paths, model = [str(tmp_path / "large.safetensors")], Large()
-    slices = record(model.load_weights, dict(model.named_parameters()), map_files(paths))
+    slices = record(model.load_weights, dict(model.named_parameters()), map_files(paths), set())
     swap = WeightSwap(model, slices, {name: (one.shape, one.dtype) for name, one in model.named_parameters()})
     with DeviceBytes() as prepared:
         swap.prepare(paths, seed=1)
@@ -163,7 +165,7 @@ def test_staged_copies_give_what_the_model_itself_loads(tmp_path, monkeypatch):
     paths, model, expected = files(tmp_path, 1), Fused(), Fused()
     expected.load_weights(map_files(paths).items())
     tensors = map_files(paths)
-    for one in record(model.load_weights, dict(model.named_parameters()), tensors):
+    for one in record(model.load_weights, dict(model.named_parameters()), tensors, set()):
         weight_swap._copy_through_staging(one, tensors[one.name], model.get_parameter(one.parameter).data)
     assert torch.equal(model.qk, expected.qk)
     assert torch.equal(model.norm, expected.norm)

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config, LoraSection, TrainSection
@@ -21,6 +21,7 @@ from tba.common.weights.node_store import clear
 from tba.common.weights.tensor_file import map_tensors
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers import trainer
+from tba.tests.helpers.architectures import ARCHITECTURES, SHAPE
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.trainer import in_float64, learner_of, objective, random_batch, save_tiny_model, tiny_model
 from tba.tests.helpers.weights import WEIGHTS, CountingServer, flip_a_byte
@@ -406,29 +407,49 @@ def test_adapters_of_another_base_or_with_other_settings_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("targets", "message"),
-    [(["nothing"], "does not fit"), (["lm_head"], 'lm_head, which cannot have.*q_proj.*or set lora.targets = "all"')],
+    [
+        (["q_proj", "nothing"], 'nothing, no layer of the model: name .*q_proj.*or set "all"'),
+        (["lm_head"], 'lm_head, which cannot have an adapter: name .*q_proj.*or set "all"'),
+    ],
 )
 def test_targets_that_cannot_have_adapters_are_refused(tmp_path, targets, message):
     with pytest.raises(ConfigError, match=message):
         built(save_tiny_model(tmp_path / "model"), targets=targets)
 
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+# Beside those of tests/helpers/architectures.py: mixtures with shared experts, and layers with a state.
+MORE = {
+    "glm4_moe": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+    },
+    "qwen3_next": {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "falcon_mamba": {"state_size": 8},
+    "mamba2": {"state_size": 8, "num_heads": 4, "n_groups": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_state": 8},
+    "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64},
+}  # fmt: skip
+QUICK = ["mixtral", "deepseek_v3", "glm4_moe", "falcon_mamba"]
+# The layers that have no adapter though they are linear: the head, and what kernels of Mamba read without a call.
+NEVER = ("lm_head", "embed_out", "mixer.dt_proj", "mixer.out_proj", "mamba.dt_proj", "mamba.out_proj")
 
 
-@pytest.mark.parametrize(
-    "config", [MixtralConfig(**SIZES, **TOKENS), OlmoeConfig(**SIZES, **TOKENS), Qwen3MoeConfig(**SIZES, **TOKENS)]
-)
-def test_all_targets_of_a_mixture_are_its_plain_linear_layers(config):
-    model = AutoModelForCausalLM.from_config(config)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*[one for one in [*ARCHITECTURES, *MORE] if one not in QUICK])])
+def test_all_targets_are_the_plain_linear_layers_and_each_adapter_learns(name):
+    kind, settings = ARCHITECTURES.get(name) or (name, MORE[name])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SHAPE | settings)))
+    expected = {at for at, one in model.named_modules() if type(one) is torch.nn.Linear and not at.endswith(NEVER)}
+    if not expected:
+        with pytest.raises(ConfigError, match=r"no plain linear ones; set lora.rank = 0"):
+            add_adapters(model, LoraSection(rank=2))
+        return
     add_adapters(model, LoraSection(rank=2))
-    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    attention = [f"self_attn.{kind}_proj" for kind in "qkvo"]
-    assert adapted == {f"model.layers.{layer}.{name}" for layer in range(2) for name in attention}
-
-
-def test_a_model_without_plain_linear_layers_is_refused_with_the_remedy():
-    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, **TOKENS))
-    with pytest.raises(ConfigError, match=r"no plain linear ones; set lora.rank = 0"):
-        add_adapters(model, LoraSection(rank=2))
+    adapted = {at: one for at, one in model.named_modules() if hasattr(one, "lora_A")}
+    assert adapted.keys() == expected
+    for one in adapted.values():
+        torch.nn.init.normal_(one.lora_B["default"].weight)
+    model(input_ids=torch.arange(32)[None], use_cache=False).logits.log_softmax(-1)[..., 3].sum().backward()
+    assert [at for at, one in adapted.items() if not one.lora_A["default"].weight.grad.any()] == []

@@ -18,7 +18,7 @@ from tba.common.weights.model_files import eos_ids
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.trainer import tiny_model
 from tba.tests.runner import slow
-from tba.trainer.sft import Encoder, Job, Plan, read_rows, sft
+from tba.trainer.sft import Encoder, Job, Plan, _encoder, read_rows, sft
 from tba.trainer.step.learner import Learner
 
 CHAT = "{% for m in messages %}{{ m.content }}={% endfor %}{% if not add_generation_prompt %}<eos>{% endif %}"
@@ -43,6 +43,32 @@ def encoder(base) -> Encoder:
     return Encoder(
         PromptRenderer(AutoTokenizer.from_pretrained(base), TaskSection()), eos_ids(base), vocabulary=16, longest=12
     )
+
+
+@pytest.mark.parametrize(
+    ("stop", "response", "expected"),
+    [
+        ((), "7", [*"7", "<eos>"]),
+        # Ids, and special tokens by their text, end it as those of the model do.
+        (("=",), "7=", "7="),
+        (("1=",), "21=", "21="),
+        ((7,), "5", [*"5", "<eos>"]),
+        (("<eos>",), "7", [*"7", "<eos>"]),
+        # An engine would have stopped before the response was over.
+        (("=",), "7=7", "the response contains '=', at which the engines stop"),
+        (("7=",), "7=7", "the response contains '7=', at which the engines stop"),
+    ],
+)
+def test_what_ends_a_response_in_a_search_ends_one_here(base, tmp_path, stop, response, expected):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    encoder = _encoder(base, PromptRenderer(tokenizer, TaskSection()), tiny_model(vocabulary=16), stop)
+    file = write(tmp_path / "rows.jsonl", json.dumps({"prompt": "1+1=", "response": response}))
+    if "engines" in expected:
+        with pytest.raises(TaskError, match=expected):
+            read_rows([file], encoder)
+    else:
+        (row,) = read_rows([file], encoder)
+        assert tokenizer.convert_ids_to_tokens(row.response_ids.tolist()) == [*expected]
 
 
 @pytest.fixture
@@ -284,7 +310,8 @@ def test_an_exported_row_is_used_if_its_ids_spell_all_of_its_prompt_and_text(enc
         with pytest.raises(TaskError, match=words):
             read_rows([file], encoder)
     else:
-        assert [row.response_ids.tolist()[-1] for row in read_rows([file], encoder)] == [1]
+        # As they were sampled, without an end token behind a string that ended them.
+        assert [row.response_ids.tolist() for row in read_rows([file], encoder)] == [ids["response_ids"]]
 
 
 def test_a_tokenizer_of_another_model_is_reported(encoder, tmp_path):

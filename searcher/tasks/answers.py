@@ -3,7 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Callable
-from unicodedata import category, normalize
+from itertools import groupby
+from unicodedata import category, decomposition, normalize
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -11,43 +12,54 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SPACE = r"(?:[\s$.]|\\[()\[\],;:! ]|\\q?quad(?![a-z]))*+"
 _AND = r"(?:\\text\{ ?(?:and|or) ?\}|(?:and|or)\b)"
 _LISTED = re.compile(rf"{_SPACE}(?:[,;]{_SPACE}{_AND}?|{_AND}){_SPACE}")
-_NO_ANSWER = ("proof", "proof omitted", "see solution", "tbd", "notfound", "not found", "null", "nan", "n/a")
+# What data sets write for a problem without an answer, alone or anywhere. `none`, `no solution` and `cannot be
+# determined` are answers.
+_NO_ANSWER = re.compile(
+    r"""[?.…_*#–—-]+|(?:the\ |an?\ )?(?:proof|answer|solution|response)s?(?:\ (?:is\ |are\ )?(?:omitted|complete|
+    missing|unknown|(?:(?:may|will|can)\ )?var(?:y|ies)|differ|not\ \w+|above|below))?|omitted|prove[dn]?|q\.?e\.?d|tbd|todo|
+    null|nan|n[/.]a|unknown|missing|unanswerable|(?:(?:may|will)\ )?var(?:y|ies)|no\ (?:final\ )?answer(?:\ \w+)?|
+    not\ ?(?:found|given|provided|available|applicable)|see\ .*|.*(?:\[/?asy\]|\\includegraphics|\\begin\{(?:asy|tikz)|
+    !\[|<im(?:age|g)\b|\banswers?\ (?:\w+\ )?var(?:y|ies)\b|\b(?:see|refer\ to|shown\ in)\ (?:the\ |attached\ )?
+    (?:figure|diagram|graph|solution|image|picture|explanation|proof)).*""",
+    re.DOTALL | re.VERBOSE,
+)
 _MAX_BOXES = 20
 
+_LATEX = r"""¢ \text{cents}  ∞ \infty  ∪ \cup  ∩ \cap  ∅ \emptyset  ∈ \in  ≈ \approx  · \cdot  • \cdot  ∘ \circ
+    △ \triangle  ∛ √[3]  ∜ √[4]  ′ '  ″ ''  ∣ |  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil  ⟨ \langle  ⟩ \rangle  ⩽ \le  ≦ \le
+    ⩾ \ge  ≧ \ge"""
 # What NFKC would make a letter or a digit of, and what neither it nor math-verify knows.
 _SIGNS = {
     **dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}", "-"),
-    **dict.fromkeys("\N{DEGREE SIGN}\N{MASCULINE ORDINAL INDICATOR}", r"^\circ "),
+    **dict.fromkeys("\N{DEGREE SIGN}\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}", r"^\circ "),
     **dict.fromkeys("\N{FRACTION SLASH}\N{DIVISION SLASH}", "/"),
     **{"\N{RATIO}": ":", "\N{SET MINUS}": r"\setminus", "\N{IDEOGRAPHIC FULL STOP}": "."},
     **{sign: rf"\mathbb{{{normalize('NFKC', sign)}}}" for sign in "ℝℤℕℚℂ"},
-    **{sign: f"^{{{normalize('NFKC', sign)}}}" for sign in "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"},
-    **{sign: rf"\frac{normalize('NFKC', sign)}".replace("\N{FRACTION SLASH}", " ") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
-    **{
-        "¢": r"\text{ cents}",
-        "∞": r"\infty",
-        "∪": r"\cup",
-        "∩": r"\cap",
-        "∅": r"\emptyset",
-        "∈": r"\in",
-        "≈": r"\approx",
-        "·": r"\cdot",
-    },
+    **dict(re.findall(r"(\S) +(\S+)", _LATEX)),
 }
 _CHARACTERS = str.maketrans({sign: f"{plain} " if plain[-1].isalpha() else plain for sign, plain in _SIGNS.items()})
 
 _LARGE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-# Units without `\\text`.
-_SYMBOLS = r"[kcd]m|mm|kg|mg|ft|yd|lb|oz|m[lL]|mph|km/h|m/s|min|sec|hrs?|USD|[apAP]\.?[mM]|\\Omega|(?<= )[msghL]"
+_MONEY_CODES = "USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|CHF"
+_FONT, _INNER = r"\\(rm|bf|it|sf|tt)(?![a-z]) ?", r"[^{}]"
+# Units without `\\text`. Those that may be a product of variables follow a space.
+_SYMBOLS = (
+    rf"(?:[kcd]m|mm|kg|mg|ft|yd|lbs?|oz|m[lL]|mph|m/s|min|sec|hrs?|{_MONEY_CODES}|[apAP]\.?[mM]|\\Omega|[kMG]?Hz|[kM]?Wh"
+    r"|kPa|k?cal|gal|mol|(?<= )(?:[msghL]|in|mi|ms|Pa|[kM][WJVN]|eV|[kKMGT]B))"
+    r"(?:/(?:s|min|h|sec|hr|day|[ck]?m|k?g|m?L|gal))?"
+)
 
 # In this order. The size of brackets and the style of letters mean nothing, and neither do money and degrees. A space
 # between two numbers stays, as in 2 1/2, unless it separates thousands, and so does one after the comma of a list.
 _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), plain)
     for pattern, plain in (
-        (r"(?<=\^\{[-+n\d])\}\^\{(?=[-+n\d]\})", ""),
-        (r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt{\1\2}"),
+        (r"√(\[[34]\])?\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt\1{\2\3}"),
         (r"√", r"\\sqrt"),
+        (
+            rf"(?<!frac)(?<!\}})\{{ ?{_FONT}({_INNER}*)\}}|{_FONT}(?:\{{({_INNER}*)\}}|({_INNER}+))",
+            r"\\math\1\3{\2\4\5}",
+        ),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![A-Za-z])|(?<!\\)\\[()\[\]]", ""),
         (r"\\(?:text)?color ?\{[^{}]*\}|\\(?:bm|boldsymbol|underline|checkmark)(?![A-Za-z])", ""),
         (r"(?<=\d)\\,(?=\d{3}(?!\d))|(?<!\\)\\!", ""),
@@ -55,11 +67,12 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"(?<=\\\\) ?\[[^\[\]]*(?:pt|em|ex|mm)\]", ""),
         (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|\\hspace ?\{[^{}]*\}|~", " "),
         (r"\s+", " "),
-        (r" ?\{ ?, ?\} ?", ","),
+        (r" ?\{ ?([,:]) ?\} ?", r"\1"),
+        (r"\\colon(?![a-z])", ":"),
         (r"\\lbrace(?![a-z])", r"\\{"),
         (r"\\rbrace(?![a-z])", r"\\}"),
         (r"\\varnothing(?![a-z])|\\\{ ?\\\}", r"\\emptyset "),
-        (r"\\(?:Bbb|mathbf) ?(?:\{ ?([RZNQC]) ?\}|([RZNQC]))|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2\3}"),
+        (r"\\(?:Bbb|mathbf) ?(?:\{ ?([RZNQ]) ?\}|([RZNQC]))|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2\3}"),
         # Constants and vectors are no units.
         (r"\\(?:text|mathrm) ?\{ ?([eidjk]) ?\}|\\math(?:bf|it) ?\{ ?([A-Za-z]) ?\}", r"\1\2 "),
         (r"(?:[,;]|\(|\\text\{ ?(?:for|where)[a-z ]*\})+ ?\(?[a-z] ?\\in ?\\mathbb\{[ZN]\}\)?$", ""),
@@ -68,12 +81,12 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r" ?\\rangle(?![a-z])", ")"),
         (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|emph|math(?:rm|it|bf|sf|tt)|[mh]box) ?\{", r"\\text{"),
         (r"^ ?\\operatorname ?\{([A-Za-z ]+)\} ?$", r"\\text{\1}"),
-        (r"(?:US(?= ?\\?\$) ?)?\\?\$|[€£¥₹\"“”]|^(?:\\text\{)?(?:USD|Rs\.?) ?\}?", ""),
-        (r"\\text ?\{([^{}]*)\^\{(\d)\} ?\}", r"\\text{\1}^{\2}"),
+        (rf"(?:US(?= ?\\?\$) ?)?\\?\$|[€£¥₹\"“”]|^(?:\\text\{{)?(?:{_MONEY_CODES}|Rs\.?) ?\}}?(?= ?[-\d.])", ""),
+        (r"\\text ?\{([^{}]*)\^\{(-?\d)\} ?\}", r"\\text{\1}^{\2}"),
         (r"^[ *]+|[ *.,;\\]+$", ""),
         (r"\{ ?(\w+) ?\\choose ?(\w+) ?\}", r"{\\binom{\1}{\2}}"),
-        (r"^\{ ?([^{}]*)\}$", r"\1"),
-        (r"^(\\text\{)? ?(?i:(?:the )?(?:final |correct )?answer(?: is|:)+|option|choice)[: *]*", r"\1"),
+        (r"^\{ ?((?:[^{}]|\{[^{}]*\})*)\}$", r"\1"),
+        (r"^(\\text\{)? ?(?i:(?:the )?(?:final |correct )?(?:answer|option|choice)(?: is|:)*)(?![a-z])[: *]*", r"\1"),
         (r"^(\\text\{)? ?(?i:about|approximately|around|roughly|exactly) ?|^\\approx(?![a-z])", r"\1"),
         (r"^\\text\{ ?(?:[Tt]he|[Aa]n|a) (?=[a-z]{2})", r"\\text{"),
         (r" ?\\text\{ ?(?:is|equals|is equal to) ?\}", "="),
@@ -82,7 +95,10 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r",? ?(?:\\text\{[ ,]*(?:and|or) ?\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))(?! ?\}?$)", ", "),
         (r"(?<=\d) ?(?:\\text\{ ?to ?\}|to) ?(?=\d)", ":"),
         (r" ?(?:\\text\{ ?percent(?:age)? ?\}|percent(?:age)?\b|\\?%)", r"\\%"),
-        (r" ?\^ ?\{ ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}", ""),
+        (r"(?<=\d) ?(?:\^ ?)?\{? ?(?:\\text\{ ?)?(?:st|nd|rd|th)(?: ?\})* ?$", ""),
+        (r"(?<=\d) ?\\circ(?![a-z])", r"^\\circ"),
+        # The base of a number.
+        (r"^\((\w+)\)(?=_)", r"\1"),
         # An angle has a value: the sine of 30 degrees is not that of 30.
         (
             r"(\\(?:sin|cos|tan|cot|sec|csc) ?(?:\^ ?\{?-?\d+\}?)?) ?([({]?) ?(-?\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})"
@@ -94,6 +110,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
         (r"(?<![A-Za-z])([A-Za-z])\(-(\d+)\)(?= ?=)", r"\1_{\2}"),
         (r"\\(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),
+        (r"\^ ?(\\frac\{[^{}]*\}\{[^{}]*\})", r"^{\1}"),
         (r"\\lg(?![a-z])", r"\\log_{10}"),
         (r"\\log_ ?(?:e(?![a-z])|\{ ?e ?\})", r"\\ln "),
         (r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
@@ -129,11 +146,15 @@ _UNIT = re.compile(
 )
 _SYNONYMS = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
     ft foot feet, yd yard, mi mile, g gram, kg kilogram, lb, oz ounce, ml milliliter millilitre, l liter litre,
-    s sec second, min minute, h hr hour, day, week, month, year, am, pm, dollar usd, cent, eur euro,
-    gal gallon"""
+    s sec second, min minute, h hr hour, day, week, month, year, am, pm, dollar usd, cent, eur euro, gbp, yen jpy,
+    inr rupee, gal gallon, hz hertz, khz kilohertz, mhz megahertz, ghz gigahertz, w watt, kw kilowatt, mw megawatt, wh, kwh, mwh,
+    ms millisecond, n newton, j joule, kj kilojoule, v volt, pa pascal, kpa kilopascal, mol mole, cal calorie, kcal, byte,
+    kb kilobyte, mb megabyte, gb gigabyte, tb terabyte"""
 _UNITS = {name: names.split()[0] for names in _SYNONYMS.split(",") for name in names.split()}
 # A sign of money before a number. Two dollar signs are those of a formula.
-_MONEY = re.compile(r"(?:\\text\{)?[ -]*(?:US ?)?(\\\$|\$(?!.*\$)|[€£¥₹])")
+_MONEY = re.compile(
+    rf"^(?:\\text\{{)?[ -]*(?:US ?)?(\\\$|\$(?!.*\$)|[€£¥₹]|(?:{_MONEY_CODES})(?=[ }}]*[-\d.]))|([€£¥₹])[ .}}$]*$"
+)
 _CURRENCIES = {"€": "eur", "£": "gbp", "¥": "yen", "₹": "inr"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _UNIT_PART = re.compile(r"(/)|([a-z]+)(?: *\^ *(-?\d)(?!\d))?|(\S)")
@@ -147,9 +168,8 @@ def why_no_gold(gold: str) -> str:
         return "it is empty"
     if re.match(r"https?://|www\.", gold):
         return "it is an address"
-    # What data sets write for a problem without an answer. `none` is an answer.
-    word = re.sub(r"\\text *\{(.*)\}", r"\1", gold).strip(" .").lower()
-    return "it says that there is none" if gold == "None" or word in _NO_ANSWER else ""
+    words = re.sub(r"\\(?:text\w*|math[a-z]{2}|[mh]box) *\{([^{}]*)\}|\\[ ,;]", r"\1", gold).lower().strip("() .")
+    return "it says that there is none" if gold == "None" or _NO_ANSWER.fullmatch(words or "?") else ""
 
 
 def last_boxed(text: str) -> str | None:
@@ -185,10 +205,12 @@ def plain(answer: str) -> tuple[str, Unit]:
 
     A unit has pairs of a name and a power: m/s^2 is {("m", 1), ("s", -2)}.
     """
-    answer = normalize("NFKC", answer.translate(_CHARACTERS))
+    runs = groupby(answer.translate(_CHARACTERS), lambda letter: decomposition(letter)[:4])
+    answer = "".join(_spelled(form, "".join(run)) for form, run in runs)
     answer = "".join(letter for letter in answer if category(letter) != "Cf")
-    sign = _MONEY.match(answer)
-    money = _CURRENCIES.get(sign[1], "dollar") if sign else ""
+    sign = _MONEY.search(answer)
+    money = sign and (sign[1] or sign[2])
+    money = _CURRENCIES.get(money) or _UNITS.get(money.lower(), "" if money.isalpha() else "dollar") if money else ""
     for spelling, replacement in _SPELLINGS:
         answer = spelling.sub(replacement, answer)
     value = _UNIT.sub("", answer)
@@ -200,9 +222,20 @@ def plain(answer: str) -> tuple[str, Unit]:
     return value.strip(), _unit(re.sub(r"\\text|\\cdot|[{}]", " ", unit).replace(".", "").lower(), money, value)
 
 
+def _spelled(form: str, text: str) -> str:
+    """Write characters that Unicode makes in one way of others as LaTeX does: `x²³` is x^{23}, ½ a fraction."""
+    letters = [normalize("NFKC", letter).replace("\N{MINUS SIGN}", "-") for letter in text]
+    if form == "<fra":
+        return "".join(r"\frac{{{}}}{{{}}}".format(*letter.split("\N{FRACTION SLASH}")) for letter in letters)
+    mark = {"<sup": "^", "<sub": "_"}.get(form)
+    return mark + "{" + "".join(letters) + "}" if mark else normalize("NFKC", text)
+
+
 def _unit(text: str, money: str, value: str) -> Unit:
     sign, power, powers = 1, 1, Counter({money: 1} if money else {})
-    for slash, word, exponent, other in _UNIT_PART.findall(text.replace("mph", "mi/h")):
+    # `ms^{-1}` is m/s.
+    text = re.sub(r"\bms(?= *\^ *-)", "m s", text.replace("mph", "mi/h"))
+    for slash, word, exponent, other in _UNIT_PART.findall(text):
         # No plural of one or two letters: ms is not m.
         name = _UNITS.get(word) or (_UNITS.get(word.removesuffix("s")) if len(word) > 2 else None)
         if slash or word == "per":

@@ -18,16 +18,28 @@ from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 _WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d\d){1,6},\d{3}|\d+)"
 _NUMBER = re.compile(rf"(?:(?<!\d)-?{_WHOLE}(?:\.\d+)?|(?<![\w.])-?\.\d+)(?:[eE][+-]?\d{{1,6}}(?!\w))?")
 # Thousands with plain spaces, where nothing else is meant ("2 100 bills" are two numbers, "100 200 300" three): after a
-# sign or word for a result, or as the whole text; and up to the end of a line, bracket or sentence, or a currency.
-_OPENER = r"(?:(?:=|####|\\boxed\{|\b[Aa]nswer(?: is:?|:)\**|\A\s*+(?!.*\n\s*\S)) *|\*\*)(?:US)?\\?[$€£¥₹]? ?-?"
-_END = r"(?= ?(?:[$€£¥₹]|(?:dollars|euros)\b)|(?:\*\*|\\?[)}\]]|[.!?](?!\w))|[ \r]*$)"
+# sign or word for a result, a currency, or as the whole text; and up to the end of a line, bracket or sentence, a
+# currency or a rate.
+_CURRENCY = r"(?:(?:US|[AC])?\\*(?:\${1,2}|[€£¥₹]|Rs\.?))"
+_OPENER = (
+    rf"(?:(?:(?:=|####|\\boxed\{{|\b[Aa]nswer(?: is:?|:)\**|\A\s*+(?!.*\n\s*\S)) *|\*\*){_CURRENCY}?|{_CURRENCY}) ?-?"
+)
+_END = r"(?= ?(?:[$€£¥₹]|(?:dollars|euros|per|an?|each|every)\b)|(?:\*\*|\\?[)}\]]|[.!?](?!\w))|[ \r]*$)"
 _SPACED = rf"{_OPENER}[1-9](?:\d{{0,2}}|\d? \d{{3}}) \d{{3}}(?:\.\d+)?{_END}"
 # The minus signs of Unicode, also before a currency, and the ways of LaTeX to separate thousands. A dash after a number
 # is that of a range.
 _SPELLINGS = (
     (re.compile("[\N{MINUS SIGN}\N{NON-BREAKING HYPHEN}\N{FULLWIDTH HYPHEN-MINUS}]"), "-"),
     (re.compile(r"(?<![\d)\]$%])(?<![\d)\]$%] )\N{EN DASH}(?=[$€£¥₹\d.])"), "-"),
-    (re.compile(r"(?<!\d)(?<!\d\$)-(?:\*\*)?(?:US|[AC])?\\*(?:\${1,2}|[€£¥₹]|Rs\.?)\s?(?=[\d.])"), "-"),
+    (re.compile(r"(?:\\(?:text\w*|mathrm|mbox) ?)?\{ ?(-?) ?(\\?[$€£¥₹]) ?\}"), r"\1\2"),
+    # A dash with a space behind it is a sign only where a number is stated.
+    (
+        re.compile(
+            rf"(\A\s*+(?!.*\n\s*\S)|(?:[=:({{*]|\b(?:is|was|of|by|to|equals|at)\b) ?\$?)- (?={_CURRENCY} ?[\d.])"
+        ),
+        r"\1-",
+    ),
+    (re.compile(rf"(?<!\d)(?<!\d\$)-(?:\*\*)?{_CURRENCY}\s?(?=[\d.])"), "-"),
     (re.compile(r"\{,\}|,\\!|，"), ","),
     (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2007\u2009\u202f])(?=\d{3}(?!\d))"), ""),
     (re.compile(_SPACED, re.MULTILINE), lambda found: re.sub(r"(?<=\d) ", "", found[0])),

@@ -25,7 +25,8 @@ _DIGITS, _FEW_DIGITS = 5_000, 100
 _ABSOLUTE_ERROR, _RELATIVE_ERROR = 5e-7, 5e-6
 
 # The letter of a choice, as in `(C)`, and what may follow it, as in `\textbf{(B)}\ 12`.
-_CHOICE = re.compile(r"\(? ?([A-J]) ?(?:[).:](?! ?,) ?(.*)|$)")
+_CHOICE = re.compile(r"[(\[]? ?([A-J]) ?(?:[).:\]](?! ?,) ?(.*)|$)")
+_SMALL_CHOICE = re.compile(r"^(?:\\text\{)?[(\[]? ?([a-j]) ?[)\]]\}?$")
 # A hyphen between single letters is a minus sign.
 _WORDS = re.compile(r"[^\W\d_]+(?:(?:[ .'’,;]+|(?<=[^\W\d_]{2})-(?=[^\W\d_]{2}))[^\W\d_]+)*")
 # Letters that are a product rather than a word: a few, and more in the order of the alphabet.
@@ -44,6 +45,16 @@ _RATIO = re.compile(r"[^:,=]+(?::[^:,=]+){2,}")
 _TIME = re.compile(r"0?(\d{1,2}:[0-5]\d)")
 # math-verify would drop a relation that nothing precedes.
 _RELATION = re.compile(r"\\(?:not|neq?|[lg](?:t|eq?|eqslant))(?![a-z])|[<>≠≤≥]")
+# Compared as text: math-verify reads any as 0.
+_CASES = r"\begin{cases}"
+# Names that are products for math-verify, before the last equals sign: AB, |AB|, m\angle A, E(X), g(f(2)).
+_NAMED = re.compile(
+    r"(?:(?<![A-Za-z])m ?)?\\(?:angle|triangle) ?(?=[A-Z{])|\|(?=[A-Z]{2}\|)|(?<=[A-Z]{2})\|"
+    r"|(?<![A-Za-z\\_])(?<!_\{)(?:(?P<letters>[A-Z]{2,4})(?![A-Za-z])|(?:E\(|[A-Z]\[)(?P<of>\w+)[)\]]"
+    r"|[A-Za-z]\((?P<inner>[A-Za-z])\([^()]*\)\))"
+)
+# A name that math-verify cannot read, such as `P(A|B)`.
+_UNREAD_NAME = re.compile(r"(?:(?!\\(?:log|ln|lg|sqrt|exp|frac)(?![a-z]))[^\d+^*/=<>!-]|_ ?\{?\d+)+")
 
 
 class OutsideMainThread(RuntimeError):
@@ -57,12 +68,15 @@ def is_right(gold: str, answer: str) -> bool:
     (gold, unit), (answer, other_unit) = plain(gold), plain(answer)
     same_text = normalised(gold) == normalised(answer)
     relation = _RELATION.match(answer) and not _RELATION.match(gold)
+    # A small letter in brackets is a choice if the other answer is one.
+    if _choice(gold)[0] or _choice(answer)[0]:
+        gold, answer = (_SMALL_CHOICE.sub(lambda found: found[1].upper(), one) for one in (gold, answer))
     (letter, gold), (other_letter, answer) = _choice(gold), _choice(answer)
     # A unit, or a part of it, may be missing, and so may the letter of a choice or what follows it, but none may be
     # another one.
     if not (unit <= other_unit or other_unit <= unit) or (letter and other_letter and letter != other_letter):
         return False
-    if same_text or relation or not (gold and answer):
+    if same_text or relation or not (gold and answer) or _CASES in gold + answer:
         return same_text or (letter == other_letter != "" and not relation)
     words = _words(gold)
     if words and (":" in answer or ":" not in words[0]):
@@ -73,7 +87,7 @@ def is_right(gold: str, answer: str) -> bool:
 def is_text(gold: str) -> bool:
     """Return whether a gold answer is not mathematics: words, a choice or a time."""
     gold, _ = plain(gold)
-    return bool(_choice(gold)[0] or _words(gold))
+    return bool(_choice(gold)[0] or _words(gold) or _CASES in gold)
 
 
 def is_readable(gold: str) -> bool:
@@ -85,16 +99,30 @@ def read(answer: str) -> Any:
     """Return a SymPy object, or None for what math-verify cannot read. Raises for its time limit."""
     from sympy import nan, zoo
 
-    answer = _EXPONENT.sub(r"\1\\cdot 10^{\2}", answer)
-    found = next((one for one in parse(f"\\boxed{{{answer}}}") if not isinstance(one, str)), None)
+    answer = _EXPONENT.sub(r"\1\\cdot 10^{\2}", f"x{answer}" if _RELATION.match(answer) else answer)
+    names, equals, value = answer.rpartition("=")
+    answer = _NAMED.sub(_one_symbol, names) + equals + value
+    found = next((one for one in parse(f"\\boxed{{{answer}}}", numbers=False) if not isinstance(one, str)), None)
+    name, _, value = answer.partition("=")
+    if found is None and value and _UNREAD_NAME.fullmatch(name):
+        return read(value)
     return None if found in (nan, zoo) else found
+
+
+def _one_symbol(found: re.Match[str]) -> str:
+    if found["letters"]:
+        return f"s_{{{''.join(sorted(found['letters']))}}}"
+    return f"P({found['of'] or found['inner']})" if found["of"] or found["inner"] else ""
 
 
 _read_gold = lru_cache(_MAX_PARSED)(read)
 
 
-def parse(text: str) -> list[Any]:
-    """Return what math-verify finds in a text: a SymPy object, and the text that it is made of."""
+def parse(text: str, *, numbers: bool = True) -> list[Any]:
+    """Return what math-verify finds in a text: a SymPy object, and the text that it is made of.
+
+    With `numbers` it finds also the last number of what it cannot read.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise OutsideMainThread("math-verify limits its time by a signal, so math is scored in the main thread only")
     library = math_verify()
@@ -102,7 +130,8 @@ def parse(text: str) -> list[Any]:
     normalisation = library.parser.NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
     )
-    targets = [library.LatexExtractionConfig(normalization_config=normalisation), library.ExprExtractionConfig()]
+    targets = [library.LatexExtractionConfig(normalization_config=normalisation)]
+    targets += [library.ExprExtractionConfig()] if numbers else []
     parsed: list[Any] = library.parse(text, targets, parsing_timeout=LIMIT_SECONDS, raise_on_error=True)
     return parsed
 
@@ -244,16 +273,23 @@ def _values(equation: Any) -> list[Any]:
 
 
 def _is_name(side: Any) -> bool:
-    """Whether a side of an equation only names what has the value of the other: x, f(0), AB, a/b, (x, y)."""
-    from sympy import Tuple
-    from sympy.core.function import AppliedUndef
+    """Whether a side of an equation only names what has the value of the other: x, f(0), AB, a/b, sin A, |z|, (x, y).
 
-    if side.is_Mul or isinstance(side, Tuple):
+    A product, a power and a function of an unknown, such as `\\log_2 x`, have other values than it.
+    """
+    from sympy import Abs, Limit, Tuple
+    from sympy.core.function import AppliedUndef
+    from sympy.functions.elementary.trigonometric import TrigonometricFunction
+
+    if isinstance(side, Tuple):
         return all(map(_is_name, side.args))
-    if side.is_Pow:
-        return side.exp == -1 and _is_name(side.base)
-    function = isinstance(side, AppliedUndef) or (side.is_Function and side.free_symbols)
-    return bool(side.is_Symbol or side.is_Derivative or function)
+    if side.is_Mul:
+        over, under = side.as_numer_denom()
+        return under != 1 and _is_name(over) and _is_name(under)
+    if isinstance(side, Abs):
+        return str(side.args[0]).startswith(("z", "w", "vec"))
+    angle = isinstance(side, TrigonometricFunction) and side.free_symbols
+    return bool(side.is_Symbol or side.is_Derivative or angle or isinstance(side, (AppliedUndef, Limit)))
 
 
 def _members(listed: Any) -> list[Any]:
@@ -289,11 +325,12 @@ def _equal_lists(gold: Any, answer: Any) -> bool:
 
 def _equal_expressions(gold: Any, answer: Any) -> bool:
     from math_verify.grader import sympy_expr_eq
-    from sympy import And, Expr, Float, I, Rational, Symbol, prime
+    from sympy import And, Expr, Float, I, Integral, Limit, Rational, Sum, Symbol, prime
 
     if isinstance(gold, And) and isinstance(answer, And):
         # 2 < x < 3 is 3 > x > 2.
         return {one.canonical for one in gold.args} == {one.canonical for one in answer.args}
+    gold, answer = (one.doit() if one.has(Integral, Limit, Sum) else one for one in (gold, answer))
     agree = None
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     if isinstance(gold, Expr) and isinstance(answer, Expr):

@@ -129,7 +129,7 @@ def documented_limits():
 
 def test_every_limit_that_the_page_of_metrics_names_has_its_rule():
     exact, rounded = limits("float32"), limits("bfloat16")
-    rules = {name: sorted({exact[name][0], rounded[name][0]}) for name in exact}
+    rules = {name: sorted({one[name][0] for one in (exact, rounded) if name in one}) for name in exact}
     assert not re.search(r"\| as `\w+` \|", DOCUMENT.replace("as `log_ratio_std` |", "")), "a limit by reference"
     assert {name: numbers for name, numbers in documented_limits().items() if numbers} == rules
     signs = re.findall(r"^\| `(\w+)` \|", DOCUMENT.split("## Warnings")[1].split("## ")[0], re.M)
@@ -156,7 +156,7 @@ def test_one_token_that_differs_is_reported_although_the_mean_is_healthy():
     assert after(watch(), range(1), mismatch_mean=1.6 / 4000, mismatch_max=1.6).startswith(
         "engine and trainer differ by 1.6 nats at one token"
     )
-    assert after(Health(ObjectiveSection(), "bfloat16"), range(9), mismatch_mean=0.02, mismatch_max=0.4) == ""
+    assert after(Health(ObjectiveSection(), "bfloat16"), range(9), mismatch_mean=0.02, mismatch_max=3.0) == ""
 
 
 def test_responses_of_1_5_nats_of_mismatch_are_reported_at_the_first_step_with_another_sign():

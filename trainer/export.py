@@ -19,12 +19,7 @@ from tba.common.errors import CheckpointMismatch, SnapshotError
 from tba.common.run_snapshots import check_export
 from tba.common.system.durable import copy_file, json_text, new_directory
 from tba.common.weights import adapter
-from tba.common.weights.model_files import (
-    local_model,
-    model_directory,
-    read_json,
-    share_weights,
-)
+from tba.common.weights.model_files import added_tokens, local_model, model_directory, read_json, share_weights
 from tba.common.weights.pretrained import end_tokens
 from tba.common.weights.snapshot import MANIFEST, Snapshot, check_file, directory_name, read
 from tba.trainer import checkpoint
@@ -62,7 +57,9 @@ def export_model(source: Path, out: Path, config: Config) -> None:
 
 def _name_end_tokens(directory: Path, config: Config) -> None:
     """Name in generation_config.json all tokens that ended the responses of the run: others stop at these alone."""
-    ends, _ = end_tokens(directory, config.search.stop)
+    ends, strings = end_tokens(directory, config.search.stop)
+    # Also of strings that are a token of their own.
+    ends += [id_ for text, id_ in added_tokens(directory).items() if text in strings]
     path = directory / "generation_config.json"
     if ends:
         path.write_bytes(json_text(read_json(path) | {"eos_token_id": ends[0] if len(ends) == 1 else ends}).encode())

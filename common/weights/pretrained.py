@@ -12,14 +12,7 @@ from typing import Any
 
 from tba.common.errors import ConfigError, MissingExtra, first_line, quantity
 from tba.common.system.load_errors import loading
-from tba.common.weights.model_files import (
-    added_tokens,
-    config_here,
-    eos_ids,
-    need_tokenizer,
-    read_json,
-    vocabulary_size,
-)
+from tba.common.weights.model_files import config_here, eos_ids, need_tokenizer, read_json, vocabulary_size
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 # Of any model. Transformers builds them all, for minutes or hours, before it looks at the first weight.
@@ -160,38 +153,28 @@ def end_tokens(directory: Path, stop: Collection[str | int], tokenizer: Any = No
     has one. Raises ConfigError for malformed end tokens, and as `split_stop`.
     """
     if tokenizer is None:
-        # Of a model without one, the files say which tokens were added.
         with contextlib.suppress(ConfigError, MissingExtra):
             tokenizer = load_tokenizer(directory)
-    special = added_tokens(directory) if tokenizer is None else special_tokens(tokenizer)
-    ids, strings = split_stop(stop, special)
+    ids, strings = split_stop(stop, tokenizer)
     return list(dict.fromkeys([*eos_ids(directory, getattr(tokenizer, "eos_token_id", None)), *ids])), strings
 
 
-def split_stop(stop: Collection[str | int], special: dict[str, int]) -> tuple[list[int], list[str]]:
+def split_stop(stop: Collection[str | int], tokenizer: Any) -> tuple[list[int], list[str]]:
     """Return the ids of `search.stop` and its strings. A string that is a special token means its id.
 
     Raises ConfigError for a string that contains one among other characters.
     """
-    ids, strings = [], []
-    for one in stop:
-        if isinstance(one, int):
-            ids.append(one)
-        elif one in special:
-            ids.append(special[one])
-        elif inside := [token for token in special if token in one]:
-            raise ConfigError(
-                f"search.stop: {one!r} contains the special token {inside[0]!r}, which is not part of the text of a "
-                "response: name the token alone"
-            )
-        else:
-            strings.append(one)
-    return ids, strings
-
-
-def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of the tokens that decoding leaves out, by their text."""
-    return {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # Decoding leaves these out.
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token.content: id_ for id_, token in added.items() if token.special}
+    ends = [special.get(one, one) if isinstance(one, str) else one for one in stop]
+    strings = [one for one in ends if isinstance(one, str)]
+    if inside := [(one, token) for one in strings for token in special if token in one]:
+        raise ConfigError(
+            f"search.stop: {inside[0][0]!r} contains the special token {inside[0][1]!r}, which is not part of the text "
+            "of a response: name the token alone"
+        )
+    return [one for one in ends if not isinstance(one, str)], strings
 
 
 def check_same_tokens(
@@ -242,9 +225,7 @@ def _check_round_trip(directory: Path, tokenizer: Any) -> None:
         found = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     # The library raises bare Exceptions.
     except Exception as error:
-        raise ConfigError(
-            f"{kind} cannot encode a text ({first_line(error)}): copy its files again, or {advice}"
-        ) from error
+        raise ConfigError(f"{kind} cannot encode a text ({first_line(error)}): {advice}") from error
     path = directory / "tokenizer.json"
     if found == _ROUND_TRIP or not path.is_file():
         return

@@ -13,7 +13,7 @@ import numpy as np
 from tba.common.config import Config
 from tba.common.rendering import Content, PromptRenderer, Tokenizer
 from tba.common.weights.model_files import model_directory
-from tba.common.weights.pretrained import end_tokens, special_tokens, split_stop
+from tba.common.weights.pretrained import end_tokens, split_stop
 from tba.common.wire.trajectory import Int32
 
 # A character has at most four bytes, and a token at least one. The rest is for special tokens, which have no text.
@@ -29,7 +29,7 @@ class Stopping:
 
     def __init__(self, tokenizer: Tokenizer, stop: Collection[str | int], end_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
-        ids, strings = split_stop(stop, special_tokens(tokenizer) if stop else {})
+        ids, strings = split_stop(stop, tokenizer)
         self.ids = frozenset([*end_ids, *ids])
         self.strings = tuple(strings)
         self._window = _TOKENS_PER_CHARACTER * max(map(len, strings), default=0) + _MORE_TOKENS

@@ -15,22 +15,23 @@ _LISTED = re.compile(rf"{_SPACE}(?:[,;]{_SPACE}{_AND}?|{_AND}){_SPACE}")
 # What data sets write for a problem without an answer, alone or anywhere. `none`, `no solution` and `cannot be
 # determined` are answers.
 _NO_ANSWER = re.compile(
-    r"""[?.…_*#–—-]+|(?:the\ |an?\ )?(?:proof|answer|solution|response)s?(?:\ (?:is\ |are\ )?(?:omitted|complete|
-    missing|unknown|(?:(?:may|will|can)\ )?var(?:y|ies)|differ|not\ \w+|above|below))?|omitted|prove[dn]?|q\.?e\.?d|tbd|todo|
-    null|nan|n[/.]a|unknown|missing|unanswerable|(?:(?:may|will)\ )?var(?:y|ies)|no\ (?:final\ )?answer(?:\ \w+)?|
-    not\ ?(?:found|given|provided|available|applicable)|see\ .*|.*(?:\[/?asy\]|\\includegraphics|\\begin\{(?:asy|tikz)|
-    !\[|<im(?:age|g)\b|\banswers?\ (?:\w+\ )?var(?:y|ies)\b|\b(?:see|refer\ to|shown\ in)\ (?:the\ |attached\ )?
-    (?:figure|diagram|graph|solution|image|picture|explanation|proof)).*""",
+    r"""(?:[?.…_*#–—{}-]|\\(?:black)?square|\\[lc]?dots|\\q?quad)+|(?:https?://|www\.).*|see\ .*|omitted|prove[dn]?|
+    (?:the\ |an?\ )?(?:proof|answer|solution|response)s?(?:\ (?:is\ |are\ )?(?:omitted|complete|missing|unknown|above|
+    not\ \w+|below|(?:(?:may|will|can)\ )?(?:var(?:y|ies)|differ)))?|q\.?e\.?d|null|nan|n[/.]a|unknown|missing|tbd|todo|
+    unanswerable|(?:(?:may|will)\ )?var(?:y|ies)|no\ (?:final\ )?answer(?:\ \w+)?|
+    not\ ?(?:found|given|provided|available|applicable)|
+    .*(?:\[/?asy\]|\\includegraphics|\\begin\{(?:asy|tikz)|!\[|<im(?:age|g)\b|\banswers?\ (?:\w+\ )?var(?:y|ies)\b|
+    \b(?:see|refer\ to|shown\ in)\ (?:the\ |attached\ )?(?:figure|diagram|graph|solution|image|picture|proof)).*""",
     re.DOTALL | re.VERBOSE,
 )
 _MAX_BOXES = 20
 
 _LATEX = r"""¢ \text{cents}  ∞ \infty  ∪ \cup  ∩ \cap  ∅ \emptyset  ∈ \in  ≈ \approx  · \cdot  • \cdot  ∘ \circ
-    △ \triangle  ∛ √[3]  ∜ √[4]  ′ '  ″ ''  ∣ |  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil  ⟨ \langle  ⟩ \rangle  ⩽ \le  ≦ \le
-    ⩾ \ge  ≧ \ge"""
+    ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil  ⟨ \langle  ⟩ \rangle  ⩽ \le  ≦ \le  ⩾ \ge  ≧ \ge  △ \triangle  ∛ √[3]
+    ∜ √[4]  ′ '  ″ ''  ∣ |"""
 # What NFKC would make a letter or a digit of, and what neither it nor math-verify knows.
 _SIGNS = {
-    **dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}", "-"),
+    **dict.fromkeys("−–—\N{HYPHEN}\N{NON-BREAKING HYPHEN}", "-"),
     **dict.fromkeys("\N{DEGREE SIGN}\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}", r"^\circ "),
     **dict.fromkeys("\N{FRACTION SLASH}\N{DIVISION SLASH}", "/"),
     **{"\N{RATIO}": ":", "\N{SET MINUS}": r"\setminus", "\N{IDEOGRAPHIC FULL STOP}": "."},
@@ -41,11 +42,11 @@ _CHARACTERS = str.maketrans({sign: f"{plain} " if plain[-1].isalpha() else plain
 
 _LARGE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MONEY_CODES = "USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|CHF"
-_FONT, _INNER = r"\\(rm|bf|it|sf|tt)(?![a-z]) ?", r"[^{}]"
+_FONT = r"\\(rm|bf|it|sf|tt)(?![a-z]) ?"
 # Units without `\\text`. Those that may be a product of variables follow a space.
 _SYMBOLS = (
     rf"(?:[kcd]m|mm|kg|mg|ft|yd|lbs?|oz|m[lL]|mph|m/s|min|sec|hrs?|{_MONEY_CODES}|[apAP]\.?[mM]|\\Omega|[kMG]?Hz|[kM]?Wh"
-    r"|kPa|k?cal|gal|mol|(?<= )(?:[msghL]|in|mi|ms|Pa|[kM][WJVN]|eV|[kKMGT]B))"
+    r"|kPa|k?cal|gal|mol|(?<= )(?:(?:sq|cu)\.? [a-z]+|yen|[msghL]|in|mi|ms|Pa|[kM][WJVN]|eV|[kKMGT]B))"
     r"(?:/(?:s|min|h|sec|hr|day|[ck]?m|k?g|m?L|gal))?"
 )
 
@@ -54,12 +55,12 @@ _SYMBOLS = (
 _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), plain)
     for pattern, plain in (
+        (r"(?<![\w)}])\^\{([34])\}√", r"√[\1]"),
+        (r"(?<![\\A-Za-z{])(sin|cos|tan|cot|log|ln)(?=[\d(_^\\{]| [\d(\\])", r"\\\1 "),
         (r"√(\[[34]\])?\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt\1{\2\3}"),
         (r"√", r"\\sqrt"),
-        (
-            rf"(?<!frac)(?<!\}})\{{ ?{_FONT}({_INNER}*)\}}|{_FONT}(?:\{{({_INNER}*)\}}|({_INNER}+))",
-            r"\\math\1\3{\2\4\5}",
-        ),
+        (rf"(?<!frac)(?<!\}})\{{ ?{_FONT}([^{{}}]*)\}}", r"\\math\1{\2}"),
+        (rf"{_FONT}(?:\{{([^{{}}]*)\}}|([^{{}}]+))", r"\\math\1{\2\3}"),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![A-Za-z])|(?<!\\)\\[()\[\]]", ""),
         (r"\\(?:text)?color ?\{[^{}]*\}|\\(?:bm|boldsymbol|underline|checkmark)(?![A-Za-z])", ""),
         (r"(?<=\d)\\,(?=\d{3}(?!\d))|(?<!\\)\\!", ""),
@@ -83,7 +84,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"^ ?\\operatorname ?\{([A-Za-z ]+)\} ?$", r"\\text{\1}"),
         (rf"(?:US(?= ?\\?\$) ?)?\\?\$|[€£¥₹\"“”]|^(?:\\text\{{)?(?:{_MONEY_CODES}|Rs\.?) ?\}}?(?= ?[-\d.])", ""),
         (r"\\text ?\{([^{}]*)\^\{(-?\d)\} ?\}", r"\\text{\1}^{\2}"),
-        (r"^[ *]+|[ *.,;\\]+$", ""),
+        (r"^[ *`]+|[ *.,;\\`]+$", ""),
         (r"\{ ?(\w+) ?\\choose ?(\w+) ?\}", r"{\\binom{\1}{\2}}"),
         (r"^\{ ?((?:[^{}]|\{[^{}]*\})*)\}$", r"\1"),
         (r"^(\\text\{)? ?(?i:(?:the )?(?:final |correct )?(?:answer|option|choice)(?: is|:)*)(?![a-z])[: *]*", r"\1"),
@@ -110,7 +111,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
         (r"(?<![A-Za-z])([A-Za-z])\(-(\d+)\)(?= ?=)", r"\1_{\2}"),
         (r"\\(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),
-        (r"\^ ?(\\frac\{[^{}]*\}\{[^{}]*\})", r"^{\1}"),
+        (r"\^ ?(\\frac\{[^{}]*\}\{[^{}]*\}|-\d+)", r"^{\1}"),
         (r"\\lg(?![a-z])", r"\\log_{10}"),
         (r"\\log_ ?(?:e(?![a-z])|\{ ?e ?\})", r"\\ln "),
         (r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
@@ -147,9 +148,9 @@ _UNIT = re.compile(
 _SYNONYMS = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
     ft foot feet, yd yard, mi mile, g gram, kg kilogram, lb, oz ounce, ml milliliter millilitre, l liter litre,
     s sec second, min minute, h hr hour, day, week, month, year, am, pm, dollar usd, cent, eur euro, gbp, yen jpy,
-    inr rupee, gal gallon, hz hertz, khz kilohertz, mhz megahertz, ghz gigahertz, w watt, kw kilowatt, mw megawatt, wh, kwh, mwh,
-    ms millisecond, n newton, j joule, kj kilojoule, v volt, pa pascal, kpa kilopascal, mol mole, cal calorie, kcal, byte,
-    kb kilobyte, mb megabyte, gb gigabyte, tb terabyte"""
+    inr rupee, gal gallon, hz hertz, khz kilohertz, mhz megahertz, ghz gigahertz, w watt, kw kilowatt, mw megawatt,
+    wh, kwh, mwh, ms millisecond, n newton, j joule, kj kilojoule, v volt, pa pascal, kpa kilopascal, mol mole,
+    cal calorie, kcal, kb kilobyte, mb megabyte, gb gigabyte, tb terabyte"""
 _UNITS = {name: names.split()[0] for names in _SYNONYMS.split(",") for name in names.split()}
 # A sign of money before a number. Two dollar signs are those of a formula.
 _MONEY = re.compile(
@@ -163,13 +164,8 @@ Unit = frozenset[tuple[str, int]]
 
 def why_no_gold(gold: str) -> str:
     """Return why a text is no gold answer, for an error message, "" if it may be one. Mathematics is not read."""
-    gold = gold.strip(" \n\t$")
-    if not gold:
-        return "it is empty"
-    if re.match(r"https?://|www\.", gold):
-        return "it is an address"
-    words = re.sub(r"\\(?:text\w*|math[a-z]{2}|[mh]box) *\{([^{}]*)\}|\\[ ,;]", r"\1", gold).lower().strip("() .")
-    return "it says that there is none" if gold == "None" or _NO_ANSWER.fullmatch(words or "?") else ""
+    words = re.sub(r"\\(?:text\w*|math[a-z]{2}|[mh]box) *\{([^{}]*)\}|\\[ ,;]", r"\1", gold).lower().strip("() .$\n\t")
+    return "it is no answer" if gold.strip() == "None" or _NO_ANSWER.fullmatch(words or "?") else ""
 
 
 def last_boxed(text: str) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from tba.common.errors import TaskError
 from tba.searcher.tasks.answers import last_boxed, normalised
 from tba.searcher.tasks.gsm8k import last_number
-from tba.searcher.tasks.rows import RowsTask, answers_in, question_in, text_in
+from tba.searcher.tasks.rows import RowsTask, answers_in, question_in, require_choices, text_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 from tba.searcher.tasks.verdict import MAX_CHARACTERS
 
@@ -83,6 +83,8 @@ class AnswersTask(RowsTask):
                 raise ValueError(f"the answer {gold!r:.60} is not a regular expression: {error}") from error
         shown = text_in(row, self._demonstration) if self._demonstration else ""
         question = question_in(row, columns[0], self._format, _PLAIN)
+        asked = " ".join([question.get("text", ""), *(one[1] for one in question.get("messages", ()))])
+        require_choices(row, asked, None if self._grade == "choice" else golds[0])
         return Prompt(**question, answer=golds[0], accepted=golds[1:], demonstration=shown)
 
     def _is_right(self, gold: str, found: Any) -> bool:

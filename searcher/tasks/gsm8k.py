@@ -26,19 +26,15 @@ _OPENER = (
 )
 _END = r"(?= ?(?:[$€£¥₹]|(?:dollars|euros|per|an?|each|every)\b)|(?:\*\*|\\?[)}\]]|[.!?](?!\w))|[ \r]*$)"
 _SPACED = rf"{_OPENER}[1-9](?:\d{{0,2}}|\d? \d{{3}}) \d{{3}}(?:\.\d+)?{_END}"
+# What precedes a number that is stated: only there a dash with a space behind it is a sign.
+_STATES = r"(?:\A\s*+(?!.*\n\s*\S)|[=:({*]|\b(?:is|was|of|by|to|equals|at)\b)"
 # The minus signs of Unicode, also before a currency, and the ways of LaTeX to separate thousands. A dash after a number
 # is that of a range.
 _SPELLINGS = (
     (re.compile("[\N{MINUS SIGN}\N{NON-BREAKING HYPHEN}\N{FULLWIDTH HYPHEN-MINUS}]"), "-"),
     (re.compile(r"(?<![\d)\]$%])(?<![\d)\]$%] )\N{EN DASH}(?=[$€£¥₹\d.])"), "-"),
     (re.compile(r"(?:\\(?:text\w*|mathrm|mbox) ?)?\{ ?(-?) ?(\\?[$€£¥₹]) ?\}"), r"\1\2"),
-    # A dash with a space behind it is a sign only where a number is stated.
-    (
-        re.compile(
-            rf"(\A\s*+(?!.*\n\s*\S)|(?:[=:({{*]|\b(?:is|was|of|by|to|equals|at)\b) ?\$?)- (?={_CURRENCY} ?[\d.])"
-        ),
-        r"\1-",
-    ),
+    (re.compile(rf"({_STATES} ?\$?)- (?={_CURRENCY} ?[\d.])"), r"\1-"),
     (re.compile(rf"(?<!\d)(?<!\d\$)-(?:\*\*)?{_CURRENCY}\s?(?=[\d.])"), "-"),
     (re.compile(r"\{,\}|,\\!|，"), ","),
     (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2007\u2009\u202f])(?=\d{3}(?!\d))"), ""),

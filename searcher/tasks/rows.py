@@ -147,6 +147,17 @@ def question_in(row: Any, column: str, format_: str, place: str) -> dict[str, An
     return {"key": key_of(json.dumps(messages), variables), "messages": messages, "template_kwargs": variables}
 
 
+def require_choices(row: Any, text: str, gold: str | None) -> None:
+    """Raise ValueError if a text shows none of the choices of its row, unless `gold` is the text of one."""
+    choices = row.get("choices") or row.get("options") or {}
+    lists = [*choices.values()] if isinstance(choices, dict) else [choices]
+    texts = [str(one) for some in lists for one in (some if isinstance(some, list) else [some])]
+    # Without the letters before them, which any text has.
+    long = [one for one in texts if len(one) > 1 and choices != one]
+    if long and gold not in long and not any(one in text for one in long):
+        raise ValueError(f"the question does not show its choices {choices!r:.80}: write them into it")
+
+
 def answers_in(row: Any, column: str, *, several: bool = False) -> list[str]:
     """Return the texts or finite numbers of a column as texts: one, or with `several` a list. Raises ValueError."""
     value = value_in(row, column)

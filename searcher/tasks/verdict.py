@@ -47,12 +47,15 @@ _TIME = re.compile(r"0?(\d{1,2}:[0-5]\d)")
 _RELATION = re.compile(r"\\(?:not|neq?|[lg](?:t|eq?|eqslant))(?![a-z])|[<>≠≤≥]")
 # Compared as text: math-verify reads any as 0.
 _CASES = r"\begin{cases}"
-# Names that are products for math-verify, before the last equals sign: AB, |AB|, m\angle A, E(X), g(f(2)).
-_NAMED = re.compile(
-    r"(?:(?<![A-Za-z])m ?)?\\(?:angle|triangle) ?(?=[A-Z{])|\|(?=[A-Z]{2}\|)|(?<=[A-Z]{2})\|"
-    r"|(?<![A-Za-z\\_])(?<!_\{)(?:(?P<letters>[A-Z]{2,4})(?![A-Za-z])|(?:E\(|[A-Z]\[)(?P<of>\w+)[)\]]"
-    r"|[A-Za-z]\((?P<inner>[A-Za-z])\([^()]*\)\))"
-)
+# One symbol for each name that math-verify reads as a product: AB, m\angle A, E(X), g(f(2)).
+_NAMES = [
+    (re.compile(r"(?:(?<![A-Za-z])m ?)?\\(?:angle|triangle) ?(?=[A-Z{])|\|(?=[A-Z]{2}\|)|(?<=[A-Z]{2})\|"), ""),
+    (re.compile(r"(?<![A-Za-z\\_])(?<!_\{)([A-Z]{2,4})(?![A-Za-z])"), r"s_{\1}"),
+    (
+        re.compile(r"\b(?:E\(|[A-Z]\[)(\w+)[)\]]|\b[f-h](?:\(([f-h])\([^()]*\)\)|\^ ?\{ ?-1 ?\} ?\((\w+)\))"),
+        r"P(\1\2\3)",
+    ),
+]
 # A name that math-verify cannot read, such as `P(A|B)`.
 _UNREAD_NAME = re.compile(r"(?:(?!\\(?:log|ln|lg|sqrt|exp|frac)(?![a-z]))[^\d+^*/=<>!-]|_ ?\{?\d+)+")
 
@@ -101,7 +104,9 @@ def read(answer: str) -> Any:
 
     answer = _EXPONENT.sub(r"\1\\cdot 10^{\2}", f"x{answer}" if _RELATION.match(answer) else answer)
     names, equals, value = answer.rpartition("=")
-    answer = _NAMED.sub(_one_symbol, names) + equals + value
+    for pattern, symbol in _NAMES:
+        names = pattern.sub(symbol, names)
+    answer = names + equals + value
     found = next((one for one in parse(f"\\boxed{{{answer}}}", numbers=False) if not isinstance(one, str)), None)
     name, _, value = answer.partition("=")
     if found is None and value and _UNREAD_NAME.fullmatch(name):
@@ -109,20 +114,11 @@ def read(answer: str) -> Any:
     return None if found in (nan, zoo) else found
 
 
-def _one_symbol(found: re.Match[str]) -> str:
-    if found["letters"]:
-        return f"s_{{{''.join(sorted(found['letters']))}}}"
-    return f"P({found['of'] or found['inner']})" if found["of"] or found["inner"] else ""
-
-
 _read_gold = lru_cache(_MAX_PARSED)(read)
 
 
 def parse(text: str, *, numbers: bool = True) -> list[Any]:
-    """Return what math-verify finds in a text: a SymPy object, and the text that it is made of.
-
-    With `numbers` it finds also the last number of what it cannot read.
-    """
+    """Return a SymPy object that math-verify finds, and its text; with `numbers` the last one of an unreadable text."""
     if threading.current_thread() is not threading.main_thread():
         raise OutsideMainThread("math-verify limits its time by a signal, so math is scored in the main thread only")
     library = math_verify()
@@ -273,10 +269,7 @@ def _values(equation: Any) -> list[Any]:
 
 
 def _is_name(side: Any) -> bool:
-    """Whether a side of an equation only names what has the value of the other: x, f(0), AB, a/b, sin A, |z|, (x, y).
-
-    A product, a power and a function of an unknown, such as `\\log_2 x`, have other values than it.
-    """
+    """Whether a side of an equation only names what has the value of the other: x, f(0), AB, a/b, sin A, |z|, (x,y)."""
     from sympy import Abs, Limit, Tuple
     from sympy.core.function import AppliedUndef
     from sympy.functions.elementary.trigonometric import TrigonometricFunction

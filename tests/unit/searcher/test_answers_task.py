@@ -187,6 +187,65 @@ def test_columns_of_any_names_are_read(make, row, options, prompt, accepted):
     assert rewards == [1.0] * len(accepted) + [0.0]
 
 
+CHOICES = ["Rome", "Paris", "Bonn", "Oslo"]
+SHOWN = "The capital of France? (A) Rome (B) Paris (C) Bonn (D) Oslo"
+
+
+@pytest.mark.parametrize(
+    ("row", "grade", "words"),
+    [
+        # MMLU and its kind: a list and an index, from 0 or from 1; ARC: letters and texts; SciQ: a map of letters.
+        ({"question": "Which?", "choices": CHOICES, "answer": 1}, "choice", "answer '1' cannot be graded"),
+        ({"question": "Which?", "choices": CHOICES, "answer": "B"}, "choice", r"does not show its choices \['Rome"),
+        ({"question": "Which?", "choices": CHOICES, "answer": 1}, "exact", "does not show its choices"),
+        ({"question": "?", "choices": {"label": [*"ABCD"], "text": CHOICES}, "answer": "B"}, "choice", "not show its"),
+        ({"question": "?", "options": {"A": "Rome", "B": "Paris"}, "answer": "B"}, "choice", "not show its"),
+        ({"question": "A?", "choices": {"label": ["A"], "text": ["Rome"]}, "answer": "A"}, "choice", "not show its"),
+        ({"question": SHOWN, "choices": CHOICES, "answer": "B"}, "choice", None),
+        ({"question": SHOWN, "choices": {"label": [*"ABCD"], "text": CHOICES}, "answer": "B"}, "choice", None),
+        ({"question": SHOWN, "options": dict(zip("ABCD", CHOICES, strict=True)), "answer": "(B)"}, "choice", None),
+        ({"question": SHOWN, "choices": None, "answer": "B"}, "choice", None),
+        ({"question": SHOWN, "options": "A-D", "answer": "B"}, "choice", None),
+        ({"question": SHOWN, "options": [*"ABCD"], "answer": "B"}, "choice", None),
+    ],
+)  # fmt: skip
+def test_a_question_that_does_not_show_what_is_to_be_chosen_is_refused(make, row, grade, words):
+    if words is None:
+        task = make(row, grade=grade)
+        rewards = [task.score(task.prompts()[0], f"Answer: {letter}", True).total for letter in "ABCD"]
+        assert rewards == [0.0, 1.0, 0.0, 0.0]
+        return
+    with pytest.raises(TaskError, match=f"rows.jsonl:1: .*{words}"):
+        make(row, grade=grade)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "5"}]},
+            "only conversations: name",
+        ),
+        ({"instruction": "q", "input": "", "output": "5"}, "it has no prompt .* only instruction, input, output"),
+        ({"data": [{"question": "q", "answer": "5"}]}, "if `data` has the rows, write that list alone"),
+        (
+            {"prompt": [{"from": "human", "value": "q"}], "answer": "5"},
+            "the message .*'human'.*: write .role, content.",
+        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "5"}, "the message .*'image'"),
+        ({"prompt": {"role": "user", "content": "q"}, "answer": "5"}, "the column prompt is not a text: {'role'"),
+        ({"prompt": "q", "reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing"),
+        ({"prompt": "q", "reward_model": {"ground_truth": {"a": 1}}}, "has {'a': 1}, which is neither a text nor a"),
+        ({"prompt": "q", "answers": [["5"]]}, r"the column answers has \['5'\], which is neither a text nor a finite"),
+        ({"prompt": "q", "answer": []}, "the column answer is an empty list"),
+        ({"prompt": "q", "answer": "5", "documents": "d"}, "`documents` is 'd': write a list of objects"),
+    ],
+)
+def test_a_row_of_another_form_is_refused_with_the_line_and_what_was_found(make, row, words):
+    with pytest.raises(TaskError, match=f"rows.jsonl:1: .*{words}"):
+        make(row)
+
+
 @pytest.mark.slow
 def test_rows_of_verl_and_dapo_are_read_from_parquet(tmp_path):
     rows: list[dict[str, Any]] = [

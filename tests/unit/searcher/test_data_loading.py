@@ -37,7 +37,9 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(("answer", "gold"), [(-7, "-7"), (0, "0"), (34.5, "34.5"), (10**20, "1" + "0" * 20)])
+@pytest.mark.parametrize(
+    ("answer", "gold"), [(-7, "-7"), (0, "0"), (34.5, "34.5"), (1e-7, "0.0000001"), (10**20, "1" + "0" * 20)]
+)
 def test_a_number_is_an_answer(write, task, answer, gold):
     (prompt,) = task(write({"question": "q", "answer": answer, "solution": SOLVED})).prompts()
     assert prompt.answer == gold

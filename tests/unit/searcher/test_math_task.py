@@ -107,11 +107,47 @@ def test_a_gold_answer_that_a_busy_machine_does_not_read_in_time_is_not_refused(
 
 @pytest.mark.parametrize(
     "gold",
-    ["", " ", "proof", "Proof.", r"\text{proof}", "TBD", "notfound", "None", "nan", r"\text{N/A}", "https://a.org/12"],
+    [
+        *(
+            "",
+            " ",
+            "proof",
+            "Proof.",
+            r"\text{proof}",
+            "TBD",
+            "notfound",
+            "None",
+            "nan",
+            r"\text{N/A}",
+            "https://a.org/12",
+        ),
+        *(
+            "omitted",
+            "unknown",
+            "[asy] draw((0,0)--(1,1)); [/asy]",
+            "9 (see figure)",
+            "See the solution",
+            "Answers may vary.",
+        ),
+        *(r"\text{Answers will differ}", "?", "...", "![](a.png)", r"\includegraphics{a}", "<image>", r"\blacksquare"),
+    ],
 )
 def test_a_gold_answer_that_is_none_is_refused_with_its_file_and_row(make_task, gold):
     with pytest.raises(TaskError, match=r"rows.jsonl:2: the gold answer .*: it .*: correct or remove"):
         make_task({"problem": "p", "answer": "none"}, {"problem": "q", "answer": gold})
+
+
+def test_a_gold_answer_that_says_that_there_is_no_value_is_one():
+    golds = (
+        "none",
+        "no solution",
+        "undefined",
+        r"\text{cannot be determined}",
+        "never",
+        r"\infty",
+        "not enough information",
+    )
+    assert [gold for gold in golds if why_no_gold(gold) or not is_readable(gold)] == []
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,10 @@ def _csv(file: Any, path: Path, separator: str) -> Iterator[tuple[int, dict[str,
     csv.field_size_limit(sys.maxsize)
     rows = csv.DictReader((line.decode("utf-8-sig") for line in file), delimiter=separator, strict=True)
     try:
-        if len({*(rows.fieldnames or ())}) < len(rows.fieldnames or ()):
+        names = rows.fieldnames or ()
+        if len({*names}) < len(names):
             raise csv.Error("two columns have one name")
-        if len(rows.fieldnames or ()) == 1 and (other := {*";\t,|"} & {*rows.fieldnames[0]} - {separator}):
+        if len(names) == 1 and (other := {*";\t,|"} & {*names[0]} - {separator}):
             raise csv.Error(f"the header has one column, and {other} in it: separate columns by {separator!r}")
         for row in rows:
             if None in row or None in row.values():

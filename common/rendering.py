@@ -102,17 +102,14 @@ def as_map(message: Message) -> dict[str, Any]:
 def variables_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables of the chat template in a row of data, with `tools` and `documents`, as values or JSON.
 
-    Raises ValueError for other types, and for a variable beside `chat_template_kwargs`.
+    Raises ValueError for other types, and for a variable outside of `chat_template_kwargs`.
     """
     variables = _unpacked(row.get("chat_template_kwargs")) or {}
     if not isinstance(variables, dict):
         raise ValueError(f"`chat_template_kwargs` is {variables!r:.60}: write an object")
-    beside = [name for name in _ELSEWHERE if row.get(name)] + ["enable_thinking"] * (
-        row.get("enable_thinking") is False
-    )
-    if beside:
+    if outside := [name for name in _ELSEWHERE if row.get(name) not in (None, "", [])]:
         raise ValueError(
-            f"`{beside[0]}` would be ignored: write it in `chat_template_kwargs`, and functions as `tools`"
+            f"`{outside[0]}` would be ignored: write it in `chat_template_kwargs`, and functions as `tools`"
         )
     for name in ("tools", "documents"):
         given = _unpacked(row.get(name)) or []

@@ -391,5 +391,5 @@ def test_greedy_is_every_setting_under_which_the_most_probable_token_is_the_only
             probability = probability[: keys.get("top_k") or None]
             probability = probability[probability >= keys.get("min_p", 0.0) * probability[0]]
             before = np.concatenate([[0.0], np.cumsum(probability / probability.sum())[:-1]])
-            kept = max(kept, np.count_nonzero((before < top_p) & (probability > 0)))
+            kept = max(kept, int(np.count_nonzero((before < top_p) & (probability > 0))))
     assert (kept == 1) == greedy

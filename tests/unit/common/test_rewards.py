@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tba.buffer.sampling.sampler import PromptTable, _log_weights
-from tba.buffer.store.views import WASTE
+from tba.buffer.store.views import VIEWS
 from tba.common.rewards import are_equal, level
 from tba.tests.unit.buffer.test_sampling_distribution import index_of, rules
 from tba.tests.unit.trainer.test_objectives import case
@@ -53,7 +53,8 @@ def test_a_prompt_of_equal_rewards_is_flat_for_sampler_view_and_page(rewards, ex
         {"error": None, "guided": None, "policy_version": 1, "visit": 1, "passed": 0, "reward": r} for r in rewards
     ]
     assert summary(newest)["flat"] == is_flat
-    condition = WASTE.partition("HAVING")[2].partition("))) AS flat_groups")[0] + ")"
+    waste = next(view for view in VIEWS if "VIEW waste" in view)
+    condition = waste.partition("HAVING")[2].partition("))) AS flat_groups")[0] + ")"
     connection = sqlite3.connect(":memory:")
     connection.execute("CREATE TABLE t (reward REAL)")
     connection.executemany("INSERT INTO t VALUES (?)", [[reward] for reward in rewards])

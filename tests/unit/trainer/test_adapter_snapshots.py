@@ -417,7 +417,7 @@ def test_targets_that_cannot_have_adapters_are_refused(tmp_path, targets, messag
         built(save_tiny_model(tmp_path / "model"), targets=targets)
 
 
-# Beside those of tests/helpers/architectures.py: mixtures with shared experts, and layers with a state.
+# Besides those of tests/helpers/architectures.py: mixtures with shared experts, and layers with a state.
 MORE = {
     "glm4_moe": {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
@@ -440,6 +440,7 @@ NEVER = ("lm_head", "embed_out", "mixer.dt_proj", "mixer.out_proj", "mamba.dt_pr
 @pytest.mark.parametrize("name", [*QUICK, *slow(*[one for one in [*ARCHITECTURES, *MORE] if one not in QUICK])])
 def test_all_targets_are_the_plain_linear_layers_and_each_adapter_learns(name):
     kind, settings = ARCHITECTURES.get(name) or (name, MORE[name])
+    assert isinstance(settings, dict)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SHAPE | settings)))
     expected = {at for at, one in model.named_modules() if type(one) is torch.nn.Linear and not at.endswith(NEVER)}
     if not expected:

@@ -118,10 +118,10 @@ def documented_limits():
     rows = [
         line.strip("| ").split(" | ") for line in DOCUMENT.split("## Warnings")[0].splitlines() if line[:3] == "| `"
     ]
-    found = {}
+    found: dict[str, list[float]] = {}
     for row in rows:
         first, *others = re.findall(r"`(\w+)`", row[0])
-        # `_max` beside `x_mean` is `x_max`.
+        # `_max` after `x_mean` is `x_max`.
         names = [first, *(first.rpartition("_")[0] + one if one[0] == "_" else one for one in others)]
         found |= {name: [float(one) for one in NUMBER.findall(row[-1])] for name in names}
     return found

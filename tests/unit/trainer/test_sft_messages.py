@@ -156,7 +156,7 @@ def test_documents_of_a_row_are_rendered_or_refused(tmp_path):
     ("name", "value"),
     [("enable_thinking", False), ("reasoning_effort", "low"), ("functions", TOOLS), ("chat_template", "{{ 1 }}")],
 )
-def test_a_variable_of_the_template_beside_the_others_is_refused(tmp_path, name, value):
+def test_a_variable_of_the_template_outside_of_the_others_is_refused(tmp_path, name, value):
     with pytest.raises(TaskError, match=f"rows.jsonl:1: `{name}` would be ignored: write it in `chat_template_kwargs`"):
         read(tmp_path, tokenizer_of("qwen3"), said(content="4") | {name: value})
     assert read(tmp_path, tokenizer_of("qwen3"), said(content="4") | {name: None})

@@ -195,10 +195,7 @@ def _policy(plan: Plan) -> Result:
         return "ok", "searchers serve the newest weights of the run"
     if model_here(plan.config.model.path) is None:
         return "unchecked", f"{policy}: its tokenizer is compared with that of model.path once that is here"
-    try:
-        find_policy(plan.config)
-    except MissingExtra as error:
-        return ("fail" if plan.starts else "unchecked"), f"{policy}: {error}; a searcher needs it"
+    find_policy(plan.config)
     if plan.starts:
         return "warn", f"every searcher of the run serves {policy}, and none the policy that is trained"
     return "ok", f"searchers serve {policy} and never reload it"
@@ -278,7 +275,7 @@ CHECKS = (
     Check("packages", _of_machine(doctor.check_packages), start=_need_packages),
     # First of those on the model: it asks the hub for the configuration that the others read.
     Check("model", lambda plan: _model("model.path", plan.config.model.path), anywhere=True, of_role="model.path"),
-    Check("explorer", _policy, start=_policy),
+    Check("explorer", _policy, start=_policy, of_role="search.policy"),
     Check("reference", _teacher, anywhere=True, of_role="reference.path"),
     Check("embedder", _embedder, anywhere=True, of_role="eval.embedder"),
     Check("cuda", _of_machine(doctor.check_cuda)),

@@ -126,14 +126,14 @@ def train(
     from tba.buffer.store.starts import resolve_start
 
     resolved = resolve_start(options, {"train.gpu": "cpu" if cpu else gpu, "train.processes": processes})
-    from tba.deploy.child import trainer_drain_seconds
+    from tba.deploy.child import drain_seconds
 
     settings = resolved.config
     _check_training(settings)
     device, count = _choose_device(settings)
     # The first rank of each node.
     stop = start_process("train", level="INFO" if os.environ.get("LOCAL_RANK", "0") == "0" else "ERROR")
-    stop.drain_seconds = trainer_drain_seconds(settings)
+    stop.drain_seconds = drain_seconds(settings, trains=True)
     if count:
         from tba.deploy.rank_launcher import train_together
 

@@ -242,18 +242,14 @@ def ending(code: int) -> str:
     return f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
 
 
-def drain_seconds(config: Config) -> float:
-    """Return `launch.drain_seconds` for a child that does not train."""
-    setting = config.launch.drain_seconds
-    return _DRAIN_SECONDS if setting == "auto" else setting
-
-
-def trainer_drain_seconds(config: Config) -> float:
-    """Return `launch.drain_seconds` for the trainer: with `auto` enough for the checkpoints of its model."""
+def drain_seconds(config: Config, *, trains: bool = False) -> float:
+    """Return `launch.drain_seconds`; with `auto`, a child that `trains` has enough for the checkpoints of its model."""
     if config.launch.drain_seconds != "auto":
         return config.launch.drain_seconds
     # Checkpoints of adapters are small.
-    trained = 0 if config.lora.rank else count_parameters(config)
+    if not trains or config.lora.rank:
+        return _DRAIN_SECONDS
+    trained = count_parameters(config)
     if trained is None:
         return _UNKNOWN_DRAIN_SECONDS
     return _DRAIN_SECONDS + _CHECKPOINTS * CHECKPOINT_BYTES * trained / _BYTES_PER_SECOND

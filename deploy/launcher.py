@@ -19,7 +19,7 @@ from tba.common.run_status import Facts, ask_status, monitor
 from tba.common.system.devices import Gpu, list_gpus, shared_gpus
 from tba.common.weights.model_files import check_hub, model_directory
 from tba.common.wire.client import BufferClient
-from tba.deploy.child import Child, RestartPolicy, drain_seconds, ending, trainer_drain_seconds
+from tba.deploy.child import Child, RestartPolicy, drain_seconds, ending
 from tba.deploy.display import Display
 from tba.deploy.fleet import POLL_SECONDS, evaluator_child, one_thread_each, searcher_children
 from tba.deploy.plot import draw_curves, read_curve
@@ -148,7 +148,7 @@ class Launcher:
         drain = drain_seconds(self._config)
         roles = self._roles
         self._supervisor.kill([child for child in roles.all[1:] if not child.ready])
-        self._supervisor.stop([roles.trainer], drain_seconds=trainer_drain_seconds(self._config))
+        self._supervisor.stop([roles.trainer], drain_seconds=drain_seconds(self._config, trains=True))
         for children in (roles.evaluators, roles.searchers, [roles.buffer]):
             self._supervisor.stop(children, drain_seconds=drain)
 

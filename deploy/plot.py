@@ -92,10 +92,8 @@ def draw_curves(curves: Sequence[Curve], picture: Path, *, x: str = "steps") -> 
 
 def _draw_rewards(axis: Any, curves: Sequence[Curve], x: str) -> None:
     several = len(curves) > 1
-    every: list[float] = []
     for curve in curves:
         rewards = [row.get("reward_mean", math.nan) for row in curve.metrics]
-        every += rewards
         label = curve.label if several else "mean reward of the batch"
         (line,) = axis.plot(curve.x(x), rewards, label=label, alpha=0.6)
         name = "accuracy" if any("accuracy" in row for row in curve.evaluations) else "reward"
@@ -103,16 +101,17 @@ def _draw_rewards(axis: Any, curves: Sequence[Curve], x: str) -> None:
         if points:
             shown = "held-out greedy accuracy" if name == "accuracy" else "held-out reward"
             colour = line.get_color() if several else None
-            every += _draw_points(axis, points, name, "_" if several else shown, colour)
+            _draw_points(axis, points, name, "_" if several else shown, colour)
+    low, high = axis.dataLim.intervaly
     # The same axis for all runs whose rewards are fractions, with room for a line at its ends.
-    if all(0 <= reward <= 1 for reward in every if not math.isnan(reward)):
+    if low >= 0 and high <= 1:
         axis.set_ylim(-0.02, 1.02)
     axis.legend(loc="lower right")
     axis.set_title("mean reward of the batch; points: held out" if several else curves[0].label)
 
 
-def _draw_points(axis: Any, points: Sequence[tuple[float, Row]], name: str, label: str, colour: Any) -> list[float]:
-    """Draw a metric of evaluations, with its intervals where the rows have them. Returns all values drawn."""
+def _draw_points(axis: Any, points: Sequence[tuple[float, Row]], name: str, label: str, colour: Any) -> None:
+    """Draw a metric of evaluations, with its intervals where the rows have them."""
     (line,) = axis.plot(
         [at for at, _ in points], [row[name] for _, row in points], marker="o", label=label, color=colour, clip_on=False
     )
@@ -120,7 +119,6 @@ def _draw_points(axis: Any, points: Sequence[tuple[float, Row]], name: str, labe
     if ends:
         at, low, high = zip(*ends, strict=True)
         axis.fill_between(at, low, high, alpha=0.15, color=line.get_color(), linewidth=0)
-    return [*(row[name] for _, row in points), *(end for _, *pair in ends for end in pair)]
 
 
 def _draw_staleness(axis: Any, curves: Sequence[Curve], x: str) -> None:

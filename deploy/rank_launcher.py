@@ -24,7 +24,7 @@ from tba.common.system.process import (
     partition_cores,
 )
 from tba.common.system.watchdog import Watchdog
-from tba.deploy.child import NO_RESTART, Child, RestartPolicy, ending, trainer_drain_seconds
+from tba.deploy.child import NO_RESTART, Child, RestartPolicy, drain_seconds, ending
 from tba.deploy.supervisor import Supervisor
 
 _POLL_SECONDS = 0.1
@@ -52,7 +52,7 @@ def train_together(config: Config, arguments: Sequence[str], count: int, stop: C
                     watchdog.beat()
                 time.sleep(_POLL_SECONDS)
             if stop():
-                supervisor.stop(ranks, drain_seconds=trainer_drain_seconds(config))
+                supervisor.stop(ranks, drain_seconds=drain_seconds(config, trains=True))
                 if ranks[0].exit_code:
                     raise _failure(ranks[0], count * nodes)
             elif (culprit := _culprit(supervisor, ranks)) is not None:

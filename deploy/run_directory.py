@@ -22,7 +22,7 @@ from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run
 from tba.common.system.durable import exclusive_lock, open_regular
 from tba.common.terminal import own_command
-from tba.deploy.child import drain_seconds, trainer_drain_seconds
+from tba.deploy.child import drain_seconds
 
 log = get_logger(__name__)
 
@@ -121,7 +121,7 @@ def await_previous(config: Config, stop: Callable[[], bool], report: Callable[[s
     Raises RunTaken if the holder is not about to end, or has not ended within the time that its children may use.
     """
     path = config.run.dir / run_files.LAUNCH_LOCK
-    patience = trainer_drain_seconds(config) + 2 * drain_seconds(config) + _MARGIN_SECONDS
+    patience = drain_seconds(config, trains=True) + 2 * drain_seconds(config) + _MARGIN_SECONDS
     deadline = 0.0
     # os.path, since Path.exists raises where this user has no access. A later check reports that.
     while os.path.exists(path) and not stop():

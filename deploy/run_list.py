@@ -6,6 +6,7 @@ evaluating, finished  the last step is done, and `tba run` evaluates or does not
 stopped, crashed      it ended before the last step, in order or because something failed
 """
 
+import itertools
 import os
 import socket
 import time
@@ -54,7 +55,7 @@ def list_runs(directory: Path, read_results: ReadResults) -> list[dict[str, Any]
 
     `read_results` reads the runs of a database. A database that cannot be read is a row with the state `unreadable`.
     """
-    rows = [row for folder in _folders(directory, _DEPTH) for row in _rows(folder, read_results)]
+    rows = [row for folder in _folders(directory) for row in _rows(folder, read_results)]
     return sorted(rows, key=lambda row: row["changed"], reverse=True)
 
 
@@ -87,21 +88,12 @@ def _how_to_go_on(directory: Path, row: dict[str, Any], end: str) -> str:
     return f"{resume_command(directory, more, secrets=row['secrets'])} {'extends it' if more else end}"
 
 
-def _folders(directory: Path, depth: int) -> Iterator[Path]:
+def _folders(directory: Path) -> Iterator[Path]:
     """Yield a directory and those below it, without links and without the directories that belong to a run."""
-    waiting = [(directory, depth)]
-    for _ in range(_MOST_DIRECTORIES):
-        if not waiting:
-            return
-        folder, left = waiting.pop()
-        yield folder
-        try:
-            below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-        # Not readable for this user.
-        except OSError:
-            continue
-        if left:
-            waiting += [(Path(path), left - 1) for path in below if Path(path).name not in _OWN]
+    for folder, below, _ in itertools.islice(os.walk(directory), _MOST_DIRECTORIES):
+        yield Path(folder)
+        is_deepest = len(Path(folder).relative_to(directory).parts) == _DEPTH
+        below[:] = [] if is_deepest else sorted(set(below) - _OWN)
 
 
 def _rows(folder: Path, read_results: ReadResults, status: Status | None = None) -> list[dict[str, Any]]:

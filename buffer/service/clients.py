@@ -51,10 +51,6 @@ class Client:
     duplicates: int = 0
 
 
-# What a status shows of a client as it is.
-_SHOWN = {*Client.__dataclass_fields__} & {*ClientStatus.__struct_fields__}
-
-
 class Clients(dict[str, Client]):
     """The clients by sender. A sender's leases expire after `patience` seconds of silence."""
 
@@ -222,11 +218,19 @@ class Clients(dict[str, Client]):
         now = self._clock.monotonic()
         return [
             ClientStatus(
+                role=client.role,
                 sender=sender,
+                host=client.host,
                 silent_seconds=now - client.seen_at,
+                activity=client.activity,
+                reason=client.reason,
+                weights_version=client.weights_version,
+                metrics=client.metrics,
+                trajectories=client.trajectories,
+                duplicates=client.duplicates,
                 leases=leases_of(sender),
                 activity_seconds=now - client.activity_at,
-                **{name: getattr(client, name) for name in _SHOWN},
+                warning=client.warning,
             )
             for sender, client in self.items()
             if not (client.replaced and self.is_silent(sender))

@@ -173,18 +173,19 @@ def read_parquet(path: Path, malformed: type[Exception], *, short: bool = False)
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_BATCH):
-                yield from (shortest(row, batch.schema) if short else row for row in batch.to_pylist())
+                yield from shortest(batch.to_pylist(), batch.schema) if short else batch.to_pylist()
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise malformed(f"{path} is not a readable parquet file: {first_line(error)}") from error
 
 
-def shortest(row: dict[str, Any], schema: Any) -> dict[str, Any]:
-    """Replace what columns of float32 and float16 hold by the shortest number of that type: 0.1, not 0.10000000149.
+def shortest(rows: Iterable[dict[str, Any]], schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield rows with the shortest number of their type in columns of float32 and float16: 0.1, not 0.10000000149.
 
     `schema` is pyarrow's.
     """
     narrow = {field.name: field.type for field in schema if re.search(r"\b(half)?float\b", str(field.type))}
-    return row | {name: _shortest(row[name], type_) for name, type_ in narrow.items()} if narrow else row
+    for row in rows:
+        yield row | {name: _shortest(row[name], type_) for name, type_ in narrow.items()}
 
 
 def _shortest(value: Any, type_: Any) -> Any:

@@ -39,9 +39,8 @@ def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterato
     except Exception as error:
         raise TaskError(f"task {task}: data set {source!r} ({split}) cannot be loaded: {error}") from error
     features = getattr(rows, "features", None)
-    for number, row in enumerate(rows, 1):
-        short = data_files.shortest(row, features.arrow_schema) if features else row
-        yield f"row {number} of {source}", data_files.without_nested_nulls(short)
+    short = data_files.shortest(rows, features.arrow_schema) if features else rows
+    yield from ((f"row {n} of {source}", data_files.without_nested_nulls(row)) for n, row in enumerate(short, 1))
 
 
 class RowsTask(ListedTask):

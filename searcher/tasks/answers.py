@@ -17,16 +17,24 @@ _LISTED = re.compile(rf"{_SPACE}(?:[,;]{_SPACE}{_AND}?|{_AND}){_SPACE}")
 _NO_ANSWER = re.compile(
     r"""(?:[?.…_*#–—{}-]|\\(?:black)?square|\\[lc]?dots|\\q?quad)+|(?:https?://|www\.).*|see\ .*|omitted|prove[dn]?|
     (?:the\ |an?\ )?(?:proof|answer|solution|response)s?(?:\ (?:is\ |are\ )?(?:omitted|complete|missing|unknown|above|
-    not\ \w+|below|(?:(?:may|will|can)\ )?(?:var(?:y|ies)|differ)))?|q\.?e\.?d|null|nan|n[/.]a|unknown|missing|tbd|todo|
+    not\ \w+|below|(?:(?:may|will|can)\ )?(?:var(?:y|ies)|differ)))?|q\.?e\.?d|null|nan|n[/.]a|unknown|missing|tbd|
+    todo\b.*|\[?(?:image|figure|diagram|picture|table|graph)\]?|(?:证明)?(?:过程)?(?:略|见\w*)|
     unanswerable|(?:(?:may|will)\ )?var(?:y|ies)|no\ (?:final\ )?answer(?:\ \w+)?|
     not\ ?(?:found|given|provided|available|applicable)|
     .*(?:\[/?asy\]|\\includegraphics|\\begin\{(?:asy|tikz)|!\[|<im(?:age|g)\b|\banswers?\ (?:\w+\ )?var(?:y|ies)\b|
     \b(?:see|refer\ to|shown\ in)\ (?:the\ |attached\ )?(?:figure|diagram|graph|solution|image|picture|proof)).*""",
     re.DOTALL | re.VERBOSE,
 )
+# A sentence about numbers, to which no answer is equal.
+_SENTENCE = re.compile(
+    r"(?=(?:.*?(?<![\\a-z])[a-z]{2,}\b){4})(?=.*\d).*\b(?:the|we|is|are|by|so|since|because|hence|thus|therefore|depending)\b"
+    r"|yes\b.*\d|no, .*\d",
+    re.DOTALL,
+)
+_TEXT = re.compile(r"\\(?:text\w*|math[a-z]{2}|[mh]box) *\{([^{}]*)\}|\\[ ,;]")
 _MAX_BOXES = 20
 
-_LATEX = r"""¢ \text{cents}  ∞ \infty  ∪ \cup  ∩ \cap  ∅ \emptyset  ∈ \in  ≈ \approx  · \cdot  • \cdot  ∘ \circ
+_LATEX = r"""∞ \infty  ∪ \cup  ∩ \cap  ∅ \emptyset  ∈ \in  ≈ \approx  · \cdot  • \cdot  ∘ \circ
     ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil  ⟨ \langle  ⟩ \rangle  ⩽ \le  ≦ \le  ⩾ \ge  ≧ \ge  △ \triangle  ∛ √[3]
     ∜ √[4]  ′ '  ″ ''  ∣ |"""
 # What NFKC would make a letter or a digit of, and what neither it nor math-verify knows.
@@ -34,7 +42,7 @@ _SIGNS = {
     **dict.fromkeys("−–—\N{HYPHEN}\N{NON-BREAKING HYPHEN}", "-"),
     **dict.fromkeys("\N{DEGREE SIGN}\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}", r"^\circ "),
     **dict.fromkeys("\N{FRACTION SLASH}\N{DIVISION SLASH}", "/"),
-    **{"\N{RATIO}": ":", "\N{SET MINUS}": r"\setminus", "\N{IDEOGRAPHIC FULL STOP}": "."},
+    **{"¢": " cents", "\N{RATIO}": ":", "\N{SET MINUS}": r"\setminus", "\N{IDEOGRAPHIC FULL STOP}": "."},
     **{sign: rf"\mathbb{{{normalize('NFKC', sign)}}}" for sign in "ℝℤℕℚℂ"},
     **dict(re.findall(r"(\S) +(\S+)", _LATEX)),
 }
@@ -42,6 +50,8 @@ _CHARACTERS = str.maketrans({sign: f"{plain} " if plain[-1].isalpha() else plain
 
 _LARGE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MONEY_CODES = "USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|CHF"
+# An argument of a fraction, which needs no braces if it is one sign.
+_ONE = r"(\{[^{}]*\}|\d|\\pi(?![a-z])|[A-Za-z](?![a-z]))"
 _FONT = r"\\(rm|bf|it|sf|tt)(?![a-z]) ?"
 # Units without `\\text`. Those that may be a product of variables follow a space.
 _SYMBOLS = (
@@ -59,6 +69,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"(?<![\\A-Za-z{])(sin|cos|tan|cot|log|ln)(?=[\d(_^\\{]| [\d(\\])", r"\\\1 "),
         (r"√(\[[34]\])?\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt\1{\2\3}"),
         (r"√", r"\\sqrt"),
+        # For SymPy, an odd root of a negative number is complex.
+        (r"\\sqrt ?\[([3579])\] ?\{ ?-(\d+(?:\.\d+)?|\\[dt]?frac\{\d+\}\{\d+\}) ?\}", r"(-\\sqrt[\1]{\2})"),
         (rf"(?<!frac)(?<!\}})\{{ ?{_FONT}([^{{}}]*)\}}", r"\\math\1{\2}"),
         (rf"{_FONT}(?:\{{([^{{}}]*)\}}|([^{{}}]+))", r"\\math\1{\2\3}"),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![A-Za-z])|(?<!\\)\\[()\[\]]", ""),
@@ -110,7 +122,10 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\\text\{ ?\}", ""),
         (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
         (r"(?<![A-Za-z])([A-Za-z])\(-(\d+)\)(?= ?=)", r"\1_{\2}"),
-        (r"\\(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),
+        (
+            rf"\\(frac|binom) ?{_ONE} ?{_ONE}",
+            lambda found: rf"\{found[1]}{{{found[2].strip('{}')}}}{{{found[3].strip('{}')}}}",
+        ),
         (r"\^ ?(\\frac\{[^{}]*\}\{[^{}]*\}|-\d+)", r"^{\1}"),
         (r"\\lg(?![a-z])", r"\\log_{10}"),
         (r"\\log_ ?(?:e(?![a-z])|\{ ?e ?\})", r"\\ln "),
@@ -162,10 +177,17 @@ _UNIT_PART = re.compile(r"(/)|([a-z]+)(?: *\^ *(-?\d)(?!\d))?|(\S)")
 Unit = frozenset[tuple[str, int]]
 
 
-def why_no_gold(gold: str) -> str:
-    """Return why a text is no gold answer, for an error message, "" if it may be one. Mathematics is not read."""
-    words = re.sub(r"\\(?:text\w*|math[a-z]{2}|[mh]box) *\{([^{}]*)\}|\\[ ,;]", r"\1", gold).lower().strip("() .$\n\t")
-    return "it is no answer" if gold.strip() == "None" or _NO_ANSWER.fullmatch(words or "?") else ""
+def why_no_gold(gold: str, *, math: bool = False) -> str:
+    """Return why a text is no gold answer, for an error message, "" if it may be one. Mathematics is not read.
+
+    With `math` a sentence about numbers is none.
+    """
+    words = _TEXT.sub(r"\1", gold).lower().strip("() .$\n\t")
+    if gold.strip() == "None" or _NO_ANSWER.fullmatch(words or "?"):
+        return "it is no answer"
+    return (
+        "it is a sentence, to which no answer is equal" if math and _SENTENCE.match(_TEXT.sub("", gold).lower()) else ""
+    )
 
 
 def last_boxed(text: str) -> str | None:
@@ -204,6 +226,7 @@ def plain(answer: str) -> tuple[str, Unit]:
     runs = groupby(answer.translate(_CHARACTERS), lambda letter: decomposition(letter)[:4])
     answer = "".join(_spelled(form, "".join(run)) for form, run in runs)
     answer = "".join(letter for letter in answer if category(letter) != "Cf")
+    answer = re.sub(r"\\pounds(?![a-z])", "£", re.sub(r"\\euro(?![a-z])", "€", answer))
     sign = _MONEY.search(answer)
     money = sign and (sign[1] or sign[2])
     money = _CURRENCIES.get(money) or _UNITS.get(money.lower(), "" if money.isalpha() else "dollar") if money else ""

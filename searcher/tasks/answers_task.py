@@ -21,6 +21,7 @@ from tba.searcher.tasks.verdict import MAX_CHARACTERS
 _PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 _ANSWER_COLUMNS = ("answer", "answers", "reward_model.ground_truth")
 _PLAIN, _REGEX = "{prompt}", "regex"
+_FONT = re.compile(r"^\s*\\(?:text\w*|mathrm|mathbf|mbox) ?\{([^{}]*)\}\s*$")
 _ANSWER_LINE = re.compile(
     r"^[ \t*#>_]*+(?:the )?(?:final )?answer\s*+(?:is\s*+)?\**+\s*+:", re.IGNORECASE | re.MULTILINE
 )
@@ -96,7 +97,8 @@ class AnswersTask(RowsTask):
 
 def _graded(text: str) -> str:
     if (boxed := last_boxed(text)) is not None:
-        return boxed
+        return _FONT.sub(r"\1", boxed)
+    text = text.rpartition("<answer>")[2].partition("</answer>")[0]
     lines = list(_ANSWER_LINE.finditer(text))
     return text[lines[-1].end() :].strip().partition("\n")[0] if lines else text
 

@@ -34,7 +34,7 @@ _SPELLINGS = (
     (re.compile("[\N{MINUS SIGN}\N{NON-BREAKING HYPHEN}\N{FULLWIDTH HYPHEN-MINUS}]"), "-"),
     (re.compile(r"(?<![\d)\]$%])(?<![\d)\]$%] )\N{EN DASH}(?=[$€£¥₹\d.])"), "-"),
     (re.compile(r"(?:\\(?:text\w*|mathrm|mbox) ?)?\{ ?(-?) ?(\\?[$€£¥₹]) ?\}"), r"\1\2"),
-    (re.compile(rf"({_STATES} ?\$?)- (?={_CURRENCY} ?[\d.])"), r"\1-"),
+    (re.compile(rf"({_STATES} ?\$?)[-\N{{EN DASH}}\N{{EM DASH}}] (?={_CURRENCY} ?[\d.])"), r"\1-"),
     (re.compile(rf"(?<!\d)(?<!\d\$)-(?:\*\*)?{_CURRENCY}\s?(?=[\d.])"), "-"),
     (re.compile(r"\{,\}|,\\!|，"), ","),
     (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2007\u2009\u202f])(?=\d{3}(?!\d))"), ""),

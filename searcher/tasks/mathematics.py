@@ -61,12 +61,13 @@ class MathTask(RowsTask):
 
     def check(self) -> None:
         """Raise TaskError for a gold answer that math-verify cannot read: no response to it could be right."""
-        for prompt in (*self._prompts, *self._held_out):
-            if not self._is_readable(prompt):
-                raise TaskError(
-                    f"task math: the gold answer {prompt.answer!r} of prompt {prompt.key} cannot be read as "
-                    f"mathematics: correct or remove it; the prompt begins {prompt.text[:80]!r}"
-                )
+        bad = [prompt for prompt in (*self._prompts, *self._held_out) if not self._is_readable(prompt)]
+        if bad:
+            others = f"; {len(bad) - 1} more, such as {[one.answer for one in bad[1:6]]}" if bad[1:] else ""
+            raise TaskError(
+                f"task math: the gold answer {bad[0].answer!r} of prompt {bad[0].key} cannot be read as mathematics: "
+                f"correct or remove it; the prompt begins {bad[0].text[:80]!r}{others}"
+            )
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         """Return 1 for a right answer in a finished response, else 0.
@@ -93,9 +94,11 @@ class MathTask(RowsTask):
             return False
 
     def _prompt(self, row: Any, *columns: str) -> Prompt:
-        (answer,) = answers_in(row, columns[1])
+        answer, *others = answers_in(row, columns[1], several=True)
+        if others:
+            raise ValueError(f"the column {columns[1]} has {1 + len(others)} answers: write one, as a list in one text")
         gold = answer.rpartition("####")[2] if "####" in answer else last_boxed(answer) or answer
-        if reason := why_no_gold(gold):
+        if reason := why_no_gold(gold, math=True):
             raise ValueError(f"the gold answer {gold!r:.60}: {reason}: correct or remove the row")
         solution = row.get("solution")
         question = question_in(row, columns[0], self._template, "{problem}")

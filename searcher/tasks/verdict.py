@@ -19,6 +19,8 @@ LIMIT_SECONDS = 3
 # A longer answer is compared as text only.
 MAX_CHARACTERS = 1_000
 _MAX_PARSED = 20_000
+# Of an element of a list, which doubles with each.
+_MOST_SIGNS = 3
 # Two different fractions agree in fewer digits than their numerators and denominators have in all.
 _DIGITS, _FEW_DIGITS = 5_000, 100
 # The errors of a number in decimals, such as 0.333333: half a unit of the sixth decimal, and six significant digits.
@@ -31,16 +33,20 @@ _SMALL_CHOICE = re.compile(r"^(?:\\text\{)?[(\[]? ?([a-j]) ?[)\]]\}?$")
 _WORDS = re.compile(r"[^\W\d_]+(?:(?:[ .'’,;]+|(?<=[^\W\d_]{2})-(?=[^\W\d_]{2}))[^\W\d_]+)*")
 # Letters that are a product rather than a word: a few, and more in the order of the alphabet.
 _PRODUCT = re.compile(rf"(?!no$)(?:[a-z]{{1,2}}|{'?'.join(ascii_lowercase)}?|[A-Z])")
-_SET, _NO_SET = re.compile(r"\\\{.*"), re.compile(r"[(\[][^(\[]*")
+_SET, _NO_SET = re.compile(r"\\\{(?!.*\\(?:cup|cap|setminus)).*"), re.compile(r"[(\[][^(\[]*")
 _SET_OF_SETS = re.compile(r"\\\{ ?\\\{|\\\} ?, ?\\\{")
 # `{x in R | x > 2}`, where R may be missing: the variable and the condition.
 _SET_BUILDER = re.compile(
-    r"\\\{ ?([A-Za-z]) ?(?:\\in ?\\mathbb\{R\} ?)?(?:\\(?:mid|vert|colon)(?![a-z])|\\?\||:) ?(?!.*\\\{)(.+?) ?\\\}"
+    r"\\\{ ?([A-Za-z]) ?(?:\\in ?\\mathbb ?(?:\{R\}|R) ?)?"
+    r"(?:\\(?:mid|vert|colon)(?![a-z])|\\?\||:) ?(?!.*\\\{)(.+?) ?\\\}"
 )
 # One letter, unless it is in a command or a text, or the exponent of a decimal.
 _LETTER = re.compile(r"\\(?:text|mathbb|operatorname) ?\{[^{}]*\}|\\[A-Za-z]+|(?<=\d)[eE](?=[+-]?\d)|([A-Za-z])")
 _EXPONENT = re.compile(r"^([+-]?[\d.]+)[eE]([+-]?\d+)$")
 _RATIO = re.compile(r"[^:,=]+(?::[^:,=]+){2,}")
+_PLUS_OR_MINUS = re.compile(r"\\(pm|mp)(?![a-z])")
+# Several choices, as ABD or A, B and D.
+_CHOICES = re.compile(r"[A-J](?:(?: ?[,;] ?| (?:and )?)?[A-J])+")
 # With two digits up to 59 after the colon.
 _TIME = re.compile(r"0?(\d{1,2}:[0-5]\d)")
 # math-verify would drop a relation that nothing precedes.
@@ -81,6 +87,12 @@ def is_right(gold: str, answer: str) -> bool:
         return False
     if same_text or relation or not (gold and answer) or _CASES in gold + answer:
         return same_text or (letter == other_letter != "" and not relation)
+    chosen = [_CHOICES.fullmatch(_without_text(one).strip()) for one in (gold, answer)]
+    if all(chosen):
+        # The order counts where nothing separates them: AC may be a segment.
+        is_list = any(not one[0].isalpha() for one in chosen if one)
+        letters = [re.findall("[A-J]", one[0]) for one in chosen if one]
+        return letters[0] == letters[1] or (is_list and sorted(letters[0]) == sorted(letters[1]))
     words = _words(gold)
     if words and (":" in answer or ":" not in words[0]):
         return words == _words(answer, always=True)
@@ -95,7 +107,9 @@ def is_text(gold: str) -> bool:
 
 def is_readable(gold: str) -> bool:
     """Return whether an answer could equal this gold answer. Raises as `is_right` does."""
-    return is_text(gold) or _read_gold(_views(plain(gold)[0])[0]) is not None
+    gold = _each_sign(plain(gold)[0]) if not is_text(gold) else gold
+    is_set = _SET_BUILDER.fullmatch(gold) and _real_set(gold) is not None
+    return bool(is_set or is_text(gold) or _read_gold(_views(gold)[0]) is not None)
 
 
 def read(answer: str) -> Any:
@@ -169,7 +183,7 @@ def _without_text(answer: str) -> str:
 
 
 def _same_value(gold: str, answer: str) -> bool:
-    pair = (gold, answer) = _with_case(gold, answer)
+    pair = (gold, answer) = _with_case(_each_sign(gold), _each_sign(answer))
     if any(map(_SET_BUILDER.fullmatch, pair)):
         return _same_set(*pair)
     # math-verify reads a pair of numbers as a set, and a set of sets as one of their elements.
@@ -177,9 +191,42 @@ def _same_value(gold: str, answer: str) -> bool:
         return False
     if len({bool(_SET_OF_SETS.search(one)) for one in pair}) > 1:
         return False
-    if all(map(_RATIO.fullmatch, pair)):
-        pair = (_quotients(*gold.split(":")), _quotients(*answer.split(":")))
+    # Also of `a:b:c = 1:2:3`.
+    ratios = [one.rpartition("=")[2] if _RATIO.fullmatch(one.rpartition("=")[2]) else "" for one in pair]
+    if any(ratios):
+        if not all(ratios):
+            return False
+        pair = (_quotients(*ratios[0].split(":")), _quotients(*ratios[1].split(":")))
     return any(_equal(*views) for views in dict.fromkeys(zip(*map(_views, pair), strict=True)))
+
+
+def _each_sign(answer: str) -> str:
+    """Write each element of a list twice that has a sign `\\pm`, which math-verify reads only at its beginning or end.
+
+    Several signs are independent of one another, unless one is `\\mp`.
+    """
+    if not _PLUS_OR_MINUS.search(answer):
+        return answer
+    is_set = re.fullmatch(r"(\\\{)((?:(?!\\\}).)*)(\\\})", answer)
+    start, inside, end = is_set.groups() if is_set else ("", answer, "")
+    depth, parts = 0, [""]
+    for sign in re.findall(r"\\?.", inside):
+        depth += (sign[-1] in "([{") - (sign[-1] in ")]}")
+        if sign in ",;" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    for _ in range(_MOST_SIGNS):
+        parts = [one for part in parts for one in _both(part)]
+    return start + ",".join(parts) + end
+
+
+def _both(part: str) -> list[str]:
+    """Return an element with each of its first sign `\\pm`, or with all signs turned if one is `\\mp`."""
+    correlated = "\\mp" in part
+    signs = ("+", "-"), ("-", "+")
+    found = [_PLUS_OR_MINUS.sub(lambda sign: two[sign[1] == "mp"], part, 0 if correlated else 1) for two in signs]  # noqa: B023
+    return [re.sub(r"(^|[(\[{=,]) ?\+", r"\1", one) for one in dict.fromkeys(found)]
 
 
 def _with_case(gold: str, answer: str) -> tuple[str, str]:
@@ -304,8 +351,14 @@ def _equal_lists(gold: Any, answer: Any) -> bool:
     if golds == [gold] and isinstance(answer, FiniteSet):
         # `1/2, 0.5` is one value twice.
         return all(equal(gold, one) for one in answers)
-    if len(golds) != len(answers):
+    named, others = _by_name(golds), _by_name(answers)
+    if len(golds) != len(answers) or (named and others and named.keys() != others.keys()):
         return False
+    if named or (others and not isinstance(gold, FiniteSet)):
+        # The coordinates of a point are in the order of their names, or in that of the gold answer.
+        orders = [sorted(named)] if others else [sorted(named), list(named)]
+        values = [others[name] for name in sorted(others)] or answers
+        return any(all(map(equal, [named[name] for name in order] or golds, values)) for order in orders)
     if not isinstance(gold, FiniteSet):
         return all(map(equal, golds, answers))
     for one in golds:
@@ -314,6 +367,14 @@ def _equal_lists(gold: Any, answer: Any) -> bool:
             return False
         del answers[found]
     return True
+
+
+def _by_name(members: list[Any]) -> dict[str, Any]:
+    """Return the values of a list of equations by their names, empty for another list and for two of one name."""
+    from sympy import Eq
+
+    found = {str(one.lhs): one.rhs for one in members if isinstance(one, Eq) and one.lhs.is_Symbol}
+    return found if len(found) == len(members) else {}
 
 
 def _equal_expressions(gold: Any, answer: Any) -> bool:

@@ -87,8 +87,51 @@ def test_the_columns_of_the_first_row_are_those_of_all(write):
     assert [prompt.answer for prompt in MathTask(write(*rows)).prompts()] == ["30", "30"]
     with pytest.raises(TaskError, match="rows.jsonl:1: the column answer is null"):
         MathTask(write(rows[0] | {"answer": None}))
-    with pytest.raises(TaskError, match=r"answer has \['1', '2'\], which is neither"):
+    assert [prompt.answer for prompt in MathTask(write({"question": "q", "answer": ["$2$"]})).prompts()] == ["$2$"]
+    with pytest.raises(TaskError, match=r"rows.jsonl:1: the column answer has 2 answers: write one"):
         MathTask(write({"question": "q", "answer": ["1", "2"]}))
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        "The answer is 7 apples because 3+4=7",
+        "We have $x=3$, so the answer is $3$.",
+        "12 or 13, depending on the year",
+        "Yes, because $3>2$",
+        "By induction on 3 cases.",
+        "[image]",
+        "TODO: 3",
+        "证明略",
+    ],
+)
+def test_a_sentence_without_a_box_is_no_gold_answer(write, gold):
+    with pytest.raises(TaskError, match=r"rows.jsonl:2: the gold answer .*: it is (no answer|a sentence)"):
+        MathTask(write({"question": "first", "answer": "1"}, {"question": "q", "answer": gold}))
+    boxed = {"question": "q", "answer": f"{gold} $\\boxed{{3}}$"}
+    assert [prompt.answer for prompt in MathTask(write(boxed)).prompts()] == ["3"]
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        "all real numbers",
+        "2 hours and 30 minutes",
+        "9.8 meters per second squared",
+        "x = 2 or x = 3",
+        "no solution",
+        "Yes",
+    ],
+)
+def test_words_and_numbers_with_units_are_gold_answers(write, gold):
+    assert [prompt.answer for prompt in MathTask(write({"question": "q", "answer": gold})).prompts()] == [gold]
+
+
+def test_all_gold_answers_that_cannot_be_read_are_counted_at_once(write):
+    golds = [r"\frac{1}{", r"\sqrt{2\pm\sqrt3}", r"\{x \mid x>2\}", r"\sqrt{"]
+    rows = [{"question": f"q{n}", "answer": gold} for n, gold in enumerate(golds)]
+    with pytest.raises(TaskError, match=r"cannot be read as mathematics: .*; 1 more, such as"):
+        MathTask(write(*rows)).check()
 
 
 @pytest.mark.parametrize("task", TASKS)

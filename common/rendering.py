@@ -61,6 +61,10 @@ def message_of(value: Any) -> Message:
             return message
         raise ValueError(f"the message {value!r:.200}: write (role, content), two strings, or a map with them")
     fields = {k: v for k, v in value.items() if v is not None or k == "content"} if isinstance(value, Mapping) else {}
+    if calls := _unpacked(fields.get("tool_calls")):
+        fields["tool_calls"] = [*map(_unpacked, calls if isinstance(calls, list) else [calls])]
+        if not all(isinstance(call, dict) for call in fields["tool_calls"]):
+            raise ValueError(f"the message {value!r:.200}: write `tool_calls` as a list of objects")
     role, content = fields.get("role"), fields.get("content")
     if content is None and fields.get("tool_calls"):
         content = ""
@@ -130,15 +134,17 @@ def _unpacked(value: Any) -> Any:
 def _with_arguments(conversation: list[dict[str, Any]], *, as_text: bool) -> list[dict[str, Any]]:
     """Return a conversation with the arguments of calls as objects, or as texts. Raises ValueError for other texts.
 
-    OpenAI's form is the text of JSON, which most templates would encode once more.
+    OpenAI's form is the text of JSON, which most templates would encode once more. A text is not rewritten as a text.
     """
     whole = copy.deepcopy(conversation)
     for function in _calls(whole):
         given = function["arguments"]
         if isinstance(given, str) and not isinstance(_unpacked(given or "{}"), dict):
             raise ValueError(f"the arguments of a call are {given!r:.80}: write an object")
-        value = _unpacked(given or "{}")
-        function["arguments"] = json.dumps(value, ensure_ascii=False) if as_text else value
+        if not as_text:
+            function["arguments"] = _unpacked(given or "{}")
+        elif not isinstance(given, str):
+            function["arguments"] = json.dumps(given, ensure_ascii=False)
     return whole
 
 
@@ -448,15 +454,21 @@ class PromptRenderer:
             conversation = [{"role": _SYSTEM, "content": self._config.system}, *conversation]
         if not _calls(conversation):
             return self._apply(conversation, variables, asks=asks)
-        objects = _with_arguments(conversation, as_text=False)
-        with contextlib.suppress(ValueError):
-            text = self._apply(objects, variables, asks=asks)
-            # Some templates append a text, and refuse an object or write it as Python does.
-            if not any(one["arguments"] and str(one["arguments"]) in text for one in _calls(objects)):
-                return text
-        with contextlib.suppress(ValueError):
-            return self._apply(_with_arguments(conversation, as_text=True), variables, asks=asks)
-        return self._apply(objects, variables, asks=asks)
+        return self._apply(_with_arguments(conversation, as_text=self._takes_text), variables, asks=asks)
+
+    @functools.cached_property
+    def _takes_text(self) -> bool:
+        """Whether the chat template appends the arguments of calls: it refuses an object, or writes Python's."""
+        given = {_PROBE: _NEXT}
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": given}}
+        probe = [{"role": "user", "content": "f"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        for as_text in (False, True):
+            with contextlib.suppress(ValueError):
+                variables = dict(self._config.template_kwargs)
+                text = self._apply(_with_arguments(probe, as_text=as_text), variables, asks=False)
+                if as_text or str(given) not in text:
+                    return as_text
+        return False
 
     def _apply(self, conversation: list[dict[str, Any]], variables: dict[str, Any], *, asks: bool) -> str:
         try:

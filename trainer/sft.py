@@ -454,6 +454,12 @@ def _ended(ids: list[int], response: Message, encoder: Encoder) -> list[int]:
         tokens = [encoder.renderer.tokenizer.decode([id_], skip_special_tokens=False) for id_ in spelt]
         if found := [*tokens, *(one for one in encoder.stop if one in said)]:
             raise ValueError(f"the response contains {found[0]!r}, at which the engines stop: remove or respell it")
+        kept, whole = (encoder.renderer.tokenizer.decode(one, skip_special_tokens=True) for one in (ids[:end], ids))
+        if response[1].strip() in whole and response[1].strip() not in kept:
+            raise ValueError(
+                f"the engines would stop after {kept!r:.60}, which the chat template writes before the response: "
+                "correct search.stop or the variables of the template"
+            )
     return ids[:end]
 
 

@@ -272,6 +272,13 @@ def _eos_ids(directory: Path, tokenizer_eos: int | None) -> list[int]:
                 )
             found += ids
     own = _tokenizer_eos(directory) if tokenizer_eos is None else tokenizer_eos
+    if own is not None and vocabulary is not None and own >= vocabulary:
+        if not found:
+            raise ConfigError(
+                f"{directory}: the end token of the tokenizer has the id {own}, and the model has ids below "
+                f"{vocabulary}: name one of these as eos_token, or in generation_config.json"
+            )
+        own = None
     return list(dict.fromkeys([*found, *([] if own is None else [own])]))
 
 

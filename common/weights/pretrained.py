@@ -132,7 +132,14 @@ def load_tokenizer(directory: Path) -> Any:
     except ModuleNotFoundError:
         raise MissingExtra("transformers", "train") from None
     try:
-        tokenizer = from_directory(AutoTokenizer, directory)
+        # Without it, transformers takes Mistral's own format where both are there.
+        options = {"mistral_format": False} if (directory / "tokenizer.json").exists() else {}
+        tokenizer = from_directory(AutoTokenizer, directory, **options)
+        if not isinstance(tokenizer.added_tokens_decoder, dict):
+            raise ConfigError(
+                f"{directory} has a tokenizer in Mistral's own format alone (tekken.json): add the tokenizer.json and "
+                "tokenizer_config.json of its repository, or of a conversion"
+            )
     except ConfigError:
         raise
     # transformers raises many kinds of errors here; all mean that the files are not a tokenizer.

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from tba.common.config import LoraSection
 from tba.common.errors import ConfigError, MissingExtra
 from tba.common.system.durable import open_regular
+from tba.common.weights.pretrained import tied_names
 from tba.trainer.distributed import full_tensor
 from tba.trainer.model.scorer import weights_of
 
@@ -66,7 +67,10 @@ def _plain_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of the linear layers that may have adapters: those that a forward pass calls."""
     # `token_logprobs` uses the head's weight directly, and merging supports linear layers only. PEFT's "all-linear"
     # would also take experts, which are one tensor for all of them, and routers.
+    # Of two layers with one weight, each would have an adapter, and one would be published.
+    tied = {name for pair in tied_names(model).items() for name in pair}
     left_out = {id(model.get_output_embeddings())}
+    left_out |= {id(one) for name, one in model.named_modules() if f"{name}.weight" in tied}
     for mixer in model.modules():
         # Kernels of state-space layers (Mamba) take these weights without calling the layers.
         if hasattr(mixer, "A_log") and hasattr(mixer, "D"):

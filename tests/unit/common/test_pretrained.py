@@ -21,7 +21,7 @@ from tba.common.config import RewardModelSection
 from tba.common.errors import ConfigError, OutOfMemory
 from tba.common.system.load_errors import loading
 from tba.common.weights.model_files import check_model, local_model, share_weights, weight_files
-from tba.common.weights.pretrained import load_tokenizer
+from tba.common.weights.pretrained import end_tokens, load_tokenizer
 from tba.searcher.evaluation.models import ReferenceModel, SentenceEncoder
 from tba.searcher.scoring.classifier import check_files
 from tba.tests.helpers.chat_tokenizers import chat_tokenizer
@@ -210,3 +210,17 @@ def test_a_class_that_cannot_encode_with_the_tokenizers_files_is_refused_with_wh
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": kind}))
     with pytest.raises(ConfigError, match=rf'as {kind}, which cannot encode a text .*"PreTrainedTokenizerFast" in'):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral", "mistral3"])
+def test_mistrals_own_tokenizer_is_read_from_tokenizer_json_or_refused(tmp_path, kind):
+    """The repositories of Mistral have both, and of transformers' class for the own one half the methods fail."""
+    own = pytest.importorskip("mistral_common", reason="mistral_common is not installed")
+    directory = changed_model(tmp_path / "model", model_type=kind)
+    expected = end_tokens(directory, [])
+    shutil.copy(next(Path(own.__file__).parent.glob("data/tekken_*.json")), directory / "tekken.json")
+    assert end_tokens(directory, []) == expected
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer in Mistral's own format alone \(tekken.json\): add"):
+        load_tokenizer(directory)

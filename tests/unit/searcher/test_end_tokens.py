@@ -94,6 +94,10 @@ def test_malformed_files_of_a_model_are_refused_with_its_directory(write, file, 
 
 def test_the_end_token_of_the_loaded_tokenizer_counts_where_no_file_names_it(write):
     assert eos_ids(write(None, {"eos_token_id": 3}, None), 5) == [3, 5]
+    # One that was added to the tokenizer and not to the model is never sampled.
+    assert eos_ids(write(None, {"eos_token_id": 3, "vocab_size": 100}, None), 100) == [3]
+    with pytest.raises(ConfigError, match="end token of the tokenizer has the id 100, and the model has ids below 100"):
+        eos_ids(write(None, {"vocab_size": 100}, None), 100)
 
 
 @pytest.mark.parametrize("file", ["generation_config", "config"])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -430,9 +431,14 @@ MORE = {
     "falcon_mamba": {"state_size": 8},
     "mamba2": {"state_size": 8, "num_heads": 4, "n_groups": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_state": 8},
+    # Two blocks of attention with the same weights.
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "hybrid_layer_ids": [1, 3], "num_hidden_layers": 4,
+        "mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_d_state": 8,
+    },
     "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64},
 }  # fmt: skip
-QUICK = ["mixtral", "deepseek_v3", "glm4_moe", "falcon_mamba"]
+QUICK = ["mixtral", "deepseek_v3", "glm4_moe", "falcon_mamba", "zamba2"]
 # The layers that have no adapter though they are linear: the head, and what kernels of Mamba read without a call.
 NEVER = ("lm_head", "embed_out", "mixer.dt_proj", "mixer.out_proj", "mamba.dt_proj", "mamba.out_proj")
 
@@ -442,7 +448,9 @@ def test_all_targets_are_the_plain_linear_layers_and_each_adapter_learns(name):
     kind, settings = ARCHITECTURES.get(name) or (name, MORE[name])
     assert isinstance(settings, dict)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SHAPE | settings)))
-    expected = {at for at, one in model.named_modules() if type(one) is torch.nn.Linear and not at.endswith(NEVER)}
+    linear = {at: one for at, one in model.named_modules() if type(one) is torch.nn.Linear}
+    shared = Counter(id(one.weight) for one in linear.values())
+    expected = {at for at, one in linear.items() if not at.endswith(NEVER) and shared[id(one.weight)] == 1}
     if not expected:
         with pytest.raises(ConfigError, match=r"no plain linear ones; set lora.rank = 0"):
             add_adapters(model, LoraSection(rank=2))

@@ -1,6 +1,7 @@
 """Conversations in `tba sft`, with the templates of well-known models: what transformers renders, or a refusal."""
 
 import json
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,14 @@ def tokenizer_of(template: str) -> Any:
     return tokenizer
 
 
-def row_of(folder: Path, tokenizer: Any, row: Any, **settings: Any) -> Row:
+def row_of(folder: Path, tokenizer: Any, row: Any, stop: Sequence[str] = (), **settings: Any) -> Row:
     """Return a row as `tba sft` trains on it."""
     (folder / "rows.jsonl").write_text(json.dumps(row))
     ends = [tokenizer.convert_tokens_to_ids(end) for end in ENDS if end in tokenizer.get_vocab()]
     ends = ends or [tokenizer.eos_token_id]
-    encoder = Encoder(PromptRenderer(tokenizer, TaskSection(**settings)), ends, vocabulary=9999, longest=9999)
+    encoder = Encoder(
+        PromptRenderer(tokenizer, TaskSection(**settings)), ends, vocabulary=9999, longest=9999, stop=stop
+    )
     (found,) = read_rows([folder / "rows.jsonl"], encoder)
     return found
 
@@ -111,18 +114,24 @@ def test_arguments_of_calls_may_be_objects_or_the_text_of_json(tmp_path, templat
     tokenizer, given = tokenizer_of(template if template in REFUSED else "qwen3"), {"b": 2, "a": "\u00e9"}
     if template in ("appends", "writes"):
         tokenizer.chat_template = LOOP.format(APPENDS if template == "appends" else WRITES, ASKS)
-    needed = json.dumps(given, ensure_ascii=False) if template in ("appends", "writes") else given
+    # Compact, and with an escape: it stays as it is where it is appended.
+    text = '{"b":2,"a":"\\u00e9"}'
+    needed: Any = given
+    if template in ("appends", "writes"):
+        needed = json.dumps(given, ensure_ascii=False) if form == "object" else text
+    # A tool may write arguments as Python does.
+    asked = {"role": "user", "content": f"add {given}"}
 
     def messages(arguments: Any) -> list[Any]:
         calls = [{"type": "function", "id": "123456789", "function": {"name": "add", "arguments": arguments}}]
         called = {"role": "assistant", "content": "", "tool_calls": calls}
-        return [USER, called, *([] if where == "answer" else [RESULT, {"role": "assistant", "content": "4"}])]
+        return [asked, called, *([] if where == "answer" else [RESULT, {"role": "assistant", "content": "4"}])]
 
     expected = tokenizer.apply_chat_template(messages(needed), tokenize=False).rstrip()
-    said = messages(given if form == "object" else json.dumps(given))
+    said = messages(given if form == "object" else text)
     if where == "prompt":
-        text = PromptRenderer(tokenizer, TaskSection()).text(Prompt("p", messages=said[:-1]))
-        assert text == tokenizer.apply_chat_template(messages(needed)[:-1], add_generation_prompt=True, tokenize=False)
+        found = PromptRenderer(tokenizer, TaskSection()).text(Prompt("p", messages=said[:-1]))
+        assert found == tokenizer.apply_chat_template(messages(needed)[:-1], add_generation_prompt=True, tokenize=False)
     else:
         assert "".join(read(tmp_path, tokenizer, {"messages": said})) == expected
 
@@ -132,6 +141,19 @@ def test_a_call_whose_arguments_are_no_object_is_refused(tmp_path, arguments):
     calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
     with pytest.raises(TaskError, match=r"rows.jsonl:1: the arguments of a call are '.*': write an object"):
         read(tmp_path, tokenizer_of("qwen3"), said(content="", tool_calls=calls))
+
+
+@pytest.mark.parametrize("calls", [True, 5, [1], "add(2, 2)"])
+def test_calls_that_are_no_list_of_objects_are_refused(tmp_path, calls):
+    with pytest.raises(TaskError, match=r"rows.jsonl:1: .*write `tool_calls` as a list of objects"):
+        read(tmp_path, tokenizer_of("qwen3"), said(content="", tool_calls=calls))
+
+
+@pytest.mark.parametrize("pack", [json.dumps, lambda calls: calls[0], lambda calls: [json.dumps(one) for one in calls]])
+def test_calls_may_be_the_text_of_json_or_one_object(tmp_path, pack):
+    packed, plain = ({"content": "", "tool_calls": calls} for calls in (pack(CALLS), CALLS))
+    found = [read(tmp_path, tokenizer_of("qwen3"), said(**one)) for one in (packed, plain)]
+    assert found[0] == found[1]
 
 
 def test_tools_and_variables_as_the_text_of_json_are_their_values(tmp_path):
@@ -294,3 +316,9 @@ def test_a_date_that_is_none_is_refused():
     renderer = PromptRenderer(tokenizer_of("gptoss"), TaskSection(template_kwargs={"strftime_now": "today"}))
     with pytest.raises(ValueError, match="Invalid isoformat string: 'today'"):
         renderer.text(Prompt("p", messages=[("user", "2+2?")]))
+
+
+@pytest.mark.parametrize("stop", ["\n\n", "</think>"])
+def test_a_row_in_which_the_template_writes_what_ends_a_response_is_refused(tmp_path, stop):
+    with pytest.raises(TaskError, match="which the chat template writes before the response: correct search.stop"):
+        row_of(tmp_path, tokenizer_of("qwen3"), said(content="It is 4."), stop=[stop])

@@ -461,7 +461,8 @@ class PromptRenderer:
         """Whether the chat template appends the arguments of calls: it refuses an object, or writes Python's."""
         given = {_PROBE: _NEXT}
         call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": given}}
-        probe = [{"role": "user", "content": "f"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        probe: list[dict[str, Any]] = [{"role": "user", "content": "f"}]
+        probe += [{"role": "assistant", "content": "", "tool_calls": [call]}]
         for as_text in (False, True):
             with contextlib.suppress(ValueError):
                 variables = dict(self._config.template_kwargs)

@@ -27,7 +27,7 @@ _NO_ANSWER = re.compile(
 )
 # A sentence about numbers, to which no answer is equal.
 _SENTENCE = re.compile(
-    r"(?=(?:.*?(?<![\\a-z])[a-z]{2,}\b){4})(?=.*\d).*\b(?:the|we|is|are|by|so|since|because|hence|thus|therefore|depending)\b"
+    r"(?=(?:.*?(?<![\\a-z])[a-z]{2,}\b){4})(?=.*\d).*\b(?:the|we|is|are|by|so|since|because|thus|therefore|depending)\b"
     r"|yes\b.*\d|no, .*\d",
     re.DOTALL,
 )

@@ -169,7 +169,7 @@ class Publisher:
             for name, tensor in weights:
                 self.engine[name].copy_(tensor)
 
-        slices = record(load, parameters, files)
+        slices = record(load, parameters, files, set())
         layouts = {name: (one.shape, one.dtype) for name, one in parameters.items()}
         self._swap = WeightSwap(engine, slices, layouts)
         return self._swap

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tba.common.system.durable import temporary_directory
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot, describe_files, directory_name, seal
@@ -24,6 +25,8 @@ from tba.tests.helpers.engines import cpu_engine, end_tokens
 from tba.tests.helpers.weights import verify
 
 VOCABULARY = 256
+# Of vLLM's CPU backend: packed weights, its kernels, adapters in float32.
+cpu_backend = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM has this on a CPU alone")
 GREEDY = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=20)
 
 
@@ -39,7 +42,6 @@ class Lab:
 
     def model(self, seed: int, *, tied: bool = False, **changes: Any) -> Any:
         """Return a random Qwen2 without an EOS id, so that responses have the requested length."""
-        import torch
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
         torch.manual_seed(seed)
@@ -68,8 +70,6 @@ class Lab:
 
     def step(self, model: Any, seed: int, *, changed: float, size: float = 2**-7) -> Any:
         """Return a copy in which a fraction of the elements is changed by about `size` of their value, as by a step."""
-        import torch
-
         stepped, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
         for parameter in stepped.parameters():
             chosen = torch.rand(parameter.shape, generator=generator) < changed
@@ -103,6 +103,11 @@ class Lab:
         """
         if " " in sys.prefix:
             pytest.skip("torch does not quote the path of this environment when it compiles for vLLM on a CPU")
+        if torch.cuda.is_available():
+            if pack_weights:
+                pytest.skip("vLLM packs weights on a CPU alone")
+            if search.get("tensor_parallel", 1) > torch.cuda.device_count():
+                pytest.skip("each worker needs a GPU")
         from tba.common.config.run import ModelSection
         from tba.common.config.search import SearchSection
         from tba.searcher.engines.vllm.engine import VllmEngine

@@ -13,6 +13,7 @@ from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.tests.helpers.publisher import PublisherHarness
 from tba.tests.helpers.trainer import random_batch
+from tba.tests.vllm.conftest import cpu_backend
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -55,6 +56,7 @@ def policy(base, trainer):
     return model
 
 
+@cpu_backend
 @pytest.mark.parametrize("packed", [False, True])
 def test_adapters_of_a_trainer_are_swapped_in_flight_and_a_wrong_one_is_refused(lab, base, trainer, tmp_path, packed):
     engine = lab.engine(base, pack_weights=packed, lora_rank=4)

@@ -15,8 +15,17 @@ from tba.searcher.engines.vllm.running import LoadFailed
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
+def open_weights(lab):
+    """The files under the lab's directory that this process has open. On a GPU each is registered with CUDA."""
+    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sorted(path for path in map(os.path.realpath, links) if path.startswith(str(lab.root)))
+
+
 def test_an_engine_whose_step_failed_or_that_is_closed_refuses_all_further_work(lab, old, monkeypatch):
+    before = open_weights(lab)
     engine, params = lab.engine(old), running._params
+    engine.load_weights(lab.snapshot(old))
+    assert len(open_weights(lab)) > len(before)
     with monkeypatch.context() as patched:
         patched.setattr(running, "_params", lambda **settings: params(**settings | {"prompt_logprobs": None}))
         with pytest.raises(EngineError, match="no log-probabilities for a sequence to score"):
@@ -32,6 +41,7 @@ def test_an_engine_whose_step_failed_or_that_is_closed_refuses_all_further_work(
             engine.step()
     engine.close()
     engine.close()
+    assert open_weights(lab) == before
     with pytest.raises(EngineError, match="closed"):
         lab.submit(engine, [1, 2, 3])
 

@@ -83,7 +83,8 @@ def test_an_engine_reports_the_size_of_its_kv_cache_with_which_another_start_has
     assert again.cache_config.num_gpu_blocks == blocks
     # vLLM's defaults are those of offline use.
     offline = EngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS]
-    assert again.scheduler_config.max_num_batched_tokens == offline
+    scheduler = again.scheduler_config
+    assert scheduler.max_num_batched_tokens == min(offline, 256 * scheduler.max_num_seqs)
 
 
 def test_a_fixed_kv_cache_is_passed_to_vllm_on_a_gpu_too(monkeypatch):

@@ -17,6 +17,7 @@ from tba.common.config.search import SearchSection
 from tba.common.errors import ConfigError, EngineError
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
+from tba.tests.vllm.conftest import cpu_backend
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -77,6 +78,7 @@ def test_the_masks_of_vllm_become_the_kept_tokens_of_the_response():
         _generation(asked, completion([[2, 8], *KEPT[1:]]))
 
 
+@cpu_backend
 def test_a_vllm_that_does_not_return_them_is_refused_before_it_starts():
     from tba.searcher.engines.vllm.start import start_vllm
 

@@ -60,7 +60,7 @@ def in_engine(engine):
         parameters = worker.tba_swap._parameters()
         held = {one.name: one.of_parameter(parameters[one.parameter]) for one in worker.tba_swap._slices}
         return {
-            name: hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+            name: hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
             for name, tensor in held.items()
         }
 

@@ -11,6 +11,7 @@ import torch
 
 from tba.common.errors import CanaryMismatch, ConfigError
 from tba.tests.runner import size
+from tba.tests.vllm.conftest import cpu_backend
 from tba.tests.vllm.test_swap_self_test import addresses, assert_serves
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -43,6 +44,7 @@ def mixture(seed, family="Qwen3-MoE"):
     return getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
 
 
+@cpu_backend
 @pytest.mark.parametrize("family", size(["Mixtral", "Qwen2-MoE"], [*EXPERTS]))
 def test_packed_experts_are_reloaded_and_packed_again(lab, family):
     old, new = (mixture(seed, family) for seed in (1, 2))
@@ -58,6 +60,7 @@ def test_packed_experts_are_reloaded_and_packed_again(lab, family):
     engine.close()
 
 
+@cpu_backend
 def test_without_packing_again_vllms_reload_corrupts_experts_and_the_engine_refuses_to_start(lab, monkeypatch):
     """vLLM's own fault (0.32.0). When this test fails, `_forget_packed_experts` can go."""
     from tba.searcher.engines.vllm import worker
@@ -67,6 +70,7 @@ def test_without_packing_again_vllms_reload_corrupts_experts_and_the_engine_refu
         lab.engine(mixture(1))
 
 
+@cpu_backend
 def test_experts_that_keep_the_layout_they_are_loaded_in_are_swapped_in_place(lab, monkeypatch):
     """As vLLM's Triton kernel keeps them on a GPU; here a kernel written in torch stands for it."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tba.common.errors import ConfigError, EngineFaulty
+from tba.tests.vllm.conftest import cpu_backend
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -46,6 +47,7 @@ def assert_serves(lab, engine, model, *, tolerance=1e-4):
 
 
 # vLLM registers parts of kv_b_proj as parameters: they are views of it, and follow it. Packed, they are copies.
+@cpu_backend
 @pytest.mark.parametrize(("packed", "way"), [(False, "in place"), (True, "reload")])
 def test_the_way_follows_from_the_self_test_and_serves_the_new_weights_at_the_same_addresses(lab, packed, way):
     old, new = (dense_mla(seed) for seed in (1, 2))

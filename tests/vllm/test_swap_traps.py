@@ -9,6 +9,7 @@ import torch
 
 from tba.common.errors import CanaryMismatch, ConfigError, EngineError, EngineFaulty, SnapshotError
 from tba.searcher.engines.vllm.weight_swap import WeightSwap
+from tba.tests.vllm.conftest import cpu_backend
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -88,6 +89,7 @@ def worker_of(engine):
     return engine._llm.model_executor.driver_worker.worker
 
 
+@cpu_backend
 def test_a_head_that_computes_with_a_packed_copy_is_detected_and_reloaded(lab, engine, old, near, dtype):
     """As if vLLM packed heads at an unexpected time."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

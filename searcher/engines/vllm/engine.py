@@ -18,6 +18,7 @@ were, it is right.
 docs/vllm.md lists what was run, and what was not (CUDA).
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping
@@ -334,8 +335,13 @@ class VllmEngine(RunningVllm):
         self._end()
 
     def _end(self) -> None:
-        llm, self._llm = self._llm, None
+        llm = self._llm
         if llm is not None:
+            # Workers with processes of their own end, and may not answer.
+            if llm.vllm_config.parallel_config.world_size == 1:
+                with contextlib.suppress(LoadFailed):
+                    self.call("tba_close")
+            self._llm = None
             llm.engine_core.shutdown()
             leave_process_groups()
 

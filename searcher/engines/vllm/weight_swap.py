@@ -108,7 +108,10 @@ class MappedFiles:
         return _tensors(buffers)
 
     def close(self) -> None:
-        """Unregister all files and give their mappings up."""
+        """Unregister all files and give their mappings up.
+
+        CUDA would read the pages of a file that stays registered in place of what is mapped to its addresses later.
+        """
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -149,7 +152,11 @@ def _tensors(buffers: Mapping[Path, mmap.mmap]) -> dict[str, Tensor]:
 
 def map_files(paths: Iterable[str]) -> Tensors:
     """Map files for one use, without registering them."""
-    return MappedFiles(pin=False).open([*paths])
+    mapped = MappedFiles(pin=False)
+    tensors = mapped.open([*paths])
+    # The tensors keep the mappings.
+    mapped.close()
+    return tensors
 
 
 def _open(path: str, flags: int, protection: int) -> _File:
@@ -367,6 +374,11 @@ class WeightSwap:
         samples = self._samples(tensors, seed)
         reload(tensors)
         self._read_back(samples)
+
+    def close(self) -> None:
+        """Unregister the files. No swap is possible afterwards."""
+        self._prepared = None
+        self._mapped.close()
 
     def skip_processed(self, files: Sequence[str]) -> None:
         """Read back only tensors that the parameters hold as these files do, whose weights are loaded.

@@ -223,6 +223,12 @@ class WeightWorker:
         """Replace the adapter that all requests use by the one in a directory."""
         self._tba_adapt(path)
 
+    @_reported
+    def tba_close(self) -> None:
+        """Unregister the files of weights: another engine of this process may map others to the same addresses."""
+        if self.tba_swap is not None:
+            self.tba_swap.close()
+
     def _tba_adapt(self, path: str) -> None:
         """Replace the adapter; "" sets its B to zero. Does nothing in an engine without LoRA."""
         worker: Any = self

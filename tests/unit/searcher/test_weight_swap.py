@@ -240,6 +240,14 @@ def test_files_that_a_trainer_writes_to_by_turns_are_registered_once_and_outlive
     assert (tensor == 2.0).all()
 
 
+def test_files_that_are_mapped_for_one_use_leave_no_descriptor(tmp_path):
+    path = write(tmp_path / "a", 3.0)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        assert (map_files([path])["a"] == 3.0).all()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_files_that_are_deleted_or_pushed_out_are_unregistered(tmp_path, cudart):
     mapped = MappedFiles(pin=True)
     for version in range(20):

@@ -182,7 +182,7 @@ class Trainer:
             checkpoint.restore(found, self.learner)
             log.info("resumed", checkpoint=found.path, step=found.step)
         first_step = self.learner.steps_done
-        self._metrics = MetricsLog(config.run.dir, first_step=first_step, sinks=open_sinks(config, first_step))
+        self._metrics = MetricsLog(config.run.dir, first_step=first_step, sinks=open_sinks(config))
         self._checkpoints = CheckpointWriter(
             config, saved, self._metrics, ranks=ranks, saved_step=None if found is None else found.step
         )

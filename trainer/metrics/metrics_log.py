@@ -22,7 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tba.common import run_files
 from tba.common.config import Config
@@ -46,6 +48,8 @@ _MAX_CHARACTERS = 10_000
 # Records queued for a slow sink; newer ones are dropped.
 _MAX_QUEUED = 1000
 _CLOSE_SECONDS = 10.0
+# How TensorBoard knows its files.
+_EVENTS = "events.out.tfevents"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,20 +168,41 @@ class BackgroundSink:
 
 
 class TensorBoardSink:
-    """Writes events under `directory`. Those that an earlier start wrote for `first_step` and later are hidden."""
+    """Writes events under `directory`. What earlier files have for the first step of a new one, and later, is hidden.
 
-    def __init__(self, directory: Path, first_step: int) -> None:
-        self._events = SummaryWriter(str(directory), purge_step=first_step)
+    Each start begins a file, and so does the step after an error, such as a full disk: the last file's end may be torn.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._path: Path | None = None
 
     def record(self, step: int, time: float, numbers: dict[str, float], _: Sequence[Answer] = ()) -> None:
-        """Write one scalar per metric, to disk: after a crash only the steps since the checkpoint are repeated."""
-        for name, value in numbers.items():
-            self._events.add_scalar(name, value, step, walltime=time)
-        self._events.flush()
+        """Write one scalar per metric, not buffered: after a crash only the steps since the checkpoint are repeated."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        events = [Event(wall_time=time, step=step, summary=Summary(value=values))]
+        path = self._path or self._next_path(time)
+        is_new, self._path = path != self._path, None
+        if is_new:
+            start = Event(wall_time=time, step=step, session_log=SessionLog(status=SessionLog.START))
+            events = [Event(wall_time=time, file_version="brain.Event:2"), start, *events]
+        try:
+            with open(path, "ab") as file:
+                for event in events:
+                    RecordWriter(file).write(event.SerializeToString())
+        except OSError:
+            if is_new:
+                path.unlink(missing_ok=True)
+            raise
+        self._path = path
 
-    def close(self) -> None:
-        """Close the file."""
-        self._events.close()
+    def _next_path(self, time: float) -> Path:
+        """Return a path after all others: TensorBoard reads them in the order of their names. The clock may go back."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        numbers = [int(path.name.split(".")[3]) for path in self._directory.glob(f"{_EVENTS}.{'[0-9]' * 10}.*")]
+        return self._directory / f"{_EVENTS}.{max([int(time), *(number + 1 for number in numbers)]):010d}.tba"
+
+    def close(self) -> None: ...
 
 
 class TrackerSink:
@@ -226,8 +251,8 @@ class TrackerSink:
         self._run.finish()
 
 
-def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
-    """Open the sinks of [metrics] for steps from `first_step` on.
+def open_sinks(config: Config) -> list[BackgroundSink]:
+    """Open the sinks of [metrics].
 
     Raises MissingExtra, and ConfigError if answers are to be sent and the model has no tokenizer.
     """
@@ -238,7 +263,7 @@ def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
     run = directory, config.run.name, config.model_dump(mode="json"), tokenizer
     sinks = []
     if metrics.tensorboard:
-        sinks.append(BackgroundSink("tensorboard", partial(TensorBoardSink, directory / "tensorboard", first_step)))
+        sinks.append(BackgroundSink("tensorboard", partial(TensorBoardSink, directory / "tensorboard")))
     for tracker, project in (("wandb", metrics.wandb), ("trackio", metrics.trackio)):
         if project:
             need(tracker, tracker)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -48,8 +48,6 @@ _MAX_CHARACTERS = 10_000
 # Records queued for a slow sink; newer ones are dropped.
 _MAX_QUEUED = 1000
 _CLOSE_SECONDS = 10.0
-# How TensorBoard knows its files.
-_EVENTS = "events.out.tfevents"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +68,9 @@ def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
     """
     rewards, staleness = batch.reward_BK.flatten().tolist(), batch.staleness_BK.flatten().tolist()
     count = min(count, len(batch.rows))
-    answers = []
-    for slot in (number * len(batch.rows) // count for number in range(count)):
-        row = batch.rows[slot]
-        ids = row.prompt_ids.copy(), row.response_ids.copy()
-        answers.append(Answer(row.id, *ids, reward=rewards[slot], staleness=int(staleness[slot])))
-    return answers
+    slots = [number * len(batch.rows) // count for number in range(count)]
+    chosen = [(batch.rows[slot], rewards[slot], int(staleness[slot])) for slot in slots]
+    return [Answer(row.id, row.prompt_ids.copy(), row.response_ids.copy(), reward, age) for row, reward, age in chosen]
 
 
 def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:
@@ -90,6 +85,7 @@ def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:
     ]
 
 
+T = TypeVar("T")
 _Record = tuple[int, float, dict[str, float], Sequence[Answer]]
 
 
@@ -111,8 +107,6 @@ class BackgroundSink:
     def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
         self.name = name
         self.lost = 0
-        # Until opening it has failed.
-        self._opened = True
         self._open = open_sink
         self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_QUEUED)
         self._thread = Background(f"metrics-{name}", self._work)
@@ -120,14 +114,11 @@ class BackgroundSink:
 
     def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer] = ()) -> None:
         """Queue the metrics of a step, without waiting."""
-        if self._opened:
-            self._put((step, time, numbers, answers))
-        else:
-            self.lost += 1
+        self._put((step, time, numbers, answers))
 
     def close(self) -> None:
         """Let the sink process its queue, within ten seconds."""
-        if self._opened and self._put(None):
+        if self._put(None):
             self._thread.join(_CLOSE_SECONDS)
         if self.lost or self._thread.running:
             log.warning("a metrics sink lost steps or did not end in time", sink=self.name, lost=self.lost)
@@ -141,29 +132,27 @@ class BackgroundSink:
         return True
 
     def _work(self) -> None:
+        sink = self._attempt(self._open)
+        while (record := self._queue.get()) is not None:
+            if sink is None:
+                self.lost += 1
+            else:
+                self._attempt(sink.record, *record)
+        if sink is not None:
+            self._attempt(sink.close)
+
+    def _attempt(self, action: Callable[..., T], *arguments: Any) -> T | None:
         try:
-            sink = self._open()
+            return action(*arguments)
         # A sink's library may raise anything. It is logged and counted.
         except Exception as error:  # noqa: BLE001
-            self._opened = False
-            self._failed(f"it cannot be opened: {error}")
-            self.lost += self._queue.qsize()
-            return
-        while (record := self._queue.get()) is not None:
-            self._attempt(sink.record, *record)
-        self._attempt(sink.close)
-
-    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
-        try:
-            action(*arguments)
-        except Exception as error:  # noqa: BLE001
             self._failed(named(error))
+        return None
 
     def _failed(self, reason: str) -> None:
         if not self.lost:
-            log.warning(
-                "a metrics sink failed; training continues, metrics.jsonl has all", sink=self.name, reason=reason
-            )
+            event = "a metrics sink failed; training continues, metrics.jsonl has all"
+            log.warning(event, sink=self.name, reason=reason)
         self.lost += 1
 
 
@@ -179,17 +168,18 @@ class TensorBoardSink:
 
     def record(self, step: int, time: float, numbers: dict[str, float], _: Sequence[Answer] = ()) -> None:
         """Write one scalar per metric, not buffered: after a crash only the steps since the checkpoint are repeated."""
+        event = partial(Event, wall_time=time, step=step)
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        events = [Event(wall_time=time, step=step, summary=Summary(value=values))]
-        path = self._path or self._next_path(time)
-        is_new, self._path = path != self._path, None
+        events = [event(summary=Summary(value=values))]
+        path, is_new = self._path or self._next_path(time), self._path is None
         if is_new:
-            start = Event(wall_time=time, step=step, session_log=SessionLog(status=SessionLog.START))
-            events = [Event(wall_time=time, file_version="brain.Event:2"), start, *events]
+            start = SessionLog(status=SessionLog.START)
+            events = [event(file_version="brain.Event:2"), event(session_log=start), *events]
+        self._path = None
         try:
             with open(path, "ab") as file:
-                for event in events:
-                    RecordWriter(file).write(event.SerializeToString())
+                for one in events:
+                    RecordWriter(file).write(one.SerializeToString())
         except OSError:
             if is_new:
                 path.unlink(missing_ok=True)
@@ -199,8 +189,8 @@ class TensorBoardSink:
     def _next_path(self, time: float) -> Path:
         """Return a path after all others: TensorBoard reads them in the order of their names. The clock may go back."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        numbers = [int(path.name.split(".")[3]) for path in self._directory.glob(f"{_EVENTS}.{'[0-9]' * 10}.*")]
-        return self._directory / f"{_EVENTS}.{max([int(time), *(number + 1 for number in numbers)]):010d}.tba"
+        later = [int(path.name.split(".")[3]) + 1 for path in self._directory.glob("events.*.tba")]
+        return self._directory / f"events.out.tfevents.{max([int(time), *later]):010d}.tba"
 
     def close(self) -> None: ...
 
@@ -283,7 +273,11 @@ class MetricsLog:
         path = directory / run_files.METRICS
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            kept = [row for row in _rows(path) if row["step"] < first_step]
+            # Without lines that a crash has damaged.
+            rows = (
+                [row for _, row in json_lines(path, malformed=None) if isinstance(row, dict)] if path.is_file() else []
+            )
+            kept = [row for row in rows if isinstance(row.get("step"), int) and row["step"] < first_step]
             write_text(path, "".join(f"{json.dumps(row)}\n" for row in kept))
             # Unbuffered: after an error it would be unknown how much of a buffer had been written.
             self._file = open_regular(path, "ab", buffering=0)
@@ -361,9 +355,3 @@ class MetricsLog:
             self._end += len(self._waiting.popleft())
         if waited:
             log.info("lines of metrics that waited in memory are written", lines=waited)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of the file, without lines that a crash has damaged."""
-    rows = [row for _, row in json_lines(path, malformed=None)] if path.is_file() else []
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]

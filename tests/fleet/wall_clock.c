@@ -1,5 +1,6 @@
 /* Moves the wall clock of the processes into which it is preloaded by the seconds in the file that WALL_CLOCK names: an
- * int64, which may change at any time. Other clocks stay, and deadlines of waits: Python's and ZeroMQ's are monotonic.
+ * int64, which may change at any time. Other clocks and the times of files stay, and deadlines of waits: those of Python
+ * and ZeroMQ are monotonic.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

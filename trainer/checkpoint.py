@@ -86,8 +86,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def save(directory: Path, learner: Learner, *, run: str, keep: int, unreported: dict[str, Any] | None = None) -> Path:
     """`write` the checkpoint of a learner from its own tensors, in this thread."""
-    manifest = manifest_of(learner, run=run, unreported=unreported)
-    return write(directory, manifest, dict(tensors_of(learner)), keep=keep)
+    return write(directory, manifest_of(learner, run=run, unreported=unreported), dict(tensors_of(learner)), keep=keep)
 
 
 def manifest_of(learner: Learner, *, run: str, unreported: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -191,12 +190,9 @@ def find(directory: Path, *, resume: bool, otherwise: str) -> Checkpoint | None:
 
     Raises UsageError if there is one and `resume` is false; `otherwise` is what the user can do instead of resuming.
     """
-    if not resume:
-        if existing := list_checkpoints(directory):
-            raise UsageError(
-                f"{existing[-1]} is of an earlier start: pass --resume to continue from it, or {otherwise}"
-            )
-        return None
+    existing = list_checkpoints(directory)
+    if existing and not resume:
+        raise UsageError(f"{existing[-1]} is of an earlier start: pass --resume to continue from it, or {otherwise}")
     return newest(directory)
 
 

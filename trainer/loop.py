@@ -181,8 +181,7 @@ class Trainer:
         if found is not None:
             checkpoint.restore(found, self.learner)
             log.info("resumed", checkpoint=found.path, step=found.step)
-        first_step = self.learner.steps_done
-        self._metrics = MetricsLog(config.run.dir, first_step=first_step, sinks=open_sinks(config, first_step))
+        self._metrics = MetricsLog(config.run.dir, first_step=self.learner.steps_done, sinks=open_sinks(config))
         self._checkpoints = CheckpointWriter(
             config, saved, self._metrics, ranks=ranks, saved_step=None if found is None else found.step
         )
@@ -324,12 +323,9 @@ class Trainer:
         self._count_skipped(batch.step, result)
 
     def _count_skipped(self, step: int, result: StepResult) -> None:
-        if not result.skipped:
-            self._skipped_in_a_row = 0
-            return
-        self._skipped_in_a_row += 1
-        count = self._skipped_in_a_row
-        log.warning("step skipped: no update was made", step=step, in_a_row=count, reason=result.skipped)
+        self._skipped_in_a_row = count = self._skipped_in_a_row + 1 if result.skipped else 0
+        if result.skipped:
+            log.warning("step skipped: no update was made", step=step, in_a_row=count, reason=result.skipped)
         if count >= _MAX_SKIPPED_STEPS:
             raise TrainingBroken(
                 f"{quantity(count, 'step was', 'steps in a row were')} skipped, the last is step {step}: "

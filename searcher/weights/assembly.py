@@ -170,15 +170,13 @@ class NodeCache:
         """Delete unused snapshots except the newest few, and abandoned parts older than the newest snapshot."""
         # By age, not by version: another run of this name may have had higher versions.
         finished = sorted(self.directory.glob(SNAPSHOT), key=modified_at)
-        parts = [
-            path
-            for path in self.directory.glob(f".{SNAPSHOT}.part")
-            if finished and modified_at(path) < modified_at(finished[-1])
-        ]
+        newest = modified_at(finished[-1]) if finished else 0.0
+        parts = [path for path in self.directory.glob(f".{SNAPSHOT}.part") if modified_at(path) < newest]
         for path in [*finished[:-_KEPT], *parts]:
             delete(path)
         for rest in self.directory.glob(DELETED):
             shutil.rmtree(rest, ignore_errors=True)
+        self._created = {path for path in self._created if path.exists()}
 
     def remove_created(self) -> None:
         """Delete what this process has created and no process uses, and the directory if it is empty then."""

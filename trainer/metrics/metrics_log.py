@@ -20,9 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tba.common import run_files
 from tba.common.config import Config
@@ -66,12 +68,9 @@ def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
     """
     rewards, staleness = batch.reward_BK.flatten().tolist(), batch.staleness_BK.flatten().tolist()
     count = min(count, len(batch.rows))
-    answers = []
-    for slot in (number * len(batch.rows) // count for number in range(count)):
-        row = batch.rows[slot]
-        ids = row.prompt_ids.copy(), row.response_ids.copy()
-        answers.append(Answer(row.id, *ids, reward=rewards[slot], staleness=int(staleness[slot])))
-    return answers
+    slots = [number * len(batch.rows) // count for number in range(count)]
+    chosen = [(batch.rows[slot], rewards[slot], int(staleness[slot])) for slot in slots]
+    return [Answer(row.id, row.prompt_ids.copy(), row.response_ids.copy(), reward, age) for row, reward, age in chosen]
 
 
 def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:
@@ -86,6 +85,7 @@ def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:
     ]
 
 
+T = TypeVar("T")
 _Record = tuple[int, float, dict[str, float], Sequence[Answer]]
 
 
@@ -107,8 +107,6 @@ class BackgroundSink:
     def __init__(self, name: str, open_sink: Callable[[], Sink]) -> None:
         self.name = name
         self.lost = 0
-        # Until opening it has failed.
-        self._opened = True
         self._open = open_sink
         self._queue: queue.Queue[_Record | None] = queue.Queue(_MAX_QUEUED)
         self._thread = Background(f"metrics-{name}", self._work)
@@ -116,14 +114,11 @@ class BackgroundSink:
 
     def record(self, step: int, time: float, numbers: dict[str, float], answers: Sequence[Answer] = ()) -> None:
         """Queue the metrics of a step, without waiting."""
-        if self._opened:
-            self._put((step, time, numbers, answers))
-        else:
-            self.lost += 1
+        self._put((step, time, numbers, answers))
 
     def close(self) -> None:
         """Let the sink process its queue, within ten seconds."""
-        if self._opened and self._put(None):
+        if self._put(None):
             self._thread.join(_CLOSE_SECONDS)
         if self.lost or self._thread.running:
             log.warning("a metrics sink lost steps or did not end in time", sink=self.name, lost=self.lost)
@@ -137,47 +132,67 @@ class BackgroundSink:
         return True
 
     def _work(self) -> None:
+        sink = self._attempt(self._open)
+        while (record := self._queue.get()) is not None:
+            if sink is None:
+                self.lost += 1
+            else:
+                self._attempt(sink.record, *record)
+        if sink is not None:
+            self._attempt(sink.close)
+
+    def _attempt(self, action: Callable[..., T], *arguments: Any) -> T | None:
         try:
-            sink = self._open()
+            return action(*arguments)
         # A sink's library may raise anything. It is logged and counted.
         except Exception as error:  # noqa: BLE001
-            self._opened = False
-            self._failed(f"it cannot be opened: {error}")
-            self.lost += self._queue.qsize()
-            return
-        while (record := self._queue.get()) is not None:
-            self._attempt(sink.record, *record)
-        self._attempt(sink.close)
-
-    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
-        try:
-            action(*arguments)
-        except Exception as error:  # noqa: BLE001
             self._failed(named(error))
+        return None
 
     def _failed(self, reason: str) -> None:
         if not self.lost:
-            log.warning(
-                "a metrics sink failed; training continues, metrics.jsonl has all", sink=self.name, reason=reason
-            )
+            event = "a metrics sink failed; training continues, metrics.jsonl has all"
+            log.warning(event, sink=self.name, reason=reason)
         self.lost += 1
 
 
 class TensorBoardSink:
-    """Writes events under `directory`. Those that an earlier start wrote for `first_step` and later are hidden."""
+    """Writes events under `directory`. What earlier files have for the first step of a new one, and later, is hidden.
 
-    def __init__(self, directory: Path, first_step: int) -> None:
-        self._events = SummaryWriter(str(directory), purge_step=first_step)
+    Each start begins a file, and so does the step after an error, such as a full disk: the last file's end may be torn.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._path: Path | None = None
 
     def record(self, step: int, time: float, numbers: dict[str, float], _: Sequence[Answer] = ()) -> None:
-        """Write one scalar per metric, to disk: after a crash only the steps since the checkpoint are repeated."""
-        for name, value in numbers.items():
-            self._events.add_scalar(name, value, step, walltime=time)
-        self._events.flush()
+        """Write one scalar per metric, not buffered: after a crash only the steps since the checkpoint are repeated."""
+        event = partial(Event, wall_time=time, step=step)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        events = [event(summary=Summary(value=values))]
+        path, is_new = self._path or self._next_path(time), self._path is None
+        if is_new:
+            start = SessionLog(status=SessionLog.START)
+            events = [event(file_version="brain.Event:2"), event(session_log=start), *events]
+        self._path = None
+        try:
+            with open(path, "ab") as file:
+                for one in events:
+                    RecordWriter(file).write(one.SerializeToString())
+        except OSError:
+            if is_new:
+                path.unlink(missing_ok=True)
+            raise
+        self._path = path
 
-    def close(self) -> None:
-        """Close the file."""
-        self._events.close()
+    def _next_path(self, time: float) -> Path:
+        """Return a path after all others: TensorBoard reads them in the order of their names. The clock may go back."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        later = [int(path.name.split(".")[3]) + 1 for path in self._directory.glob("events.*.tba")]
+        return self._directory / f"events.out.tfevents.{max([int(time), *later]):010d}.tba"
+
+    def close(self) -> None: ...
 
 
 class TrackerSink:
@@ -226,8 +241,8 @@ class TrackerSink:
         self._run.finish()
 
 
-def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
-    """Open the sinks of [metrics] for steps from `first_step` on.
+def open_sinks(config: Config) -> list[BackgroundSink]:
+    """Open the sinks of [metrics].
 
     Raises MissingExtra, and ConfigError if answers are to be sent and the model has no tokenizer.
     """
@@ -238,7 +253,7 @@ def open_sinks(config: Config, first_step: int) -> list[BackgroundSink]:
     run = directory, config.run.name, config.model_dump(mode="json"), tokenizer
     sinks = []
     if metrics.tensorboard:
-        sinks.append(BackgroundSink("tensorboard", partial(TensorBoardSink, directory / "tensorboard", first_step)))
+        sinks.append(BackgroundSink("tensorboard", partial(TensorBoardSink, directory / "tensorboard")))
     for tracker, project in (("wandb", metrics.wandb), ("trackio", metrics.trackio)):
         if project:
             need(tracker, tracker)
@@ -258,7 +273,11 @@ class MetricsLog:
         path = directory / run_files.METRICS
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            kept = [row for row in _rows(path) if row["step"] < first_step]
+            # Without lines that a crash has damaged.
+            rows = (
+                [row for _, row in json_lines(path, malformed=None) if isinstance(row, dict)] if path.is_file() else []
+            )
+            kept = [row for row in rows if isinstance(row.get("step"), int) and row["step"] < first_step]
             write_text(path, "".join(f"{json.dumps(row)}\n" for row in kept))
             # Unbuffered: after an error it would be unknown how much of a buffer had been written.
             self._file = open_regular(path, "ab", buffering=0)
@@ -336,9 +355,3 @@ class MetricsLog:
             self._end += len(self._waiting.popleft())
         if waited:
             log.info("lines of metrics that waited in memory are written", lines=waited)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of the file, without lines that a crash has damaged."""
-    rows = [row for _, row in json_lines(path, malformed=None)] if path.is_file() else []
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]

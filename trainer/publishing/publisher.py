@@ -73,11 +73,9 @@ class Publisher:
         )
         self._device, self._ranks = model.device, ranks
         self._server: SnapshotServer | None = None
-        if config.train.serve_snapshots:
-            endpoint = config.train.serve_snapshots
-            keys = server_keys(
-                config.security.keys, endpoint, "train.serve_snapshots", insecure=config.security.insecure
-            )
+        if endpoint := config.train.serve_snapshots:
+            security = config.security
+            keys = server_keys(security.keys, endpoint, "train.serve_snapshots", insecure=security.insecure)
             self._server = SnapshotServer(endpoint, *self._writer.served, keys=keys)
         self._address = self._server.address if self._server else ""
         # The reason why a snapshot waits. The training thread reads it.
@@ -141,9 +139,8 @@ class Publisher:
         return None
 
     def _take_version(self) -> int:
-        version = self._next_version
         self._next_version += 1
-        return version
+        return self._next_version - 1
 
     def check(self) -> None:
         """Raise what ended the publisher's or the file server's thread, if anything did."""
@@ -202,9 +199,8 @@ class Publisher:
             self._keep()
         finally:
             client.close()
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+            self._ended = True
+            self._wake()
 
     def _next(self) -> Publication | None:
         """The next publication; None when the thread stops, or when a kept snapshot should be tried again."""
@@ -233,9 +229,8 @@ class Publisher:
         self._writer.announced(written)
         self._note_standstill(written.manifest.canary)
         self._collect()
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
+        self._busy = False
+        self._wake()
 
     def _note_standstill(self, canary: Canary) -> None:
         """Log once if several snapshots in a row have the same weights: their canaries are then equal to the last bit.

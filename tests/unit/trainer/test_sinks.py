@@ -4,11 +4,13 @@ import importlib.util
 import json
 import logging
 import os
+import resource
 import sqlite3
 import struct
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from tba.trainer.metrics.metrics_log import (
     Answer,
     BackgroundSink,
     MetricsLog,
+    TensorBoardSink,
     TrackerSink,
     answer_rows,
     choose_answers,
@@ -191,17 +194,17 @@ def test_a_missing_package_of_a_sink_is_a_one_line_error(tmp_path, monkeypatch):
         {"run": {"dir": str(tmp_path)}, "metrics": {"tensorboard": False, "wandb": "project"}}
     )
     with pytest.raises(MissingExtra, match=r"wandb is not installed: in the clone of tba, pip install '\.\[wandb\]'"):
-        open_sinks(config, 0)
+        open_sinks(config)
 
 
 def config(directory, **metrics) -> Config:
     return Config.model_validate({"run": {"dir": str(directory)}, "metrics": metrics})
 
 
-def record(directory, first: int, last: int, value: float) -> None:
-    log = MetricsLog(directory, first_step=first, sinks=open_sinks(config(directory), first))
+def record(directory, first: int, last: int, value: float, clock: float = 1000.0) -> None:
+    log = MetricsLog(directory, first_step=first, sinks=open_sinks(config(directory)))
     for step in range(first, last):
-        log.record(step, 1000.0 + step, {"loss": value + step})
+        log.record(step, clock + step, {"loss": value + step})
     log.sync()
     log.close()
 
@@ -220,17 +223,60 @@ def test_a_resume_drops_the_steps_it_repeats_and_a_line_that_was_cut_off_by_a_cr
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5, 7]
 
 
-@pytest.mark.slow
-def test_tensorboard_shows_the_repeated_steps_once(tmp_path, monkeypatch):
+def shown(directory, name: str = "loss") -> list[tuple[int, float]]:
+    """The steps and values that TensorBoard reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.summary.writer import event_file_writer
 
-    # Files of the same second are read in the order of this number as text: 10 comes before 9.
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+    read = EventAccumulator(str(directory)).Reload()
+    return [(event.step, event.value) for event in read.Scalars(name)] if name in read.Tags()["scalars"] else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clock", [1000.0, 10.0])
+def test_tensorboard_shows_the_repeated_steps_once_also_when_the_clock_has_gone_back(tmp_path, clock):
     record(tmp_path, 0, 5, 0.0)
-    record(tmp_path, 3, 6, 100.0)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
-    assert [(event.step, event.value) for event in events] == [(0, 0), (1, 1), (2, 2), (3, 103), (4, 104), (5, 105)]
+    record(tmp_path, 3, 6, 100.0, clock)
+    assert shown(tmp_path / "tensorboard") == [(0, 0), (1, 1), (2, 2), (3, 103), (4, 104), (5, 105)]
+
+
+@pytest.fixture
+def limit_files():
+    """A function that limits the size of files in bytes: a write beyond it is cut off, the next one fails."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.slow
+def test_tensorboard_goes_on_when_a_full_disk_has_space_again(tmp_path, limit_files, caplog):
+    sink = BackgroundSink("tensorboard", partial(TensorBoardSink, tmp_path))
+
+    def write(step: int, lost: int) -> None:
+        sink.record(step, 1000.0, {"loss": step, "reward": -step})
+        wait_until(lambda: sink.lost == lost if lost else len(shown(tmp_path)) == step + 1)
+
+    write(0, lost=0)
+    write(1, lost=0)
+    (first,) = tmp_path.iterdir()
+    whole = first.stat().st_size
+    # The end of the file is torn, and the next file cannot be begun.
+    limit_files(whole + 20)
+    write(2, lost=1)
+    limit_files(30)
+    write(3, lost=2)
+    assert first.stat().st_size == whole + 20
+    assert [*tmp_path.iterdir()] == [first]
+    limit_files(resource.RLIM_INFINITY)
+    sink.record(4, 1000.0, {"loss": 4, "reward": -4})
+    sink.record(5, 1000.0, {"loss": 5, "reward": -5})
+    sink.close()
+    assert shown(tmp_path) == [(0, 0), (1, 1), (4, 4), (5, 5)]
+    assert shown(tmp_path, "reward") == [(0, 0), (1, -1), (4, -4), (5, -5)]
+    assert sink.lost == 2
+    assert [message for message in caplog.messages if "sink" in message] == [
+        "a metrics sink failed; training continues, metrics.jsonl has all",
+        "a metrics sink lost steps or did not end in time",
+    ]
 
 
 def test_a_line_is_added_while_the_disk_is_waited_for(tmp_path, monkeypatch):

@@ -135,6 +135,8 @@ class BufferServer:
         if any(arrival.is_batch for arrival in arrived):
             self._mailbox.note_batch(time.monotonic() - started)
         self._send(replies)
+        # After the replies, which would wait for it longer than for their transaction.
+        self._service.state.store.database.checkpoint()
 
     def _send(self, replies: list[_Reply]) -> None:
         if not replies:

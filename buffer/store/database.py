@@ -70,7 +70,7 @@ class DatabaseFile:
         taken = f"a buffer server has {path} open: stop it, or name another database"
         self.failure: SyncFailed | None = None
         # Approximate bytes in the WAL since the last checkpoint, and those of blobs since the last commit.
-        self._written = self._blob_bytes = 0
+        self.written = self._blob_bytes = 0
         self._resources = contextlib.ExitStack()
         try:
             with storage_errors(path):
@@ -98,7 +98,7 @@ class DatabaseFile:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {synchronous}")
         connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-        # `note_written` calls for it: SQLite's own call ignores a sync that fails.
+        # `checkpoint` calls for it: SQLite's own call ignores a sync that fails.
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         schema.create(connection)
         # A write, which also creates the WAL file.
@@ -135,6 +135,7 @@ class DatabaseFile:
 
         Raises SyncFailed if it lost data, or if the database or its WAL is not the file that was opened.
         """
+        self.checkpoint()
         before = self._connection.total_changes
         with self._final_failures():
             self._connection.execute("BEGIN IMMEDIATE")
@@ -150,7 +151,7 @@ class DatabaseFile:
                 raise
         blob_bytes, self._blob_bytes = self._blob_bytes, 0
         if changed := self._connection.total_changes - before:
-            self.note_written(_TRANSACTION_BYTES + _ROW_BYTES * changed + blob_bytes)
+            self.written += _TRANSACTION_BYTES + _ROW_BYTES * changed + blob_bytes
 
     @contextlib.contextmanager
     def _final_failures(self) -> Iterator[None]:
@@ -170,15 +171,11 @@ class DatabaseFile:
             self.failure = error
             raise
 
-    def note_written(self, size: int) -> None:
-        """Count the bytes that a transaction added to the WAL. If they have become many, checkpoint it.
-
-        If the disk is full, a warning is logged, and the WAL keeps all until the next checkpoint.
-        """
-        self._written += size
-        if self._written <= _CHECKPOINT_BYTES:
+    def checkpoint(self) -> None:
+        """Checkpoint a WAL that has grown by much, as `transaction` does first. Without space a warning is logged."""
+        if self.written <= _CHECKPOINT_BYTES:
             return
-        self._written = 0
+        self.written = 0
         try:
             with self._final_failures():
                 self._connection.execute("PRAGMA main.wal_checkpoint(PASSIVE)").fetchone()

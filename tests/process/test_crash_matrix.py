@@ -177,11 +177,13 @@ from pathlib import Path
 from tba.buffer.store.store import Store
 from tba.common.errors import SyncFailed
 store = Store(Path(sys.argv[1]), durability="power")
-store.database.note_written(1 << 30)
+store.database.written = 1 << 30
+store.database.checkpoint()
 Path(sys.argv[2]).write_text(sys.argv[3])
 try:
     store.open_run("test", seed=0, config={}, software={})
-    store.database.note_written(1 << 30)
+    store.database.written = 1 << 30
+    store.database.checkpoint()
 except SyncFailed as error:
     print(type(error.__cause__).__name__, error.__cause__.sqlite_errorname)
 try:

@@ -136,6 +136,20 @@ def put_a_group(serving, trajectory) -> None:
     assert serving.client.poll(60)
 
 
+def test_a_put_is_acknowledged_before_the_checkpoint_that_follows_it(serving, trajectory, monkeypatch):
+    database, checkpoint, released = serving.store.database, serving.store.database.checkpoint, threading.Event()
+    # The put is what exceeds 8 MiB.
+    database.written = 8 << 20
+    monkeypatch.setattr(
+        database, "checkpoint", lambda: checkpoint() if database.written <= 8 << 20 else released.wait(60)
+    )
+    try:
+        serving.put([trajectory()])
+        assert serving.client.poll(10.0)
+    finally:
+        released.set()
+
+
 def test_a_batch_whose_record_is_not_synced_is_not_handed_out(serving, trainer, trajectory):
     put_a_group(serving, trajectory)
     serving.store.broken = SyncFailed("the disk")

@@ -185,16 +185,16 @@ def test_log_ratios_of_more_or_fewer_tokens_than_the_response_has_are_refused_an
     assert buffer.store.database.all("SELECT DISTINCT token_log_ratios FROM consumption_rows") == [(None,)]
 
 
-def test_log_ratios_of_tokens_are_stored_slot_by_slot_and_count_towards_the_log(harness, monkeypatch):
+def test_log_ratios_of_tokens_are_stored_slot_by_slot_and_count_towards_the_log(harness):
     buffer = harness(fill=(1, 4))
     buffer.sample(0, 1, 2)
-    written: list[int] = []
-    monkeypatch.setattr(buffer.store.database, "note_written", written.append)
-    buffer.report(0, rows=numbers_of(2))
-    buffer.report(0, rows=numbers_of(2, token_log_ratios=log_ratios(None, [0.5, -65504])))
+    written = [buffer.store.database.written]
+    for values in ({}, {"token_log_ratios": log_ratios(None, [0.5, -65504])}):
+        buffer.report(0, rows=numbers_of(2, **values))
+        written.append(buffer.store.database.written)
     stored = buffer.store.database.all("SELECT token_log_ratios FROM consumption_rows ORDER BY slot")
     assert read_log_ratios([blob for (blob,) in stored]) == [None, [0.5, -65504]]
-    assert written[1] == written[0] + 4
+    assert written[2] - written[1] == written[1] - written[0] + 4
 
 
 def test_a_batch_whose_header_fits_no_message_is_refused_before_it_is_recorded(harness, monkeypatch):

@@ -79,8 +79,17 @@ def runs_without_wal(path) -> list[str]:
 
 @pytest.mark.parametrize(("mib", "found"), [(7, []), (9, ["demo"])])
 def test_a_wal_that_has_grown_is_copied_to_the_database(served, mib, found):
-    served.database.note_written(mib << 20)
+    served.database.written = mib << 20
+    served.database.checkpoint()
     assert runs_without_wal(served.path) == found
+
+
+def test_a_wal_that_has_grown_waits_for_the_next_transaction_if_nobody_asks(served):
+    served.database.written = 9 << 20
+    assert runs_without_wal(served.path) == []
+    with served.transaction():
+        assert runs_without_wal(served.path) == ["demo"]
+    assert served.database.written == 0
 
 
 def test_what_a_killed_server_left_in_the_wal_is_in_the_database_after_a_start(served, tmp_path):
@@ -114,7 +123,8 @@ class FullDisk:
 
 def test_a_checkpoint_without_space_is_a_warning_and_writing_continues(served, caplog, monkeypatch):
     monkeypatch.setattr(served.database, "_connection", FullDisk(served.database._connection))
-    served.database.note_written(9 << 20)
+    served.database.written = 9 << 20
+    served.database.checkpoint()
     assert "checkpoint failed" in caplog.text
     served.open_run("other", seed=0, config={}, software={})
 

@@ -199,7 +199,8 @@ def test_a_checkpoint_is_of_the_own_database_alone(offline, source, caplog):
     buffer = offline("a")
     train(buffer, 0)
     own = buffer._store.database
-    own.note_written(9 << 20)
+    own.written = 9 << 20
+    own.checkpoint()
     assert "checkpoint failed" not in caplog.text
     buffer.close()
 

@@ -53,6 +53,7 @@ BATCH_PROMPTS, BATCH_SAMPLES = 64, 8
 # As many metrics as a searcher with vLLM sends.
 METRICS = {f"metric_of_searcher_{n}": 1234.5 + n for n in range(28)}
 _STATUS_SECONDS = 0.1
+_STATUSES = 100
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -75,10 +76,22 @@ def main() -> None:
     )
     rows = []
     for waiting, rounds in found.items():
-        *columns, seconds = zip(*rounds, strict=True)
+        *columns, before, seconds = zip(*rounds, strict=True)
         medians = (f"{statistics.median(column):,.5g}" for column in columns)
-        rows.append([f"{waiting} waiting", *medians, *p50_and_p99_ms([*chain(*seconds)])])
-    headings = ["", "rows/s", "rows/CPU s", "MiB", "fds", "silence s", "status p50 ms", "p99"]
+        statuses = (cell for values in (before, seconds) for cell in p50_and_p99_ms([*chain(*values)]))
+        rows.append([f"{waiting} waiting", *medians, *statuses])
+    headings = [
+        "",
+        "rows/s",
+        "rows/CPU s",
+        "MiB",
+        "fds",
+        "silence s",
+        "status before p50 ms",
+        "p99",
+        "status p50 ms",
+        "p99",
+    ]
     print_table(f"ingest of {PRODUCERS} producers, median of {options.pairs} rounds", headings, rows)
     per_second, per_cpu_second = (
         median_ratio(*([one[n] for one in rounds] for rounds in reversed(found.values()))) for n in (0, 1)
@@ -110,14 +123,17 @@ def working(searchers: int, rate: float, seconds: float) -> list[str]:
     return [f"{rows / took:,.0f}", f"{cpu / took:.0%}", *percentiles, *(f"{number:,.0f}" for number in used)]
 
 
-def ingest(waiting: int, most: int) -> tuple[float, float, float, float, float, list[float]]:
+def ingest(waiting: int, most: int) -> tuple[float, float, float, float, float, list[float], list[float]]:
     """Return what a new server takes in while this many searchers, of `most`, wait for leases.
 
     Rows per second, and per second of its CPU time; at the end its MiB and descriptors, and for how many seconds the
-    mean searcher has been silent; the seconds of statuses.
+    mean searcher has been silent; the seconds of statuses before the first put, and while it takes in rows.
     """
     with fleet(waiting, 0.0, most) as (server, _), contextlib.closing(server.client("monitor")) as monitor:
-        seconds, done = [], threading.Event()
+        before, seconds, done = [], [], threading.Event()
+        for _ in range(_STATUSES):
+            before.append(request_status(monitor))
+            time.sleep(_STATUS_SECONDS)
 
         def watch() -> None:
             while not done.wait(_STATUS_SECONDS):
@@ -133,7 +149,7 @@ def ingest(waiting: int, most: int) -> tuple[float, float, float, float, float, 
         watcher.join()
         named = (client for client in server.status().clients if client.sender.startswith("searcher"))
         silence = statistics.fmean([client.silent_seconds for client in named] or [0.0])
-        return rate, ROWS / cpu, *usage(server), silence, seconds
+        return rate, ROWS / cpu, *usage(server), silence, before, seconds
 
 
 def usage(server: Server) -> tuple[float, float]:

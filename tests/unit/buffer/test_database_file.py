@@ -84,7 +84,7 @@ def test_a_wal_that_has_grown_is_copied_to_the_database(served, mib, found):
     assert runs_without_wal(served.path) == found
 
 
-def test_a_wal_that_has_grown_waits_for_the_next_transaction_if_nobody_asks(served):
+def test_a_wal_that_has_grown_waits_for_the_next_transaction(served):
     served.database.written = 9 << 20
     assert runs_without_wal(served.path) == []
     with served.transaction():

@@ -275,19 +275,17 @@ class PromptRenderer:
         follows = before and whole[: len(before)] == before
         return whole[len(before) :] if follows else self._encode_after(response)
 
-    def after_answer(self, prompt: Content) -> str:
-        """Return what the chat template writes behind an answer, at the end or else before a message of the user.
+    def after_answer(self, prompt: Content) -> list[str]:
+        """Return what the chat template writes behind an answer: at the end, and before a message of the user.
 
-        "" if there is none or that cannot be told.
+        Without what cannot be told, and without white space.
         """
-        answer, after = ("assistant", _PROBE), ""
+        answer, after = ("assistant", _PROBE), []
         for more in ((answer,), (answer, ("user", _NEXT))):
             with contextlib.suppress(ValueError):
                 whole = self.text_with(prompt, *more) or ""
-                after = whole.rpartition(_PROBE)[2].partition(_NEXT)[0] if _PROBE in whole else ""
-            if after.strip():
-                break
-        return after
+                after.append(whole.rpartition(_PROBE)[2].partition(_NEXT)[0].strip() if _PROBE in whole else "")
+        return [*filter(None, after)]
 
     def settings(self, prompts: Iterable[Content]) -> str:
         """Return what ids depend on besides prompts and vocabulary, for a task's fingerprint; "" without a chat."""

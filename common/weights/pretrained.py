@@ -28,7 +28,9 @@ def from_directory(kind: Any, directory: Path, **options: Any) -> Any:
     """
     _check_config(directory)
     with _refusing_code(directory):
-        return kind.from_pretrained(directory, trust_remote_code=False, **options)
+        loaded = kind.from_pretrained(directory, trust_remote_code=False, **options)
+        _cap_attention(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
 
 
 def causal_model(directory: Path, dtype: Any) -> Any:
@@ -47,7 +49,16 @@ def causal_model(directory: Path, dtype: Any) -> Any:
 def from_config(kind: Any, config: Any, directory: Path, **options: Any) -> Any:
     """Return `kind.from_config(config)`, a model without weights. Raises as `from_directory`, which read `config`."""
     with _refusing_code(directory):
-        return kind.from_config(config, trust_remote_code=False, **options)
+        model = kind.from_config(config, trust_remote_code=False, **options)
+        _cap_attention(model)
+        return model
+
+
+def _cap_attention(model: Any) -> None:
+    # Gemma2 and VaultGemma: sdpa ignores the cap.
+    if (config := getattr(model, "config", None)) and config._attn_implementation == "sdpa":
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")
 
 
 @contextlib.contextmanager

@@ -88,6 +88,17 @@ def asked_in(value: Any) -> Any:
     return value
 
 
+def instructed(row: Mapping[str, Any], asked: Any) -> Any:
+    """Return a prompt's text or messages, with the `system` of its row as the first message. Raises ValueError."""
+    if not (system := row.get("system")):
+        return asked
+    messages = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    if not isinstance(system, str) or (first.get("role") == _SYSTEM and first.get("content") != system):
+        raise ValueError(f"`system` is {system!r:.60}: write a text, and no other system message")
+    return messages if first.get("role") == _SYSTEM else [{"role": _SYSTEM, "content": system}, *messages]
+
+
 def _of_json(text: str) -> Message:
     try:
         return message_of(json.loads(text))
@@ -106,7 +117,7 @@ def as_map(message: Message) -> dict[str, Any]:
 def variables_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables of the chat template in a row of data, with `tools` and `documents`, as values or JSON.
 
-    Raises ValueError for other types, and for a variable outside of `chat_template_kwargs`.
+    A document may be a text. Raises ValueError for other types, and for a variable outside of `chat_template_kwargs`.
     """
     variables = _unpacked(row.get("chat_template_kwargs")) or {}
     if not isinstance(variables, dict):
@@ -117,7 +128,12 @@ def variables_of(row: Mapping[str, Any]) -> dict[str, Any]:
         )
     for name in ("tools", "documents"):
         given = _unpacked(row.get(name)) or []
-        value = [*map(_unpacked, given)] if isinstance(given, list) else [given]
+        each = given if isinstance(given, list) else [given]
+        value = [*map(_unpacked, each)]
+        if name == "documents":
+            # As templates read it.
+            texts = [isinstance(one, str) and not isinstance(read, dict) for one, read in zip(each, value, strict=True)]
+            value = [{"text": each[n]} if is_text else value[n] for n, is_text in enumerate(texts)]
         if not all(isinstance(one, dict) for one in value):
             raise ValueError(f"`{name}` is {given!r:.60}: write a list of objects")
         variables = variables | ({name: value} if value else {})

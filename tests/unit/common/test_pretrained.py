@@ -88,6 +88,32 @@ def test_a_model_that_would_return_tuples_is_refused_with_what_to_do(tmp_path, l
         load(str(model))
 
 
+UNREAD = [
+    ({"dtype": "auto"}, "dtype = 'auto'"),
+    ({"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
+    ({"dtype": "bf16"}, "dtype = 'bf16'"),
+    ({"dtype": "torch.bfloat16"}, "dtype = 'torch.bfloat16'"),
+    ({"text_config": {"dtype": "auto"}}, "dtype = 'auto'"),
+    ({"quantization_config": {}}, "quantization_config = {}"),
+    ({"quantization_config": []}, r"quantization_config = \[\]"),
+    ({"quantization_config": "fp8"}, "quantization_config = 'fp8'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), UNREAD)
+def test_a_value_of_a_configuration_that_transformers_does_not_read_is_named(tmp_path, fields, named):
+    model = changed_model(tmp_path / "m", **fields)
+    for load in (meta_model, partial(load_model, device=torch.device("cpu"))):
+        with pytest.raises(ConfigError, match=rf"config.json: transformers reads no {named}: correct or remove it"):
+            load(model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "half", "float64", None])
+def test_every_type_that_transformers_reads_is_accepted(tmp_path, dtype):
+    model = changed_model(tmp_path / "m", dtype=dtype, quantization_config=None)
+    assert meta_model(model).dtype == load_model(model, torch.device("cpu")).dtype == torch.float32
+
+
 def test_code_of_the_hub_that_a_configuration_names_is_refused(tmp_path):
     model = changed_model(tmp_path / "m", _attn_implementation="kernels-community/flash-attn")
     with pytest.raises(ConfigError, match=r"config.json: _attn_implementation names code of the hub, which tba does"):

@@ -92,11 +92,12 @@ def instructed(row: Mapping[str, Any], asked: Any) -> Any:
     """Return a prompt's text or messages, with the `system` of its row as the first message. Raises ValueError."""
     if not (system := row.get("system")):
         return asked
-    messages = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
-    first = messages[0] if messages and isinstance(messages[0], dict) else {}
-    if not isinstance(system, str) or (first.get("role") == _SYSTEM and first.get("content") != system):
+    messages, own = asked if isinstance(asked, list) else [{"role": "user", "content": asked}], []
+    if messages and isinstance(messages[0], dict) and messages[0].get("role") == _SYSTEM:
+        own, messages = messages[:1], messages[1:]
+    if not isinstance(system, str) or (own and own[0].get("content") != system):
         raise ValueError(f"`system` is {system!r:.60}: write a text, and no other system message")
-    return messages if first.get("role") == _SYSTEM else [{"role": _SYSTEM, "content": system}, *messages]
+    return [{"role": _SYSTEM, "content": system}, *messages]
 
 
 def _of_json(text: str) -> Message:
@@ -128,12 +129,11 @@ def variables_of(row: Mapping[str, Any]) -> dict[str, Any]:
         )
     for name in ("tools", "documents"):
         given = _unpacked(row.get(name)) or []
-        each = given if isinstance(given, list) else [given]
-        value = [*map(_unpacked, each)]
-        if name == "documents":
+        value = []
+        for one in given if isinstance(given, list) else [given]:
+            is_text = name == "documents" and isinstance(one, str) and not isinstance(_unpacked(one), dict)
             # As templates read it.
-            texts = [isinstance(one, str) and not isinstance(read, dict) for one, read in zip(each, value, strict=True)]
-            value = [{"text": each[n]} if is_text else value[n] for n, is_text in enumerate(texts)]
+            value.append({"text": one} if is_text else _unpacked(one))
         if not all(isinstance(one, dict) for one in value):
             raise ValueError(f"`{name}` is {given!r:.60}: write a list of objects")
         variables = variables | ({name: value} if value else {})

@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 from tba.common import run_files
 from tba.common.config import Config
 from tba.common.config.paths import asked_packages, check_directories, nearest_existing
-from tba.common.config.root import check_adapters
 from tba.common.errors import ConfigError, TbaError, UsageError, quantity
 from tba.common.run_snapshots import MEMORY, weights_directory
 from tba.common.run_status import ask_status, monitor
@@ -86,10 +85,9 @@ def check_packages(config: Config) -> Result:
 
 
 def check_engine(config: Config) -> Result:
-    """Name the version of the engine. Raises MissingExtra, or ConfigError if it cannot apply the adapters of a run."""
+    """Name the version of the engine. Raises MissingExtra."""
     engine = config.search.engine
     need_engine(engine, config.search.gpus)
-    check_adapters(config)
     # Torch quotes the directories of headers for the compiler, and not those of libraries (2.13).
     if engine == "vllm" and config.search.gpus == CPU and " " in sys.prefix:
         return "warn", (

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tba.common.config import Config, LoraSection, RewardModelSection
-from tba.common.config.root import check_adapters, check_batches
+from tba.common.config.paths import check_adapters
+from tba.common.config.root import check_batches
 from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
 from tba.common.errors import ConfigError, MissingExtra, TaskError
 from tba.common.rendering import PromptRenderer

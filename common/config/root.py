@@ -20,7 +20,6 @@ from tba.common.config.train import (
     SftSection,
     TrainSection,
 )
-from tba.common.errors import ConfigError
 from tba.common.wire.socket_files import socket_of
 
 # Of a token id, and of a log-probability, in a message.
@@ -165,16 +164,6 @@ def _check(config: Config) -> None:
     # Settings under which no batch is possible would make the trainer wait forever.
     check_batches(config)
     _check_rates(config)
-
-
-def check_adapters(config: Config) -> None:
-    """Raise ConfigError if vLLM would have to apply float32 adapters on a GPU, where its kernels take 16 bits alone."""
-    by_vllm = config.search.engine == "vllm" and config.search.gpus != "cpu" and config.lora.publish == "adapter"
-    if by_vllm and config.model.dtype == "float32":
-        raise ConfigError(
-            'lora.publish = "adapter" with model.dtype = "float32": on a GPU vLLM applies adapters in 16 bits alone. '
-            'Set model.dtype = "bfloat16", or lora.publish = "merged"'
-        )
 
 
 def _check_reference(config: Config) -> None:

@@ -18,11 +18,12 @@ from tba.common.weights.model_files import config_here, eos_ids, need_tokenizer,
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 _DTYPE = re.compile(r"b?float\d*(_\w+)?|half|double")
-# What transformers can read, where a file may have another value.
-_READ: dict[str, Callable[[Any], bool]] = {
-    "dtype": lambda value: not isinstance(value, str) or bool(_DTYPE.fullmatch(value)),
-    "torch_dtype": lambda value: not isinstance(value, str) or bool(_DTYPE.fullmatch(value)),
-    "quantization_config": lambda value: isinstance(value, dict) and bool(value),
+# By name in config.json, whether a value can be used.
+_USABLE: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("dtype", "torch_dtype"), lambda one: not isinstance(one, str) or bool(_DTYPE.fullmatch(one))),
+    "quantization_config": lambda one: isinstance(one, dict) and bool(one),
+    # Without it the model returns tuples, whose places have no names.
+    "return_dict": bool,
 }
 # Of any model. Transformers builds them all, for minutes or hours, before it looks at the first weight.
 _MOST_LAYERS = 2_000
@@ -38,9 +39,7 @@ def from_directory(kind: Any, directory: Path, **options: Any) -> Any:
     """
     _check_config(directory)
     with _refusing_code(directory):
-        loaded = kind.from_pretrained(directory, trust_remote_code=False, **options)
-        _cap_attention(loaded[0] if isinstance(loaded, tuple) else loaded)
-        return loaded
+        return _capped(kind.from_pretrained(directory, trust_remote_code=False, **options))
 
 
 def causal_model(directory: Path, dtype: Any) -> Any:
@@ -59,17 +58,17 @@ def causal_model(directory: Path, dtype: Any) -> Any:
 def from_config(kind: Any, config: Any, directory: Path, **options: Any) -> Any:
     """Return `kind.from_config(config)`, a model without weights. Raises as `from_directory`, which read `config`."""
     with _refusing_code(directory):
-        model = kind.from_config(config, trust_remote_code=False, **options)
-        _cap_attention(model)
-        return model
+        return _capped(kind.from_config(config, trust_remote_code=False, **options))
 
 
-def _cap_attention(model: Any) -> None:
+def _capped(loaded: Any) -> Any:
     # Gemma2 and VaultGemma: sdpa ignores the cap.
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
     config = getattr(model, "config", None)
     cap = config and getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if cap and config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
+    return loaded
 
 
 @contextlib.contextmanager
@@ -106,13 +105,10 @@ def _check_config(directory: Path) -> None:
         raise ConfigError(f"{directory / 'config.json'}: {kernels[0]} names code of the hub, which tba does not run")
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     for part in parts:
-        # The model would return tuples, whose places have no names.
-        if not part.get("return_dict", True):
-            raise ConfigError(f"{directory / 'config.json'}: return_dict is false: remove it, it changes no number")
-        for name, is_known in _READ.items():
-            if (value := part.get(name)) is not None and not is_known(value):
+        for name, is_usable in _USABLE.items():
+            if (value := part.get(name)) is not None and not is_usable(value):
                 raise ConfigError(
-                    f"{directory / 'config.json'}: transformers reads no {name} = {value!r:.60}: correct or remove it"
+                    f"{directory / 'config.json'}: {name} = {value!r:.60} cannot be used: correct or remove it"
                 )
         for name in _LAYERS:
             if isinstance(count := part.get(name), int) and not 1 <= count <= _MOST_LAYERS:

@@ -85,15 +85,14 @@ def unstopped_turn(stopping: Stopping, renderer: PromptRenderer, prompts: Iterab
         return ""
     texts, tokenizer = renderer.after_answer(first), renderer.tokenizer
     encoded = [renderer.encode(text) for text in texts]
-    # A model may write more before the token that ends it, if the template does so in every turn, as Command-R's. What
-    # stands at the end of a conversation alone, as in Phi-3's, is no part of a turn, and gpt-oss's have another end.
     # Strings are looked for in text without special tokens.
     plain = [tokenizer.decode(ids, skip_special_tokens=True) for ids in encoded]
-    ended = [
-        bool(stopping.ids & {*ids}) or any(one in text for one in stopping.strings)
-        for ids, text in zip(encoded, plain, strict=True)
-    ]
-    if all(ended) or encoded[0][0] in stopping.ids or plain[0].startswith(stopping.strings):
+    # A model may write more before the token that ends it, if the template does so in every turn, as Command-R's. What
+    # stands at the end of a conversation alone, as in Phi-3's, is no part of a turn, and gpt-oss's have another end.
+    in_all = (
+        stopping.ids & {*ids} or stopping.before_string(text) != text for ids, text in zip(encoded, plain, strict=True)
+    )
+    if all(in_all) or encoded[0][0] in stopping.ids or plain[0].startswith(stopping.strings):
         return ""
     after, ids = texts[0], encoded[0]
     added = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}

@@ -148,12 +148,11 @@ def question_in(row: Any, column: str, format_: str, place: str) -> dict[str, An
         raise ValueError(f"the text of prompts {format_!r} has no {place}: write where the question stands")
     variables = variables_of(row)
     if not isinstance(asked := asked_in(value_in(row, column)), list):
-        text = text_in(row, column)
+        asked = format_.replace(place, text := text_in(row, column))
         if column == "instruction" and row.get("input"):
             raise ValueError("its `input` would be ignored: write it into the column instruction")
-        if not isinstance(asked := instructed(row, format_.replace(place, text)), list):
-            return {"key": key_of(text, variables), "text": asked, "template_kwargs": variables}
-    asked = instructed(row, asked)
+    if isinstance(asked := instructed(row, asked), str):
+        return {"key": key_of(text, variables), "text": asked, "template_kwargs": variables}
     messages = [message_of(message) for message in asked]
     if not messages or messages[-1][0] == "assistant":
         raise ValueError(f"the column {column} has no message, or ends with the assistant's: remove the answer")

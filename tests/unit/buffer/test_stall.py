@@ -382,6 +382,25 @@ def test_a_stall_is_logged_once_for_each_reason(caplog):
     assert caplog.messages == ["the run stands still", "the run stands still", "the run moves again"]
 
 
+# What the processes of a stalled run do while it is stopped: only a trainer that is left can lack searchers.
+STOPPED = [
+    ("gone", ["gone"], None),
+    ("gone", ["gone", "gone"], None),
+    ("gone", ["generating"], None),
+    ("gone", ["gone", "generating"], None),
+    ("waiting", ["gone"], "no_searcher"),
+    ("waiting", ["gone", "gone"], "no_searcher"),
+]
+
+
+@pytest.mark.parametrize(("trains", "searches", "reason"), STOPPED)
+def test_a_stalled_run_that_is_being_stopped_does_not_lack_searchers(trains, searches, reason):
+    searchers = [searcher(f"gpu{n}", activity=one) for n, one in enumerate(searches)]
+    status = run(trainer(activity=trains), *searchers, trainer_waits_for="1 of 8 prompts", trainer_waits_seconds=800.0)
+    stall = find_stall(status)
+    assert (stall.reason if stall and stall.reason == "no_searcher" else None) == reason
+
+
 CUT = "not trained on: cut off after 1 tokens, and task.truncated = mask"
 # Rows and errors since the last step, the most common error, and what to do.
 ERRORS = [

@@ -256,7 +256,11 @@ def test_searchers_that_fetch_from_a_trainer_that_serves_nothing_are_refused(sea
     assert (found.result, "set train.serve_snapshots" in found.detail) == (result, result == "fail")
 
 
-ADAPTER = {"lora": {"rank": 4, "publish": "adapter"}, "model": {"dtype": "float32"}, "search": {"engine": "vllm"}}
+MODEL = {"path": str(EXAMPLE_MODEL)}
+ADAPTER = {
+    "lora": {"rank": 4, "publish": "adapter"}, "model": MODEL | {"dtype": "float32"}, "search": {"engine": "vllm"},
+    "task": {"name": "arithmetic"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -266,15 +270,14 @@ ADAPTER = {"lora": {"rank": 4, "publish": "adapter"}, "model": {"dtype": "float3
         ({"search": {"engine": "vllm", "gpus": "0-1"}}, True),
         ({"search": {"engine": "vllm", "gpus": "cpu"}}, False),
         ({"search": {"engine": "transformers"}}, False),
-        ({"model": {"dtype": "bfloat16"}}, False),
+        ({"model": MODEL | {"dtype": "bfloat16"}}, False),
         ({"lora": {"rank": 4, "publish": "merged"}}, False),
         ({"lora": {}}, False),
     ],
 )
-def test_float32_adapters_that_vllm_would_apply_on_a_gpu_are_refused_before_a_start(sections, refused, monkeypatch):
+def test_float32_adapters_that_vllm_would_apply_on_a_gpu_are_refused_before_a_start(sections, refused):
     config = config_of(**ADAPTER | sections)
-    monkeypatch.setattr(doctor, "need_engine", lambda *_: None)
-    (found,) = examine(Plan(config, starts=True), ["engine"])
+    (found,) = examine(Plan(config, assumed_gpus("8x80")), ["settings"])
     words = 'Set model.dtype = "bfloat16", or lora.publish = "merged"'
     assert (found.result == "fail", words in found.detail) == (refused, refused)
     if refused:

@@ -92,12 +92,11 @@ def instructed(row: Mapping[str, Any], asked: Any) -> Any:
     """Return a prompt's text or messages, with the `system` of its row as the first message. Raises ValueError."""
     if not (system := row.get("system")):
         return asked
-    messages, own = asked if isinstance(asked, list) else [{"role": "user", "content": asked}], []
-    if messages and isinstance(messages[0], dict) and messages[0].get("role") == _SYSTEM:
-        own, messages = messages[:1], messages[1:]
+    messages = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    own = [one for one in messages[:1] if isinstance(one, dict) and one.get("role") == _SYSTEM]
     if not isinstance(system, str) or (own and own[0].get("content") != system):
         raise ValueError(f"`system` is {system!r:.60}: write a text, and no other system message")
-    return [{"role": _SYSTEM, "content": system}, *messages]
+    return messages if own else [{"role": _SYSTEM, "content": system}, *messages]
 
 
 def _of_json(text: str) -> Message:

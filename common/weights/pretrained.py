@@ -64,7 +64,7 @@ def from_config(kind: Any, config: Any, directory: Path, **options: Any) -> Any:
 def _capped(loaded: Any) -> Any:
     # Gemma2 and VaultGemma: sdpa ignores the cap.
     model = loaded[0] if isinstance(loaded, tuple) else loaded
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     cap = config and getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if cap and config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")

@@ -88,6 +88,17 @@ def asked_in(value: Any) -> Any:
     return value
 
 
+def instructed(row: Mapping[str, Any], asked: Any) -> Any:
+    """Return a prompt's text or messages, with the `system` of its row as the first message. Raises ValueError."""
+    if not (system := row.get("system")):
+        return asked
+    messages = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    own = [one for one in messages[:1] if isinstance(one, dict) and one.get("role") == _SYSTEM]
+    if not isinstance(system, str) or (own and own[0].get("content") != system):
+        raise ValueError(f"`system` is {system!r:.60}: write a text, and no other system message")
+    return messages if own else [{"role": _SYSTEM, "content": system}, *messages]
+
+
 def _of_json(text: str) -> Message:
     try:
         return message_of(json.loads(text))
@@ -106,7 +117,7 @@ def as_map(message: Message) -> dict[str, Any]:
 def variables_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables of the chat template in a row of data, with `tools` and `documents`, as values or JSON.
 
-    Raises ValueError for other types, and for a variable outside of `chat_template_kwargs`.
+    A document may be a text. Raises ValueError for other types, and for a variable outside of `chat_template_kwargs`.
     """
     variables = _unpacked(row.get("chat_template_kwargs")) or {}
     if not isinstance(variables, dict):
@@ -117,7 +128,11 @@ def variables_of(row: Mapping[str, Any]) -> dict[str, Any]:
         )
     for name in ("tools", "documents"):
         given = _unpacked(row.get(name)) or []
-        value = [*map(_unpacked, given)] if isinstance(given, list) else [given]
+        value = []
+        for one in given if isinstance(given, list) else [given]:
+            is_text = name == "documents" and isinstance(one, str) and not isinstance(_unpacked(one), dict)
+            # As templates read it.
+            value.append({"text": one} if is_text else _unpacked(one))
         if not all(isinstance(one, dict) for one in value):
             raise ValueError(f"`{name}` is {given!r:.60}: write a list of objects")
         variables = variables | ({name: value} if value else {})
@@ -275,19 +290,17 @@ class PromptRenderer:
         follows = before and whole[: len(before)] == before
         return whole[len(before) :] if follows else self._encode_after(response)
 
-    def after_answer(self, prompt: Content) -> str:
-        """Return what the chat template writes behind an answer, at the end or else before a message of the user.
+    def after_answer(self, prompt: Content) -> list[str]:
+        """Return what the chat template writes behind an answer: at the end, and before a message of the user.
 
-        "" if there is none or that cannot be told.
+        Without what cannot be told, and without white space.
         """
-        answer, after = ("assistant", _PROBE), ""
+        answer, after = ("assistant", _PROBE), []
         for more in ((answer,), (answer, ("user", _NEXT))):
             with contextlib.suppress(ValueError):
                 whole = self.text_with(prompt, *more) or ""
-                after = whole.rpartition(_PROBE)[2].partition(_NEXT)[0] if _PROBE in whole else ""
-            if after.strip():
-                break
-        return after
+                after.append(whole.rpartition(_PROBE)[2].partition(_NEXT)[0].strip() if _PROBE in whole else "")
+        return [*filter(None, after)]
 
     def settings(self, prompts: Iterable[Content]) -> str:
         """Return what ids depend on besides prompts and vocabulary, for a task's fingerprint; "" without a chat."""

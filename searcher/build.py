@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tba.common.config import Config, LoraSection, RewardModelSection
+from tba.common.config.paths import check_adapters
 from tba.common.config.root import check_batches
 from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
 from tba.common.errors import ConfigError, MissingExtra, TaskError
@@ -97,6 +98,7 @@ def make_engine(
     # Derived from the name, so that the searchers of a run explore differently.
     seed = int(np.random.SeedSequence([config.run.seed, *name.encode()]).generate_state(1)[0])
     if config.search.engine == "vllm":
+        check_adapters(config)
         from tba.searcher.engines.vllm.engine import VllmEngine
 
         return VllmEngine(

@@ -14,7 +14,7 @@ are, or of two other kinds; other columns are ignored:
 
 Prompts are rendered as a searcher does it (`task.template`), and responses end with the end token that stops its
 engine, so the model learns what it will be sampled for. The chat template gets all fields of the messages, and
-`tools` and `chat_template_kwargs` of the row.
+`system`, `tools`, `documents` and `chat_template_kwargs` of the row.
 """
 
 import bisect
@@ -39,7 +39,7 @@ from tba.common import data_files, run_files
 from tba.common.config import Config, LoraSection, MetricsSection, ReferenceSection
 from tba.common.errors import CheckpointError, ConfigError, TaskError, TrainingBroken, UsageError
 from tba.common.log import get_logger
-from tba.common.rendering import Message, PromptRenderer, as_map, asked_in, message_of, variables_of
+from tba.common.rendering import Message, PromptRenderer, as_map, asked_in, instructed, message_of, variables_of
 from tba.common.system.durable import exclusive_lock, new_directory
 from tba.common.weights.model_files import model_directory
 from tba.common.weights.pretrained import end_tokens, load_tokenizer
@@ -376,10 +376,11 @@ def _read_row(value: Any) -> tuple[_Prompt, Message]:
         answer = value.get(column)
         if isinstance(answer, int | float | Decimal) and not isinstance(answer, bool):
             answer = data_files.as_text(answer, column)
+        asked = instructed(value, asked) if isinstance(asked, str) else asked
         if isinstance(asked, list) and isinstance(answer, str):
             said = [*asked, {"role": "assistant", "content": answer}]
     if said is not None:
-        *before, response = _messages(said)
+        *before, response = _messages(instructed(value, said) if isinstance(said, list) else said)
         prompt = _Prompt(messages=before, template_kwargs=variables)
     else:
         if not isinstance(asked, str) or not isinstance(answer, str):

@@ -38,6 +38,7 @@ def check_paths(config: Config, *, here: bool = True) -> list[str]:
             'search.weights_from = "trainer", and the trainer serves no snapshots: set train.serve_snapshots, such as '
             'to "tcp://*:5758", or search.weights_from = "auto"'
         )
+    check_adapters(config)
     return check_gpus_apart(config) + _check_engine_arguments(config)
 
 
@@ -108,6 +109,16 @@ def _check_engine_arguments(config: Config) -> list[str]:
         check_arguments(config.search.vllm, known)
         return []
     return [f"search.vllm sets {', '.join(config.search.vllm)}: not checked, vLLM is not installed here"]
+
+
+def check_adapters(config: Config) -> None:
+    """Raise ConfigError if vLLM would have to apply float32 adapters on a GPU, where its kernels take 16 bits alone."""
+    by_vllm = config.search.engine == "vllm" and config.search.gpus != "cpu" and config.lora.publish == "adapter"
+    if by_vllm and config.model.dtype == "float32":
+        raise ConfigError(
+            'lora.publish = "adapter" with model.dtype = "float32": on a GPU vLLM applies adapters in 16 bits alone. '
+            'Set model.dtype = "bfloat16", or lora.publish = "merged"'
+        )
 
 
 def check_data(task: TaskSection) -> None:

@@ -6,7 +6,9 @@ So no other file calls `from_pretrained` or `from_config`; a test finds any that
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,17 @@ from tba.common.system.load_errors import loading
 from tba.common.weights.model_files import config_here, eos_ids, need_tokenizer, read_json, vocabulary_size
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+_DTYPE = re.compile(r"b?float\d*(_\w+)?|half|double")
+# By name in config.json, whether a value can be used.
+_USABLE: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("dtype", "torch_dtype"), lambda one: not isinstance(one, str) or bool(_DTYPE.fullmatch(one))),
+    "quantization_config": lambda one: isinstance(one, dict) and bool(one),
+    # Without it the model returns tuples, whose places have no names.
+    "return_dict": bool,
+}
 # Of any model. Transformers builds them all, for minutes or hours, before it looks at the first weight.
 _MOST_LAYERS = 2_000
+_FAST = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'
 _REFERENCE = ("the model", "reference.path", "a reference")
 
 
@@ -28,7 +39,7 @@ def from_directory(kind: Any, directory: Path, **options: Any) -> Any:
     """
     _check_config(directory)
     with _refusing_code(directory):
-        return kind.from_pretrained(directory, trust_remote_code=False, **options)
+        return _capped(kind.from_pretrained(directory, trust_remote_code=False, **options))
 
 
 def causal_model(directory: Path, dtype: Any) -> Any:
@@ -47,7 +58,17 @@ def causal_model(directory: Path, dtype: Any) -> Any:
 def from_config(kind: Any, config: Any, directory: Path, **options: Any) -> Any:
     """Return `kind.from_config(config)`, a model without weights. Raises as `from_directory`, which read `config`."""
     with _refusing_code(directory):
-        return kind.from_config(config, trust_remote_code=False, **options)
+        return _capped(kind.from_config(config, trust_remote_code=False, **options))
+
+
+def _capped(loaded: Any) -> Any:
+    # Gemma2 and VaultGemma: sdpa ignores the cap.
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    config: Any = getattr(model, "config", None)
+    cap = config and getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if cap and config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+    return loaded
 
 
 @contextlib.contextmanager
@@ -84,9 +105,11 @@ def _check_config(directory: Path) -> None:
         raise ConfigError(f"{directory / 'config.json'}: {kernels[0]} names code of the hub, which tba does not run")
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     for part in parts:
-        # The model would return tuples, whose places have no names.
-        if not part.get("return_dict", True):
-            raise ConfigError(f"{directory / 'config.json'}: return_dict is false: remove it, it changes no number")
+        for name, is_usable in _USABLE.items():
+            if (value := part.get(name)) is not None and not is_usable(value):
+                raise ConfigError(
+                    f"{directory / 'config.json'}: {name} = {value!r:.60} cannot be used: correct or remove it"
+                )
         for name in _LAYERS:
             if isinstance(count := part.get(name), int) and not 1 <= count <= _MOST_LAYERS:
                 raise ConfigError(
@@ -140,17 +163,29 @@ def load_tokenizer(directory: Path) -> Any:
                 f"{directory} has a tokenizer in Mistral's own format alone (tekken.json): add the tokenizer.json and "
                 "tokenizer_config.json of its repository, or of a conversion"
             )
-    except ConfigError:
-        raise
     # transformers raises many kinds of errors here; all mean that the files are not a tokenizer.
     except Exception as error:
+        if isinstance(error, ConfigError) and not isinstance(error.__cause__, TypeError | AttributeError):
+            raise
         if directory.is_dir():
             need_tokenizer(os.listdir(directory), str(directory), "the model")
-        alone = (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists()
-        advice = "; to read a tokenizer.model alone, pip install '.[sentencepiece]'" if alone else ""
-        raise ConfigError(f"{directory} has no tokenizer that loads: {first_line(error)}{advice}") from error
+        raise ConfigError(f"{directory} has no tokenizer that loads: {_why_none_loads(directory, error)}") from error
     _check_round_trip(directory, tokenizer)
     return tokenizer
+
+
+def _why_none_loads(directory: Path, error: Exception) -> str:
+    cause = first_line(error.__cause__ if isinstance(error, ConfigError) and error.__cause__ else error)
+    pieces = [path.name for path in directory.glob("*.model")]
+    if not (directory / "tokenizer.json").exists():
+        missing = pieces and find_spec("sentencepiece") is None
+        return f"{cause}; to read {pieces[0]} alone, pip install '.[sentencepiece]'" if missing else cause
+    with contextlib.suppress(Exception):
+        from transformers import PreTrainedTokenizerFast
+
+        from_directory(PreTrainedTokenizerFast, directory)
+        return f"its class in transformers does not read its tokenizer.json ({cause}): {_FAST}"
+    return cause
 
 
 def end_tokens(directory: Path, stop: Collection[str | int], tokenizer: Any = None) -> tuple[list[int], list[str]]:
@@ -226,13 +261,12 @@ def _embedded(directory: Path) -> int:
 def _check_round_trip(directory: Path, tokenizer: Any) -> None:
     """Raise ConfigError if the class of transformers changes a text that tokenizer.json keeps (transformers #45488)."""
     kind = f"{directory}: transformers reads its tokenizer as {type(tokenizer).__name__}, which"
-    advice = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'
     try:
         ids = tokenizer.encode(_ROUND_TRIP, add_special_tokens=False)
         found = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     # The library raises bare Exceptions.
     except Exception as error:
-        raise ConfigError(f"{kind} cannot encode a text ({first_line(error)}): {advice}") from error
+        raise ConfigError(f"{kind} cannot encode a text ({first_line(error)}): {_FAST}") from error
     path = directory / "tokenizer.json"
     if found == _ROUND_TRIP or not path.is_file():
         return
@@ -240,4 +274,4 @@ def _check_round_trip(directory: Path, tokenizer: Any) -> None:
 
     plain = Tokenizer.from_file(str(path))
     if plain.decode(plain.encode(_ROUND_TRIP, add_special_tokens=False).ids) == _ROUND_TRIP:
-        raise ConfigError(f"{kind} turns {_ROUND_TRIP!r} into {found!r:.200}; tokenizer.json alone keeps it: {advice}")
+        raise ConfigError(f"{kind} turns {_ROUND_TRIP!r} into {found!r:.200}; tokenizer.json alone keeps it: {_FAST}")

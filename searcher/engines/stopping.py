@@ -83,12 +83,18 @@ def unstopped_turn(stopping: Stopping, renderer: PromptRenderer, prompts: Iterab
     rendered = (prompt for prompt in prompts if not prompt.ids and renderer.conversation(prompt) is not None)
     if (first := next(rendered, None)) is None:
         return ""
-    after = renderer.after_answer(first).strip()
-    ids, tokenizer = renderer.encode(after), renderer.tokenizer
+    texts, tokenizer = renderer.after_answer(first), renderer.tokenizer
+    encoded = [renderer.encode(text) for text in texts]
     # Strings are looked for in text without special tokens.
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    if not after or stopping.ids & {*ids} or any(string in text for string in stopping.strings):
+    plain = [tokenizer.decode(ids, skip_special_tokens=True) for ids in encoded]
+    # A model may write more before the token that ends it, if the template does so in every turn, as Command-R's. What
+    # stands at the end of a conversation alone, as in Phi-3's, is no part of a turn, and gpt-oss's have another end.
+    in_all = (
+        stopping.ids & {*ids} or stopping.before_string(text) != text for ids, text in zip(encoded, plain, strict=True)
+    )
+    if all(in_all) or encoded[0][0] in stopping.ids or plain[0].startswith(stopping.strings):
         return ""
+    after, ids = texts[0], encoded[0]
     added = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     line, token = after.splitlines()[0], next((added[id_] for id_ in ids if id_ in added), "")
     # The text before the first such token, or the token itself.

@@ -3,14 +3,14 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 from tba.common import data_files
 from tba.common.errors import MissingExtra, TaskError, quantity
 from tba.common.log import get_logger
-from tba.common.rendering import asked_in, message_of, variables_of
+from tba.common.rendering import asked_in, instructed, message_of, variables_of
 from tba.searcher.tasks.task import ListedTask, Prompt
 
 log = get_logger(__name__)
@@ -78,7 +78,10 @@ class RowsTask(ListedTask):
         """Return the prompts of rows, in order; of those with one key the first: a repeated question is one prompt."""
         found: dict[str, Prompt] = {}
         chosen: list[str] = []
-        repeated = differing = 0
+        # Hashes, since the texts may be gigabytes.
+        texts: dict[int, int] = {}
+        told = len(self.notes)
+        repeated = differing = spaced = 0
         for place, row in read_rows(self.name, source, split, subset or None):
             try:
                 if not isinstance(row, dict):
@@ -90,12 +93,18 @@ class RowsTask(ListedTask):
             first = found.setdefault(prompt.key, prompt)
             repeated += first is not prompt
             differing += (first.answer, first.accepted) != (prompt.answer, prompt.accepted)
+            asked = (prompt.text, *chain(*prompt.messages), str(prompt.template_kwargs))
+            spaced += texts.setdefault(hash(tuple(" ".join(one.split()) for one in asked)), hash(asked)) != hash(asked)
         if not found:
             raise TaskError(f"task {self.name}: {source} has no rows")
         if repeated:
             rows = quantity(repeated, "row repeats", "rows repeat")
             self.notes.append(f"{rows} the prompt of an earlier one, whose answer counts; {differing} have another")
-            log.info(self.notes[-1], task=self.name)
+        if spaced:
+            rows = quantity(spaced, "row differs", "rows differ")
+            self.notes.append(f"{rows} from an earlier one in white space alone: each is a prompt of its own")
+        for note in self.notes[told:]:
+            log.info(note, task=self.name)
         return [*found.values()]
 
 
@@ -132,14 +141,18 @@ def text_in(row: Any, column: str) -> str:
 def question_in(row: Any, column: str, format_: str, place: str) -> dict[str, Any]:
     """Return what a column and the template variables of its row give a Prompt. Raises ValueError.
 
-    The column has a text, which stands for `place` in `format_`, or a list of messages, which are used as they are.
+    The column has a text, which stands for `place` in `format_`, or a list of messages, which are used as they are. The
+    `system` of the row is the first message.
     """
     if place not in format_:
         raise ValueError(f"the text of prompts {format_!r} has no {place}: write where the question stands")
     variables = variables_of(row)
     if not isinstance(asked := asked_in(value_in(row, column)), list):
-        text = text_in(row, column)
-        return {"key": key_of(text, variables), "text": format_.replace(place, text), "template_kwargs": variables}
+        asked = format_.replace(place, text := text_in(row, column))
+        if column == "instruction" and row.get("input"):
+            raise ValueError("its `input` would be ignored: write it into the column instruction")
+    if isinstance(asked := instructed(row, asked), str):
+        return {"key": key_of(text, variables), "text": asked, "template_kwargs": variables}
     messages = [message_of(message) for message in asked]
     if not messages or messages[-1][0] == "assistant":
         raise ValueError(f"the column {column} has no message, or ends with the assistant's: remove the answer")

@@ -65,6 +65,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": None, "query_pre_attn_scalar": 32,
         },
     ),
+    "gemma2 attention cap": (
+        "gemma2",
+        {
+            "tie_word_embeddings": True, "sliding_window": 16, "final_logit_softcapping": None,
+            "attn_logit_softcapping": 0.05, "query_pre_attn_scalar": 32,
+        },
+    ),
+    "vaultgemma": (
+        "vaultgemma",
+        {"tie_word_embeddings": True, "sliding_window": 16, "final_logit_softcapping": None,
+         "attn_logit_softcapping": 0.05},
+    ),
     "gemma3_text": ("gemma3_text", {"tie_word_embeddings": True, "sliding_window": 16, "query_pre_attn_scalar": 32}),
     "olmo": ("olmo", {}),
     "olmo2": ("olmo2", {}),

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from tba.common.weights.pretrained import load_tokenizer
 from tba.common.weights.snapshot import Canary
+from tba.trainer.model.packed_attention import ATTENTION
 from tba.trainer.model.scorer import structure_of
 
 _TEXTS = (
@@ -63,8 +64,9 @@ def canary_sequences(directory: Path, vocabulary: int, *, long: bool) -> list[li
 def skeleton(model: PreTrainedModel) -> PreTrainedModel:
     """The modules of a model without its weights, so that another thread can run them during training."""
     made = structure_of(model).eval()
-    # Right padding needs a causal mask and no more, which every model has with this implementation.
-    made.set_attn_implementation("sdpa")
+    # Right padding needs a causal mask and no more. Models that cannot be packed keep their own attention.
+    if made.config._attn_implementation == ATTENTION:
+        made.set_attn_implementation("sdpa")
     return made
 
 

@@ -15,6 +15,8 @@ _WORKER = "tba.searcher.engines.vllm.worker"
 # Responses in flight with `auto`: the largest batch for which vLLM captures CUDA graphs, and its own limit on CPUs.
 _MOST_ON_GPU, _MOST_ON_CPU = 512, 256
 _CPU_CACHE_GIB = 1.0
+# Such as MLA.
+_HALF = 'some kernels of GPUs take 16 bits alone: try model.dtype = "bfloat16"; '
 _UNSUPPORTED = (
     "if `vllm serve` does not start with it either, this vLLM does not support the model: try another release, or "
     'search.engine = "transformers"'
@@ -106,7 +108,8 @@ def start_vllm(
     except Exception as error:
         # A validation error has several lines, and a KeyError has only the key.
         reason = " ".join(named(error).split())
-        raise EngineError(f"vLLM did not start with {own['model']}: {reason}; {_UNSUPPORTED}") from error
+        half = _HALF if model.dtype == "float32" and search.gpus != "cpu" else ""
+        raise EngineError(f"vLLM did not start with {own['model']}: {reason}; {half}{_UNSUPPORTED}") from error
 
 
 def _check_kept() -> None:

@@ -166,11 +166,18 @@ def test_a_run_keeps_its_seed_so_a_restart_with_another_seed_skips_no_prompt(har
     assert len(set(before + after)) == 10
 
 
-def test_the_first_fill_is_not_held_back_by_max_staleness(harness):
+# Of 30 prompts that one searcher asks for: all before the first fill, then those of the batches that staleness allows.
+FILLS = [(0, 0, 4), (1, 0, 8), (3, 0, 16), (7, 0, 30), (0, 1, 30), (0, 100, 30), (1, 3, 30), ("unbounded", 0, 30)]
+
+
+@pytest.mark.parametrize(("staleness", "min_fill", "granted"), FILLS)
+def test_the_first_fill_is_not_held_back_by_max_staleness(harness, staleness, min_fill, granted):
     buffer = harness(
-        buffer={"max_staleness": 0, "min_fill": 100}, train={"prompts_per_step": 4, "publish_every": 1}, fill=(50, 0)
+        buffer={"max_staleness": staleness, "min_fill": min_fill},
+        train={"prompts_per_step": 4, "publish_every": 1},
+        fill=(50, 0),
     )
-    assert len(buffer.lease(30).visits) == 30
+    assert len(buffer.lease(30).visits) == granted
 
 
 def test_prompts_arrive_in_chunks_are_leased_only_when_complete_and_others_are_refused(harness):

@@ -382,6 +382,45 @@ def test_a_stall_is_logged_once_for_each_reason(caplog):
     assert caplog.messages == ["the run stands still", "the run stands still", "the run moves again"]
 
 
+# What the processes of a stalled run do while it is stopped: only a trainer that is left can lack searchers.
+STOPPED = [
+    ("gone", ["gone"], None),
+    ("gone", ["gone", "gone"], None),
+    ("gone", ["generating"], None),
+    ("gone", ["gone", "generating"], None),
+    ("waiting", ["gone"], "no_searcher"),
+    ("waiting", ["gone", "gone"], "no_searcher"),
+]
+
+
+@pytest.mark.parametrize(("trains", "searches", "reason"), STOPPED)
+def test_a_stalled_run_that_is_being_stopped_does_not_lack_searchers(trains, searches, reason):
+    searchers = [searcher(f"gpu{n}", activity=one) for n, one in enumerate(searches)]
+    status = run(trainer(activity=trains), *searchers, trainer_waits_for="1 of 8 prompts", trainer_waits_seconds=800.0)
+    stall = find_stall(status)
+    assert (stall.reason if stall and stall.reason == "no_searcher" else None) == reason
+
+
+CUT = "not trained on: cut off after 1 tokens, and task.truncated = mask"
+# Rows and errors since the last step, the most common error, and what to do.
+ERRORS = [
+    (9, 9, CUT, "raise search.max_tokens, or set another task.truncated"),
+    (8, 4, CUT, "raise search.max_tokens, or set another task.truncated"),
+    (9, 9, f"reward: {CUT}", "`tba task check`"),
+    (9, 9, "reward: KeyError: 'answer'", "`tba task check`"),
+    (9, 5, "", "`tba task check`"),
+    (9, 4, CUT, None),
+    (9, 0, "", None),
+]
+
+
+@pytest.mark.parametrize(("rows", "errors", "common", "remedy"), ERRORS)
+def test_the_remedy_of_rows_with_errors_depends_on_the_error(rows, errors, common, remedy):
+    stall = find_stall(starved(searcher(), rows_since_step=rows, errors_since_step=errors, common_error=common))
+    assert (stall is not None and stall.reason == "only_errors") == (remedy is not None)
+    assert remedy is None or remedy in not_none(stall).sentence
+
+
 def test_a_reason_of_characters_that_are_escaped_fits_a_status():
     stall = not_none(find_stall(starved(waiting(reason="\u200b" * 1000, metrics={"paused": 1.0}))))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stall), type=Stall) == stall

@@ -84,8 +84,34 @@ def test_a_model_without_layers_or_of_a_billion_is_refused_at_once(tmp_path, loa
 @pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
 def test_a_model_that_would_return_tuples_is_refused_with_what_to_do(tmp_path, load):
     model = changed_model(tmp_path / "m", return_dict=False)
-    with pytest.raises(ConfigError, match=r"config.json: return_dict is false: remove it"):
+    with pytest.raises(ConfigError, match=r"config.json: return_dict = False cannot be used: correct or remove it"):
         load(str(model))
+
+
+UNREAD = [
+    ({"dtype": "auto"}, "dtype = 'auto'"),
+    ({"torch_dtype": "auto"}, "torch_dtype = 'auto'"),
+    ({"dtype": "bf16"}, "dtype = 'bf16'"),
+    ({"dtype": "torch.bfloat16"}, "dtype = 'torch.bfloat16'"),
+    ({"text_config": {"dtype": "auto"}}, "dtype = 'auto'"),
+    ({"quantization_config": {}}, "quantization_config = {}"),
+    ({"quantization_config": []}, r"quantization_config = \[\]"),
+    ({"quantization_config": "fp8"}, "quantization_config = 'fp8'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), UNREAD)
+def test_a_value_of_a_configuration_that_cannot_be_used_is_named(tmp_path, fields, named):
+    model = changed_model(tmp_path / "m", **fields)
+    for load in (meta_model, partial(load_model, device=torch.device("cpu"))):
+        with pytest.raises(ConfigError, match=rf"config.json: {named} cannot be used: correct or remove it"):
+            load(model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "half", "float64", None])
+def test_every_type_that_transformers_reads_is_accepted(tmp_path, dtype):
+    model = changed_model(tmp_path / "m", dtype=dtype, quantization_config=None)
+    assert meta_model(model).dtype == load_model(model, torch.device("cpu")).dtype == torch.float32
 
 
 def test_code_of_the_hub_that_a_configuration_names_is_refused(tmp_path):

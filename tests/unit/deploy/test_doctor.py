@@ -37,6 +37,9 @@ from tba.deploy.doctor import (
     mount_of,
     numa_nodes,
 )
+from tba.searcher.build import make_engine
+from tba.searcher.engines.stopping import Stopping
+from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.weights import write_tensor_file
 from tba.trainer.step.build import prepare
 
@@ -235,6 +238,51 @@ def test_the_shipped_environment_sets_the_caches_of_the_units(units):
     units(shipped.replace("/var/lib/tba/cache/vllm", "/home/ann/vllm"))
     result, detail = check_caches(ON_GPUS)
     assert (result, "VLLM_CACHE_ROOT = /home/ann/vllm is hidden from the units" in detail) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    ("searchers", "serves", "result"),
+    [
+        ("trainer", "", "fail"), ("trainer", "tcp://*:5758", "ok"), ("trainer", "tcp://127.0.0.1:*", "ok"),
+        ("auto", "", "ok"), ("path", "", "ok"), ("path", "tcp://*:5758", "ok"), ("auto", "tcp://*:5758", "ok"),
+    ],
+)  # fmt: skip
+def test_searchers_that_fetch_from_a_trainer_that_serves_nothing_are_refused(searchers, serves, result, tmp_path):
+    config = config_of(
+        run={"dir": tmp_path}, model={"path": str(EXAMPLE_MODEL)}, task={"name": "arithmetic"},
+        search={"weights_from": searchers, "gpus": "cpu"}, train={"serve_snapshots": serves, "gpu": "cpu"},
+    )  # fmt: skip
+    (found,) = examine(Plan(config), ["settings"])
+    assert (found.result, "set train.serve_snapshots" in found.detail) == (result, result == "fail")
+
+
+MODEL = {"path": str(EXAMPLE_MODEL)}
+ADAPTER = {
+    "lora": {"rank": 4, "publish": "adapter"}, "model": MODEL | {"dtype": "float32"}, "search": {"engine": "vllm"},
+    "task": {"name": "arithmetic"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sections", "refused"),
+    [
+        ({}, True),
+        ({"search": {"engine": "vllm", "gpus": "0-1"}}, True),
+        ({"search": {"engine": "vllm", "gpus": "cpu"}}, False),
+        ({"search": {"engine": "transformers"}}, False),
+        ({"model": MODEL | {"dtype": "bfloat16"}}, False),
+        ({"lora": {"rank": 4, "publish": "merged"}}, False),
+        ({"lora": {}}, False),
+    ],
+)
+def test_float32_adapters_that_vllm_would_apply_on_a_gpu_are_refused_before_a_start(sections, refused):
+    config = config_of(**ADAPTER | sections)
+    (found,) = examine(Plan(config, assumed_gpus("8x80")), ["settings"])
+    words = 'Set model.dtype = "bfloat16", or lora.publish = "merged"'
+    assert (found.result == "fail", words in found.detail) == (refused, refused)
+    if refused:
+        with pytest.raises(ConfigError, match=words):
+            make_engine(config, Stopping(None, (), ()), device="cuda", name="s")
 
 
 @pytest.mark.slow

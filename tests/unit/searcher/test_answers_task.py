@@ -114,6 +114,50 @@ def test_messages_as_the_text_of_json_are_messages(make, column):
     assert flat.messages == (("system", "Be brief."), ("user", "2+3?"))
 
 
+ASKED = SAID[1:]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"prompt": "2+3?", "system": "Be brief."}, (("system", "Be brief."), ("user", "2+3?"))),
+        ({"prompt": ASKED, "system": "Be brief."}, (("system", "Be brief."), ("user", "2+3?"))),
+        ({"prompt": json.dumps(ASKED), "system": "Be brief."}, (("system", "Be brief."), ("user", "2+3?"))),
+        ({"prompt": SAID, "system": "Be brief."}, (("system", "Be brief."), ("user", "2+3?"))),
+        ({"prompt": SAID, "system": ""}, (("system", "Be brief."), ("user", "2+3?"))),
+        ({"prompt": "2+3?", "system": None}, ()),
+        ({"prompt": "2+3?", "system": ""}, ()),
+    ],
+)
+def test_the_system_of_a_row_is_the_first_message(make, row, messages):
+    (prompt,) = make(row | {"answer": "5"}).prompts()
+    assert prompt.messages == messages
+    assert prompt.text == ("" if messages else "2+3?")
+
+
+def test_the_input_of_an_instruction_is_refused_rather_than_dropped(make):
+    row = {"instruction": "Add.", "answer": "5"}
+    with pytest.raises(TaskError, match="rows.jsonl:1: its `input` would be ignored"):
+        make(row | {"input": "2+3"}, prompt="instruction")
+    assert [one.text for one in make(row | {"input": ""}, prompt="instruction").prompts()] == ["Add."]
+
+
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [
+        (["a", "b"], [{"text": "a"}, {"text": "b"}]),
+        ("a", [{"text": "a"}]),
+        (json.dumps(["a", "2"]), [{"text": "a"}, {"text": "2"}]),
+        ([{"text": "a", "doc_id": 1}, "b"], [{"text": "a", "doc_id": 1}, {"text": "b"}]),
+        ([json.dumps({"title": "t", "text": "a"})], [{"title": "t", "text": "a"}]),
+        (["[1] a reference"], [{"text": "[1] a reference"}]),
+    ],
+)
+def test_documents_of_a_row_may_be_texts(make, documents, expected):
+    (prompt,) = make({"prompt": ASKED, "answer": "5", "documents": documents}).prompts()
+    assert prompt.template_kwargs["documents"] == expected
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -242,7 +286,10 @@ def test_a_question_that_does_not_show_what_is_to_be_chosen_is_refused(make, row
         ({"prompt": "q", "reward_model": {"ground_truth": {"a": 1}}}, "has {'a': 1}, which is neither a text nor a"),
         ({"prompt": "q", "answers": [["5"]]}, r"the column answers has \['5'\], which is neither a text nor a finite"),
         ({"prompt": "q", "answer": []}, "the column answer is an empty list"),
-        ({"prompt": "q", "answer": "5", "documents": "d"}, "`documents` is 'd': write a list of objects"),
+        ({"prompt": "q", "answer": "5", "documents": [5]}, r"`documents` is \[5\]: write a list of objects"),
+        ({"prompt": "q", "answer": "5", "tools": ["add"]}, r"`tools` is \['add'\]: write a list of objects"),
+        ({"prompt": "q", "answer": "5", "system": ["s"]}, r"`system` is \['s'\]: write a text, and no other"),
+        ({"prompt": SAID, "answer": "5", "system": "Think."}, "`system` is 'Think.': write a text, and no other"),
     ],
 )
 def test_a_row_of_another_form_is_refused_with_the_line_and_what_was_found(make, row, words):

@@ -12,21 +12,25 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 
 from tba.common.errors import ConfigError, SnapshotRefused  # noqa: E402
-from tba.common.weights.pretrained import tied_names  # noqa: E402
+from tba.common.weights.pretrained import from_directory, tied_names  # noqa: E402
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot  # noqa: E402
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings  # noqa: E402
+from tba.searcher.evaluation.models import ReferenceModel  # noqa: E402
 from tba.tests.helpers.architectures import ARCHITECTURES, CAPPED, EXPERTS, SHAPE, save  # noqa: E402
 from tba.tests.helpers.engines import cpu_engine  # noqa: E402
+from tba.tests.helpers.puts import make_trajectory  # noqa: E402
 from tba.tests.helpers.tied import DIRECTORIES, Saved, moved  # noqa: E402
 from tba.tests.helpers.trainer import make_row  # noqa: E402
 from tba.tests.runner import slow  # noqa: E402
-from tba.trainer.model.scorer import Scorer, load_model  # noqa: E402
+from tba.trainer.model.packing import obstacle  # noqa: E402
+from tba.trainer.model.scorer import Scorer, load_model, weights_of  # noqa: E402
+from tba.trainer.publishing.canary import make_canary, skeleton  # noqa: E402
 
 IDS = np.random.default_rng(0).integers(0, 256, 40).tolist()
-QUICK = ["llama biases", "gpt_neox", "phi3 longrope"]
+QUICK = ["llama biases", "gpt_neox", "phi3 longrope", "gemma2 attention cap"]
 
 
 def logprobs(model, ids):
@@ -49,9 +53,13 @@ def test_trainer_and_engine_compute_what_transformers_does_or_name_what_they_can
         with pytest.raises(ConfigError, match="scales or caps its logits"):
             load_model(tmp_path / "model", torch.device("cpu"))
         return
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    eager = {"dtype": torch.float32, "attn_implementation": "eager"}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **eager).eval()
     loaded = load_model(tmp_path / "model", torch.device("cpu"))
     np.testing.assert_allclose(logprobs(loaded, IDS), logprobs(plain, IDS), atol=1e-4)
+    canary = make_canary(skeleton(loaded), weights_of(loaded), [IDS[:9], IDS])
+    np.testing.assert_allclose(canary.logprobs[1], logprobs(plain, IDS), atol=1e-4)
+    np.testing.assert_allclose(canary.logprobs[0], logprobs(plain, IDS[:9]), atol=1e-4)
     model = moved(tmp_path / "model", 1)
     rows = [make_row(n, IDS[:8], IDS[8 : 20 + 10 * n]) for n in range(2)]
     scores = Scorer(model, autocast=False).score(rows).logprob_R.numpy()
@@ -64,6 +72,22 @@ def test_trainer_and_engine_compute_what_transformers_does_or_name_what_they_can
     engine = cpu_engine(tmp_path / "model", max_in_flight=3)
     engine.load_weights(snapshot_of(model, tmp_path / "v1"))
     assert_generates(engine, model)
+
+
+def test_every_way_to_make_a_model_that_caps_its_attention_lets_it(tmp_path):
+    """PyTorch's attention ignores the cap, which changes these by nats."""
+    for name in ("gemma2 attention cap", "vaultgemma"):
+        save(name, tmp_path / name)
+        sdpa = AutoModelForCausalLM.from_pretrained(tmp_path / name, attn_implementation="sdpa").eval()
+        eager = AutoModelForCausalLM.from_pretrained(tmp_path / name, attn_implementation="eager").eval()
+        assert np.abs(logprobs(sdpa, IDS) - logprobs(eager, IDS)).max() > 0.1
+        loaded = load_model(tmp_path / name, torch.device("cpu"))
+        assert "its attention uses softcap, which packed attention does not support" in obstacle(loaded)
+        made = [loaded, load_model(tmp_path / name, torch.device("meta")), from_directory(AutoModel, tmp_path / name)]
+        assert [one.config._attn_implementation for one in made] == ["eager"] * 3
+        row = make_trajectory(prompt_ids=np.asarray(IDS[:8], np.int32), response_ids=np.asarray(IDS[8:], np.int32))
+        (total,) = ReferenceModel(str(tmp_path / name), device="cpu", dtype="float32").logprobs([row])
+        assert total == pytest.approx(logprobs(eager, IDS)[7:].sum(), abs=1e-3)
 
 
 def assert_generates(engine, model):

@@ -148,6 +148,28 @@ def test_repeated_questions_are_counted_with_those_whose_answer_differs(write, t
     assert task(write({"question": "q", "answer": "1"})).notes == []
 
 
+# Questions, how many repeat an earlier one, and how many differ from it in white space alone.
+SPACED = [
+    (["a b", "a b"], 1, 0),
+    (["a b", "a  b"], 0, 1),
+    (["a b", "a\nb", "a\tb ", " a b"], 0, 3),
+    (["a b", "a\u00a0b"], 0, 1),
+    (["a b", "a  b", "a  b"], 1, 2),
+    (["a b", "ab"], 0, 0),
+    (["a b", "A b"], 0, 0),
+    ([[{"role": "user", "content": "a b"}], [{"role": "user", "content": "a  b "}]], 0, 1),
+    ([[{"role": "user", "content": "a b"}], [{"role": "system", "content": "a  b"}]], 0, 0),
+]
+
+
+@pytest.mark.parametrize(("questions", "repeated", "spaced"), SPACED)
+def test_questions_that_differ_in_white_space_alone_are_counted_and_kept(write, questions, repeated, spaced):
+    loaded = MathTask(write(*({"question": one, "answer": "1"} for one in questions)))
+    assert len(loaded.prompts()) == len(questions) - repeated
+    assert [int(note.split()[0]) for note in loaded.notes if "repeat" in note] == [repeated] * bool(repeated)
+    assert [int(note.split()[0]) for note in loaded.notes if "white space alone" in note] == [spaced] * bool(spaced)
+
+
 def test_the_notes_of_a_mixture_are_those_of_its_tasks(write):
     rows = write({"question": "q", "answer": "1"}, {"question": "q", "answer": "1"})
     parts = ({"name": "gsm8k", "train": rows}, {"name": "arithmetic"})

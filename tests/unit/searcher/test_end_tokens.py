@@ -140,6 +140,18 @@ TURNS = [
     ("{{ m['content'] | trim | title | tojson }}END<|turn|>", '"END'),
     ("{c}<|im_end|>\n", ""),
     ("{{ m['content'] | upper }}{% if not loop.last %}<|im_end|>{% endif %}", ""),
+    # Phi-3's: the end of a turn, and at the end of a conversation an end token behind it.
+    ("{c}<|turn|>\n{% if loop.last %}<|im_end|>{% endif %}", "<|turn|>"),
+    ("{c}\n### End\n{% if loop.last %}<|im_end|>{% endif %}", "### End"),
+    ("{c}<|turn|>\n{% if loop.last and not add_generation_prompt %}<|im_end|>{% endif %}", "<|turn|>"),
+    # Command-R's: the end token ends every turn, behind another token.
+    ("{c}<|turn|><|im_end|>", ""),
+    ("{c}<|turn|>\n<|im_end|>\n", ""),
+    # gpt-oss's: an answer ends with one token at the end of a conversation, and with another one before.
+    ("{c}{% if loop.last %}<|im_end|>{% else %}<|turn|>{% endif %}", ""),
+    # OLMo's, and one that ends the whole conversation.
+    ("{c}<|im_end|>{% if not loop.last %}\n{% endif %}", ""),
+    ("{c}\n{% if loop.last %}<|im_end|>{% endif %}", ""),
     # Nothing that could end it.
     ("{c}\n", ""),
 ]

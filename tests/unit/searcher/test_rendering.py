@@ -3,9 +3,11 @@
 import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -238,13 +240,42 @@ def test_stop_strings_that_are_special_tokens_mean_their_ids_and_end_tokens_have
     assert Stopping(SimpleNamespace(decode=tokenizer.decode), (), ()).scored_text([begin]) == ""
 
 
-def test_a_sentencepiece_model_that_cannot_be_read_names_the_extra(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("LlamaTokenizer", "tokenizer.model"), ("GemmaTokenizer", "tokenizer.model"), ("T5Tokenizer", "spiece.model"),
+        ("XLNetTokenizer", "spiece.model"), ("XLMRobertaTokenizer", "sentencepiece.bpe.model"),
+        ("DebertaV2Tokenizer", "spm.model"),
+    ],
+)  # fmt: skip
+def test_a_sentencepiece_model_that_cannot_be_read_names_the_extra(kind, file, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
     # Without the extra, transformers takes it for a file of tiktoken; this one is neither.
-    (tmp_path / "tokenizer.model").write_bytes(b"\x0e")
-    with pytest.raises(ConfigError, match=r"to read a tokenizer.model alone, pip install '.\[sentencepiece\]'"):
+    (tmp_path / file).write_bytes(b"\x0e")
+    extra = rf"to read {file} alone, pip install '.\[sentencepiece\]'"
+    with pytest.raises(ConfigError, match="has no tokenizer that loads") as with_it:
         load_tokenizer(tmp_path)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ConfigError, match=extra):
+        load_tokenizer(tmp_path)
+    assert "pip install" not in str(with_it.value) or find_spec("sentencepiece") is None
+
+
+@pytest.mark.parametrize(
+    "kind", ["T5Tokenizer", "XLNetTokenizer", "AlbertTokenizer", "PegasusTokenizer", "CamembertTokenizer"]
+)
+def test_a_class_that_does_not_read_its_tokenizer_json_is_named_as_the_cause(kind, tmp_path):
+    chat_tokenizer("qwen 2.5").save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"tokenizer_class": kind}))
+    with pytest.raises(ConfigError, match="its class in transformers does not read its tokenizer.json .* set ") as told:
+        load_tokenizer(tmp_path)
+    assert 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json' in str(told.value)
+    # What it says to set helps.
+    path.write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert load_tokenizer(tmp_path).decode(load_tokenizer(tmp_path).encode("2 + 3")) == "2 + 3"
 
 
 TEXTS = ["What is 2 + 3? The answer is 5.", "  two spaces, and\n\na line"]

@@ -85,10 +85,30 @@ def test_a_checkpoint_of_another_reference_is_rejected(tmp_path):
     assert refused.value.exit_code == EXIT_CONFIG
 
 
-def test_an_updated_reference_that_the_objective_does_not_use_is_rejected():
-    with pytest.raises(ValueError, match='"grpo" with objective.kl = "auto" uses no reference'):
-        Config.model_validate({"reference": {"kind": "reset"}, "objective": {"name": "grpo"}})
-    Config.model_validate({"reference": {"kind": "reset"}, "objective": {"name": "grpo", "kl": "reference"}})
+RESET, TEACHER = {"kind": "reset"}, {"path": "t"}
+# An objective, a reference and the settings that are to blame for a reference without effect; none where it has one.
+REFERENCES: list[tuple[dict[str, str], dict[str, str], str]] = [
+    ({"name": "grpo"}, RESET, 'reference.kind = "reset" .*"grpo" with objective.kl = "auto" uses no reference'),
+    ({"name": "tb_stale", "kl": "none"}, RESET, 'reference.kind = "reset" .*"tb_stale" with objective.kl = "none"'),
+    ({"name": "tb_stale", "kl": "ema"}, RESET, 'reference.kind = "reset" .*"tb_stale" with objective.kl = "ema"'),
+    ({"name": "tba_prime", "kl": "none"}, {"kind": "ema"}, 'reference.kind = "ema" .*"tba_prime" .* = "none"'),
+    ({"name": "rloo", "kl": "none"}, TEACHER, 'reference.path .*"rloo" with objective.kl = "none"'),
+    ({"name": "reinforce"}, TEACHER, 'reference.path .*"reinforce" with objective.kl = "auto"'),
+    ({"name": "grpo", "kl": "reference"}, RESET, ""),
+    ({"name": "tb_stale"}, RESET, ""),
+    ({"name": "tb"}, RESET, ""),
+    ({"name": "rloo", "kl": "reference"}, TEACHER, ""),
+]
+
+
+@pytest.mark.parametrize(("objective", "reference", "words"), REFERENCES)
+def test_a_reference_that_the_objective_does_not_use_is_rejected_with_both_settings(objective, reference, words):
+    sections = {"reference": reference, "objective": objective}
+    if not words:
+        Config.model_validate(sections)
+        return
+    with pytest.raises(ValueError, match=words):
+        Config.model_validate(sections)
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,51 @@ def test_means_of_the_numbers_are_the_metrics_of_the_step():
     assert not rows["skipped"].any()
 
 
+# Rows without a counted token, and demonstrations, whose sampler is unknown: none of them has a ratio.
+UNMEASURED: list[tuple[list[int], list[int]]] = [
+    ([], []),
+    ([0], []),
+    ([0, 1, 2, 3], []),
+    ([1, 5, 9], [2]),
+    ([*range(10)], []),
+    ([0, 4, 8], [1, 5, 9]),
+    ([*range(11)], [11]),
+    ([*range(12)], []),
+]
+
+
+@pytest.mark.parametrize(("uncounted", "demonstrated"), UNMEASURED)
+@pytest.mark.parametrize("name", ["grpo", "proximal_rloo"])
+def test_metrics_of_ratios_and_the_rate_are_those_of_the_rows_with_a_ratio(name, uncounted, demonstrated):
+    learner = make_learner(double=True, name=name, learning_rate_by_ess=True)
+    model = make_learner(double=True).policy.requires_grad_(False)
+    rows = sampled_at(0.7, random_batch(3), make_learner(double=True, model={"seed": 7}).policy).rows
+    for n in uncounted:
+        rows[n] = replace(rows[n], loss_mask=np.zeros_like(rows[n].loss_mask))
+    for n in demonstrated:
+        rows[n] = replace(rows[n], temperature=0.0)
+    each = [naive_log_ratio(model, row) for n, row in enumerate(rows) if n not in {*uncounted, *demonstrated}]
+    metrics = learner.step(replace(random_batch(3), rows=rows)).metrics
+    names = ("log_ratio_mean", "log_ratio_std", "log_ratio_min", "log_ratio_max", "effective_sample_ratio",
+             "sampler_kl", "truncated_fraction")  # fmt: skip
+    if not each:
+        assert not metrics.keys() & {*names}
+        assert (
+            metrics["learning_rate"]
+            == make_learner(double=True, name=name).step(random_batch(3)).metrics["learning_rate"]
+        )
+        return
+    sums = np.array([sum(one) for one in each])
+    weights, limited = np.exp(sums), np.minimum(np.exp(sums), 10)
+    ratios = np.exp(np.concatenate(each)) if name == "grpo" else weights
+    ess = weights.sum() ** 2 / (len(sums) * (weights**2).sum())
+    expected = [sums.mean(), sums.std(), sums.min(), sums.max(), ess, (limited - 1 - np.log(limited)).mean(),
+                ((ratios < 0.8) | (ratios > 1.2)).mean()]  # fmt: skip
+    assert [metrics[one] for one in names] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    plain = make_learner(double=True, name=name).step(random_batch(3)).metrics["learning_rate"]
+    assert metrics["learning_rate"] == pytest.approx(plain * math.sqrt(ess), rel=1e-5)
+
+
 def test_log_ratios_beyond_the_range_of_half_precision_are_its_limits():
     batch = mixed_batch(3, make_learner().policy)
     far = replace(batch.rows[3], sampling_logprobs=np.full(len(batch.rows[3].response_ids), -1e6, np.float32))

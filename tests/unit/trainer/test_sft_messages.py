@@ -172,6 +172,22 @@ def test_documents_of_a_row_are_rendered_or_refused(tmp_path):
     tokenizer.chat_template = "{% for d in documents %}[{{ d.text }}]{% endfor %}" + LOOP.format("", ASKS)
     prompt, _ = read(tmp_path, tokenizer, row)
     assert prompt == "[2+2=4]<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert read(tmp_path, tokenizer, row | {"documents": ["2+2=4"]})[0] == prompt
+
+
+def test_the_system_of_a_row_is_that_of_its_conversation(tmp_path):
+    tokenizer, system = tokenizer_of("qwen3"), {"role": "system", "content": "Be brief."}
+    expected = read(tmp_path, tokenizer, said(system, USER, content="4"))
+    assert "Be brief." in expected[0]
+    asked = {"system": "Be brief.", "response": "4"}
+    for row in (
+        said(content="4") | {"system": "Be brief."}, said(system, USER, content="4") | {"system": "Be brief."},
+        asked | {"prompt": "2+2?"}, asked | {"prompt": [USER]}, asked | {"prompt": json.dumps([USER])},
+    ):  # fmt: skip
+        assert read(tmp_path, tokenizer, row) == expected
+    for row in (said(system, USER, content="4") | {"system": "Think."}, said(content="4") | {"system": [system]}):
+        with pytest.raises(TaskError, match="rows.jsonl:1: `system` is .*: write a text, and no other system message"):
+            read(tmp_path, tokenizer, row)
 
 
 @pytest.mark.parametrize(

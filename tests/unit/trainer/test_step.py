@@ -319,12 +319,27 @@ def test_a_step_with_an_infinite_loss_counts_but_changes_neither_weights_nor_opt
     assert not torch.equal(parameters(learner), before)
 
 
+# Rewards of three groups, and the rows that are to blame.
+HUGE: list[tuple[list[list[float]], list[int]]] = [
+    ([[0, 1, 0, 0], [0, 1e160, 0, 1], [0, 0, 1, 0]], [5]),
+    ([[0, 1, 0, 0], [0, -1e160, 0, 1], [0, 0, 1, 0]], [5]),
+    ([[1e300, 1, 0, 0], [0, 1, 0, 1], [0, 0, 1, 1e300]], [0, 11]),
+    ([[0, 1, 0, 0], [1e40] * 4, [0, 0, 1, 0]], [4, 5, 6, 7]),
+    ([[0, 1, math.inf, 0], [0, 1, 0, 1], [0, 0, 1, 0]], [2]),
+    ([[0, 1, 0, 0], [0, 1, 0, 1], [-math.inf, 0, math.nan, 0]], [8, 10]),
+    ([[0, 1e6, 0, 0], [0, -1e6, 0, 1], [0, 0, 1, 0]], []),
+]
+
+
+@pytest.mark.parametrize(("rewards", "blamed"), HUGE)
 @pytest.mark.parametrize("name", ["tb", "tb_stale", "rloo", "oapl", "grpo", "cispo", "dr_grpo", "online_dpo"])
-def test_a_reward_that_the_buffer_would_refuse_skips_the_step_and_is_blamed_alone(name):
-    batch = random_batch(1)
-    result = make_learner(name=name).step(make_batch(batch.rows, [[0, 1, 0, 0], [0, 1e160, 0, 1], [0, 0, 1, 0]]))
-    assert result.blamed == [batch.rows[5].id]
-    assert result.metrics["skipped"] == 1
+def test_a_reward_that_the_buffer_would_refuse_skips_the_step_and_is_blamed_alone(name, rewards, blamed):
+    batch, learner = random_batch(1), make_learner(name=name)
+    before = parameters(learner)
+    result = learner.step(make_batch(batch.rows, rewards))
+    assert result.blamed == [batch.rows[n].id for n in blamed]
+    assert result.metrics["skipped"] == bool(blamed)
+    assert torch.equal(parameters(learner), before) == bool(blamed)
 
 
 def test_the_trajectory_whose_log_probability_is_nan_is_blamed():

@@ -51,14 +51,17 @@ _CHARACTERS = str.maketrans({sign: f"{plain} " if plain[-1].isalpha() else plain
 _LARGE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MONEY_CODES = "USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|CHF"
 # An argument of a fraction, which needs no braces if it is one sign.
-_ONE = r"(\{[^{}]*\}|\d|\\pi(?![a-z])|[A-Za-z](?![a-z]))"
+_ONE = r"(?:\{([^{}]*)\}|(\d|\\pi(?![a-z])|[A-Za-z](?![a-z])))"
 _FONT = r"\\(rm|bf|it|sf|tt)(?![a-z]) ?"
 # Units without `\\text`. Those that may be a product of variables follow a space.
 _SYMBOLS = (
     rf"(?:[kcd]m|mm|kg|mg|ft|yd|lbs?|oz|m[lL]|mph|m/s|min|sec|hrs?|{_MONEY_CODES}|[apAP]\.?[mM]|\\Omega|[kMG]?Hz|[kM]?Wh"
-    r"|kPa|k?cal|gal|mol|(?<= )(?:(?:sq|cu)\.? [a-z]+|yen|[msghL]|in|mi|ms|Pa|[kM][WJVN]|eV|[kKMGT]B))"
-    r"(?:/(?:s|min|h|sec|hr|day|[ck]?m|k?g|m?L|gal))?"
+    r"|kPa|k?cal|gal|mol|(?<= )(?:(?:sq|cu)\.? [a-z]+|yen|[msghLNJWVAK]|in|mi|ms|Pa|[kM][WJVN]|eV|[kKMGT]B))"
+    r"(?:/(?:s|min|h|sec|hr|day|[ck]?m|k?g|m?L|gal|K|mol|C))?"
 )
+_TEXT_UNIT = r"\\text\{[^{}]*\}(?: ?\^ ?\{?\d\}?)?"
+# A condition for numbers: a set-builder or a relation.
+CONDITION = re.compile(r"\\\{ ?[A-Za-z] ?(?:\\mid|\\?\||:|\\in)|[<>≠≤≥]|\\(?:[lg](?:t|eq?|eqslant)|neq?)(?![a-z])")
 
 # In this order. The size of brackets and the style of letters mean nothing, and neither do money and degrees. A space
 # between two numbers stays, as in 2 1/2, unless it separates thousands, and so does one after the comma of a list.
@@ -75,40 +78,54 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (rf"{_FONT}(?:\{{([^{{}}]*)\}}|([^{{}}]+))", r"\\math\1{\2\3}"),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![A-Za-z])|(?<!\\)\\[()\[\]]", ""),
         (r"\\(?:text)?color ?\{[^{}]*\}|\\(?:bm|boldsymbol|underline|checkmark)(?![A-Za-z])", ""),
-        (r"(?<=\d)\\,(?=\d{3}(?!\d))|(?<!\\)\\!", ""),
         # The line break of a matrix, `\\`, stays.
-        (r"(?<=\\\\) ?\[[^\[\]]*(?:pt|em|ex|mm)\]", ""),
-        (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|\\hspace ?\{[^{}]*\}|~", " "),
-        (r"\s+", " "),
+        (r"(?<=\d)\\,(?=\d{3}(?!\d))|(?<!\\)\\!|(?<=\\\\) ?\[[^\[\]]*(?:pt|em|ex|mm)\]", ""),
+        (r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|\\hspace ?\{[^{}]*\}|~|\s)+", " "),
+        (r"\\colon(?![a-z])| ?\\(?:text|mathrm|mbox) ?\{ ?: ?\} ?", ":"),
         (r" ?\{ ?([,:]) ?\} ?", r"\1"),
-        (r"\\colon(?![a-z])", ":"),
         (r"\\lbrace(?![a-z])", r"\\{"),
         (r"\\rbrace(?![a-z])", r"\\}"),
         (r"\\varnothing(?![a-z])|\\\{ ?\\\}", r"\\emptyset "),
         (r"\\(?:Bbb|mathbf) ?(?:\{ ?([RZNQ]) ?\}|([RZNQC]))|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2\3}"),
         # Constants and vectors are no units.
-        (r"\\(?:text|mathrm) ?\{ ?([eidjk]) ?\}|\\math(?:bf|it) ?\{ ?([A-Za-z]) ?\}", r"\1\2 "),
+        (r"\\(?:vec|hat) ?\{ ?\\?([ijk0])(?:math)? ?\}", r"\1 "),
+        (r"\\(?:text|mathrm) ?\{ ?([eidjk]) ?\}|\\math(?:bf|it) ?\{ ?([A-Za-z0]) ?\}", r"\1\2 "),
         (r"(?:[,;]|\(|\\text\{ ?(?:for|where)[a-z ]*\})+ ?\(?[a-z] ?\\in ?\\mathbb\{[ZN]\}\)?$", ""),
         (r"\\(?:backslash|smallsetminus)(?![a-z])|(?<=\\mathbb\{[A-Z]\}) ?-(?= ?\\\{)", r"\\setminus "),
+        (r"^[a-z] ?\\in(?![a-z]) ?", ""),
         (r"\\langle ?", "("),
         (r" ?\\rangle(?![a-z])", ")"),
         (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|emph|math(?:rm|it|bf|sf|tt)|[mh]box) ?\{", r"\\text{"),
         (r"^ ?\\operatorname ?\{([A-Za-z ]+)\} ?$", r"\\text{\1}"),
         (rf"(?:US(?= ?\\?\$) ?)?\\?\$|[€£¥₹\"“”]|^(?:\\text\{{)?(?:{_MONEY_CODES}|Rs\.?) ?\}}?(?= ?[-\d.])", ""),
         (r"\\text ?\{([^{}]*)\^\{(-?\d)\} ?\}", r"\\text{\1}^{\2}"),
+        # A decimal is compared in as many digits.
+        (r"\.(\d*?)((\d)\3{2,}|(\d{2,6})\4+) ?(?:\.{3}|\\[lc]?dots)", r".\1\\bar{\3\4}"),
+        (r"\\dot ?\{?(\d)\}?(?:(\d*)\\dot ?\{?(\d)\}?)?", r"\\bar{\1\2\3}"),
+        (r"\.(\d*)\\(?:overline|bar) ?\{(\d+)\}", r".\1" + 12 * r"\2"),
         (r"^[ *`]+|[ *.,;\\`]+$", ""),
         (r"\{ ?(\w+) ?\\choose ?(\w+) ?\}", r"{\\binom{\1}{\2}}"),
-        (r"^\{ ?((?:[^{}]|\{[^{}]*\})*)\}$", r"\1"),
+        (r"^\{ ?((?:[^{}]|\{[^{}]*\})*)\}$|^\\\{ ?([A-J]) ?\\\}$", r"\1\2"),
         (r"^(\\text\{)? ?(?i:(?:the )?(?:final |correct )?(?:answer|option|choice)(?: is|:)*)(?![a-z])[: *]*", r"\1"),
+        (r"^(\\text\{)? ?(?i:statement|figure|graph|diagram|equation|plan|point|set) (?=\(?[A-J]\b)", r"\1"),
+        (r"(?<=\S) ?\\text\{[ ,(]*(?:or )?(?:about|approximately|approx\.?|roughly) ?\}", r"\\approx "),
         (r"^(\\text\{)? ?(?i:about|approximately|around|roughly|exactly) ?|^\\approx(?![a-z])", r"\1"),
+        (r"^\\text\{ ?(?i:the|it)\b[A-Za-z ]*\b(?:is|are|equals)[ :]*\}| ?\\text\{ ?is the (?:final )?answer ?\}$", ""),
         (r"^\\text\{ ?(?:[Tt]he|[Aa]n|a) (?=[a-z]{2})", r"\\text{"),
+        (r"^([+-]?)(?:\\text\{ ?)?(?i:infinity) ?\}?$", r"\1\\infty"),
+        (r"^(?:\\text\{ ?)?(?i:all real(?: number)?s) ?\}?$", r"\\mathbb{R}"),
+        (r"^(?:\\text\{ ?)?DNE ?\}?$", r"\\text{does not exist}"),
+        (r"^(?:[a-z] ?\\equiv ?)?(-?\d+) ?\(?(?:\\[pb]|\\text\{ ?)mod ?\}? ?\{?(\d+)\}?\)?$", r"\1 \\pmod{\2}"),
         (r" ?\\text\{ ?(?:is|equals|is equal to) ?\}", "="),
         (r"\\text\{ ?([-+]?\d[\d,.:]*)", r"\1\\text{"),
-        (r"(\\\{ ?[a-z] ?(?:\\mid|\\?\||:)[^{}]*(?:\{[^{}]*\}[^{}]*)*)\\text\{ ?or ?\}", r"\1\\lor "),
-        (r",? ?(?:\\text\{[ ,]*(?:and|or) ?\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))(?! ?\}?$)", ", "),
+        (r"(\\text\{ ?[a-z.]+),? and ?\}(?= ?\d)", r"\1}, "),
+        (
+            r",? ?(?:\\text\{[ ,]*(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z]))(?! ?\}?$)",
+            lambda found: rf" \l{found[1] or found[2]} " if CONDITION.search(found.string) else ", ",
+        ),
         (r"(?<=\d) ?(?:\\text\{ ?to ?\}|to) ?(?=\d)", ":"),
         (r" ?(?:\\text\{ ?percent(?:age)? ?\}|percent(?:age)?\b|\\?%)", r"\\%"),
-        (r"(?<=\d) ?(?:\^ ?)?\{? ?(?:\\text\{ ?)?(?:st|nd|rd|th)(?: ?\})* ?$", ""),
+        (r"(?<=\d)(?:(?:st|nd|rd|th)(?![a-z])| ?(?:\^ ?)?\{? ?(?:\\text\{ ?)?(?:st|nd|rd|th)(?: ?\})+ ?$)", ""),
         (r"(?<=\d) ?\\circ(?![a-z])", r"^\\circ"),
         # The base of a number.
         (r"^\((\w+)\)(?=_)", r"\1"),
@@ -122,27 +139,24 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\\text\{ ?\}", ""),
         (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
         (r"(?<![A-Za-z])([A-Za-z])\(-(\d+)\)(?= ?=)", r"\1_{\2}"),
-        (
-            rf"\\(frac|binom) ?{_ONE} ?{_ONE}",
-            lambda found: rf"\{found[1]}{{{found[2].strip('{}')}}}{{{found[3].strip('{}')}}}",
-        ),
+        (rf"\\(frac|binom) ?{_ONE} ?{_ONE}", r"\\\1{\2\3}{\4\5}"),
         (r"\^ ?(\\frac\{[^{}]*\}\{[^{}]*\}|-\d+)", r"^{\1}"),
         (r"\\lg(?![a-z])", r"\\log_{10}"),
         (r"\\log_ ?(?:e(?![a-z])|\{ ?e ?\})", r"\\ln "),
         (r"(?<![\d.,/])(\d+) (\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
         (r"(?<=\d) (?=\d{3}(?!\d))", ""),
         (r"^(?:[^,(\[{]*=)? ?[+-]?[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", lambda found: found[0].replace(",", "")),
+        (r"(?<=[ct}]\{)([1-9]\d{0,2}),(\d{3})(?=\})", r"\1\2"),
         (r"(?<![\d.])0,(?=\d)", "0, "),
-        # A decimal is compared in as many digits.
-        (r"\.(\d*)\\(?:overline|bar) ?\{(\d+)\}", r".\1" + 12 * r"\2"),
         (
             rf"(?<=\d) ?(\\text\{{ ?)?({'|'.join(_LARGE)})\b",
             lambda found: rf"\cdot 10^{{{_LARGE[found[2]]}}}{found[1] or ''}",
         ),
-        (r"\\frac ?\{ ?(\\text\{[^{}]*\}) ?\} ?\{ ?(\\text\{[^{}]*\}) ?\}$", r"\1/\2"),
+        (rf"\\frac ?\{{ ?({_TEXT_UNIT}) ?\}} ?\{{ ?({_TEXT_UNIT}) ?\}}$", r"\1/\2"),
         (r"\\mu ?\\text\{", r"\\text{micro"),
         (
-            rf"(?<=[\d}}])(?: ?({_SYMBOLS})| ((?=.*[A-Za-z]{{4}})[A-Za-z]{{2,}}(?: [A-Za-z]{{2,}})*))(?= ?(?:\^.*)?$)",
+            rf"(?<=[\d}}])(?: ?({_SYMBOLS})| ((?=.*[A-Za-z]{{4}})[A-Za-z]{{2,}}(?: (?:an?|[A-Za-z]{{2,}}))*))"
+            r"(?= ?(?:\^.*)?$|(?: ?\^ ?\d)?,)",
             r"\\text{\1\2}",
         ),
     )
@@ -157,21 +171,22 @@ _NO_UNIT = (
 # A trailing text is a unit, unless it has such a word or a number, and so is the base of a number.
 _UNIT = re.compile(
     rf"(?:(?: |/|\\cdot|\()*\\text\{{(?!.*\b{_NO_UNIT}\b)(?:[^{{}}\d]|(?<=[a-z^])\d|(?<=\^-)\d)*\}}"
-    r"(?: ?\^ ?\{?-?\d\}?)?\)?)+$"
-    r"|(?<=\d)_ ?\{?\d+\}?$"
+    r"(?: ?\^ ?\{?-?\d\}?)?\)?)+$|(?<=\d)_ ?\{?\d+\}?$"
 )
-_SYNONYMS = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
-    ft foot feet, yd yard, mi mile, g gram, kg kilogram, lb, oz ounce, ml milliliter millilitre, l liter litre,
-    s sec second, min minute, h hr hour, day, week, month, year, am, pm, dollar usd, cent, eur euro, gbp, yen jpy,
-    inr rupee, gal gallon, hz hertz, khz kilohertz, mhz megahertz, ghz gigahertz, w watt, kw kilowatt, mw megawatt,
-    wh, kwh, mwh, ms millisecond, n newton, j joule, kj kilojoule, v volt, pa pascal, kpa kilopascal, mol mole,
-    cal calorie, kcal, kb kilobyte, mb megabyte, gb gigabyte, tb terabyte"""
+_SYNONYMS = """nm nanometer nanometre, mm millimeter millimetre, cm centimeter centimetre, dm, m meter metre, km
+    kilometer kilometre, in inch inche, ft foot feet, yd yard, mi mile, acre, ha hectare, mg milligram, g gram, kg
+    kilogram, t ton tonne, lb pound gbp, oz ounce, ml milliliter millilitre, l liter litre, gal gallon, cup, pint
+    pt, quart qt, tbsp tablespoon, tsp teaspoon, ms millisecond, s sec second, min minute, h hr hour, day, week,
+    month, year yr, decade, century centurie, am, pm, dollar usd, cent, eur euro, yen jpy, inr rupee, hz hertz, khz
+    kilohertz, mhz megahertz, ghz gigahertz, w watt, kw kilowatt, mw megawatt, wh, kwh, mwh, n newton, kn, j joule,
+    kj kilojoule, mj, v volt, a amp ampere, ohm, pa pascal, kpa kilopascal, k kelvin, celsius, fahrenheit, degree
+    deg, radian rad, mol mole, cal calorie, kcal, ev, kb kilobyte, mb megabyte, gb gigabyte, tb terabyte"""
 _UNITS = {name: names.split()[0] for names in _SYNONYMS.split(",") for name in names.split()}
 # A sign of money before a number. Two dollar signs are those of a formula.
 _MONEY = re.compile(
     rf"^(?:\\text\{{)?[ -]*(?:US ?)?(\\\$|\$(?!.*\$)|[€£¥₹]|(?:{_MONEY_CODES})(?=[ }}]*[-\d.]))|([€£¥₹])[ .}}$]*$"
 )
-_CURRENCIES = {"€": "eur", "£": "gbp", "¥": "yen", "₹": "inr"}
+_CURRENCIES = {"€": "eur", "£": "lb", "¥": "yen", "₹": "inr"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _UNIT_PART = re.compile(r"(/)|([a-z]+)(?: *\^ *(-?\d)(?!\d))?|(\S)")
 Unit = frozenset[tuple[str, int]]
@@ -185,9 +200,8 @@ def why_no_gold(gold: str, *, math: bool = False) -> str:
     words = _TEXT.sub(r"\1", gold).lower().strip("() .$\n\t")
     if gold.strip() == "None" or _NO_ANSWER.fullmatch(words or "?"):
         return "it is no answer"
-    return (
-        "it is a sentence, to which no answer is equal" if math and _SENTENCE.match(_TEXT.sub("", gold).lower()) else ""
-    )
+    is_sentence = math and _SENTENCE.match(_TEXT.sub("", gold).lower())
+    return "it is a sentence, to which no answer is equal" if is_sentence else ""
 
 
 def last_boxed(text: str) -> str | None:
@@ -236,9 +250,11 @@ def plain(answer: str) -> tuple[str, Unit]:
     if not re.search(r"\d|\\(?!text)", value):
         return answer.strip(), Unit()
     unit = answer[len(value) :]
+    # Each element of a list may have it.
+    value = value.replace(f"{unit},", ",").strip()
     if unit.startswith("_"):
-        return value.strip(), Unit({("base", int("".join(filter(str.isdigit, unit))))})
-    return value.strip(), _unit(re.sub(r"\\text|\\cdot|[{}]", " ", unit).replace(".", "").lower(), money, value)
+        return value, Unit({("base", int("".join(filter(str.isdigit, unit))))})
+    return value, _unit(re.sub(r"\\text|\\cdot|[{}]", " ", unit).replace(".", "").lower(), money)
 
 
 def _spelled(form: str, text: str) -> str:
@@ -250,24 +266,24 @@ def _spelled(form: str, text: str) -> str:
     return mark + "{" + "".join(letters) + "}" if mark else normalize("NFKC", text)
 
 
-def _unit(text: str, money: str, value: str) -> Unit:
+def _unit(text: str, money: str) -> Unit:
     sign, power, powers = 1, 1, Counter({money: 1} if money else {})
-    # `ms^{-1}` is m/s.
-    text = re.sub(r"\bms(?= *\^ *-)", "m s", text.replace("mph", "mi/h"))
+    # `ms^{-1}` is m/s, and `in` before a word no inch.
+    text = re.sub(r"\bms(?= *\^ *-)", "m s", re.sub(r"\bin(?= +[a-z])", "", text.replace("mph", "mi/h")))
     for slash, word, exponent, other in _UNIT_PART.findall(text):
         # No plural of one or two letters: ms is not m.
         name = _UNITS.get(word) or (_UNITS.get(word.removesuffix("s")) if len(word) > 2 else None)
-        if slash or word == "per":
+        if other:
+            return Unit()
+        if slash or word == "per" or (word in ("a", "an", "each", "every") and powers):
             sign = -1
         elif word in _POWERS and power == 1:
             power = _POWERS[word]
-        elif name and not other:
+        # Other words say what is counted, and are not compared.
+        elif name:
             powers[name] += sign * power * int(exponent or 1) * (name != money)
             power = 1
-        else:
-            return Unit()
-    # The unit of a list may be that of its last element.
-    return Unit() if power != 1 or "," in value else Unit((name, count) for name, count in powers.items() if count)
+    return Unit() if power != 1 else Unit((name, count) for name, count in powers.items() if count)
 
 
 def normalised(answer: str) -> str:

@@ -37,6 +37,8 @@ _SPELLINGS = (
     (re.compile(rf"({_STATES} ?\$?)[-\N{{EN DASH}}\N{{EM DASH}}] (?={_CURRENCY} ?[\d.])"), r"\1-"),
     (re.compile(rf"(?<!\d)(?<!\d\$)-(?:\*\*)?{_CURRENCY}\s?(?=[\d.])"), "-"),
     (re.compile(r"\{,\}|,\\!|，"), ","),
+    # The power of a unit.
+    (re.compile(r"(?<=[A-Za-z}]) ?\^ ?\{?[23]\}?(?!\.?\d)"), ""),
     (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2007\u2009\u202f])(?=\d{3}(?!\d))"), ""),
     (re.compile(_SPACED, re.MULTILINE), lambda found: re.sub(r"(?<=\d) ", "", found[0])),
     (re.compile(r"(?<![\w.])\d{1,3}(?:['’_]\d{3})+(?!\w)"), lambda found: re.sub(r"\D", "", found[0])),

@@ -12,15 +12,7 @@ from tba.common.log import get_logger
 from tba.searcher.tasks.answers import last_boxed, why_no_gold
 from tba.searcher.tasks.rows import RowsTask, answers_in, question_in
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
-from tba.searcher.tasks.verdict import (
-    MAX_CHARACTERS,
-    OutsideMainThread,
-    is_readable,
-    is_right,
-    is_text,
-    math_verify,
-    parse,
-)
+from tba.searcher.tasks.verdict import MAX_CHARACTERS, NotMainThread, is_readable, is_right, is_text, math_verify, parse
 
 log = get_logger(__name__)
 
@@ -82,7 +74,7 @@ class MathTask(RowsTask):
     def _is_readable(self, prompt: Prompt) -> bool:
         try:
             return is_readable(prompt.answer)
-        except (MemoryError, OutsideMainThread):
+        except (MemoryError, NotMainThread):
             raise
         # A BaseException. On a busy machine any answer may take so long, and it can be read another time.
         except math_verify().errors.TimeoutException:

@@ -6,7 +6,6 @@ that a reward worker scores what the searcher generated. The child is `python -m
 the problems depend on nothing but the settings and the version of reasoning-gym.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from typing import Any
 
 from tba.common.errors import MissingExtra, TaskError
 from tba.common.log import get_logger
+from tba.searcher.tasks.rows import key_of
 from tba.searcher.tasks.task import CORRECT, Prompt, Reward
 
 log = get_logger(__name__)
@@ -34,6 +34,7 @@ _ATTEMPTS = 4
 # Between the seeds of training and of held-out problems.
 _SEED_DISTANCE = 1_000_000_007
 _TUPLE, _DICT = "!tuple", "!dict"
+_Generators = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class ReasoningGymTask:
 
     def __init__(
         self,
-        generators: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
+        generators: _Generators,
         size: int = 1000,
         held_out_size: int = 100,
         seed: int = 0,
@@ -153,9 +154,7 @@ def _answer(response: str) -> str:
     return (before.rpartition(_OPEN)[2] if closed else response).strip()
 
 
-def _settings(
-    generators: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
-) -> dict[str, tuple[float, dict[str, Any]]]:
+def _settings(generators: _Generators) -> dict[str, tuple[float, dict[str, Any]]]:
     """Return (weight, settings) by name of generator."""
     if isinstance(generators, str):
         generators = [generators]
@@ -207,11 +206,7 @@ def make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         held_out += islice(_different(name, held_out_size, items.seed + _SEED_DISTANCE, settings, seen), held_out_size)
         training += islice(_different(name, size, items.seed, settings, seen), size)
     # The first N, of `task.limit`, then have the proportions of all.
-    return sorted(training, key=_order), sorted(held_out, key=_order)
-
-
-def _order(problem: dict[str, Any]) -> str:
-    return hashlib.sha256(problem["key"].encode()).hexdigest()
+    return sorted(training, key=lambda one: key_of(one["key"])), sorted(held_out, key=lambda one: key_of(one["key"]))
 
 
 def _different(
@@ -226,12 +221,8 @@ def _different(
         if entry["question"] in seen:
             continue
         seen.add(entry["question"])
-        yield {
-            "key": f"{name}-{seed}-{index}",
-            "generator": name,
-            "question": entry["question"],
-            "entry": encode_entry(entry),
-        }
+        made = {"generator": name, "question": entry["question"], "entry": encode_entry(entry)}
+        yield {"key": f"{name}-{seed}-{index}"} | made
 
 
 def encode_entry(value: Any) -> Any:

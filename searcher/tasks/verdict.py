@@ -8,17 +8,17 @@ with variables must agree where these have sample values, and then be equal for 
 import re
 import threading
 from functools import lru_cache
+from itertools import accumulate
 from string import ascii_letters, ascii_lowercase
 from typing import Any
 
 from tba.common.errors import MissingExtra
-from tba.searcher.tasks.answers import normalised, plain
+from tba.searcher.tasks.answers import CONDITION, normalised, plain
 
 # The limit of each parse and each comparison. Three of them take less than the default of task.reward_seconds.
 LIMIT_SECONDS = 3
 # A longer answer is compared as text only.
 MAX_CHARACTERS = 1_000
-_MAX_PARSED = 20_000
 # Of an element of a list, which doubles with each.
 _MOST_SIGNS = 3
 # Two different fractions agree in fewer digits than their numerators and denominators have in all.
@@ -41,7 +41,9 @@ _SET_BUILDER = re.compile(
     r"(?:\\(?:mid|vert|colon)(?![a-z])|\\?\||:) ?(?!.*\\\{)(.+?) ?\\\}"
 )
 # One letter, unless it is in a command or a text, or the exponent of a decimal.
-_LETTER = re.compile(r"\\(?:text|mathbb|operatorname) ?\{[^{}]*\}|\\[A-Za-z]+|(?<=\d)[eE](?=[+-]?\d)|([A-Za-z])")
+_LETTER = re.compile(
+    r"\\(?:text|mathbb|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+|(?<=\d)[eE](?=[+-]?\d)|([A-Za-z])"
+)
 _EXPONENT = re.compile(r"^([+-]?[\d.]+)[eE]([+-]?\d+)$")
 _RATIO = re.compile(r"[^:,=]+(?::[^:,=]+){2,}")
 _PLUS_OR_MINUS = re.compile(r"\\(pm|mp)(?![a-z])")
@@ -57,16 +59,16 @@ _CASES = r"\begin{cases}"
 _NAMES = [
     (re.compile(r"(?:(?<![A-Za-z])m ?)?\\(?:angle|triangle) ?(?=[A-Z{])|\|(?=[A-Z]{2}\|)|(?<=[A-Z]{2})\|"), ""),
     (re.compile(r"(?<![A-Za-z\\_])(?<!_\{)([A-Z]{2,4})(?![A-Za-z])"), r"s_{\1}"),
-    (
-        re.compile(r"\b(?:E\(|[A-Z]\[)(\w+)[)\]]|\b[f-h](?:\(([f-h])\([^()]*\)\)|\^ ?\{ ?-1 ?\} ?\((\w+)\))"),
-        r"P(\1\2\3)",
-    ),
+    (re.compile(r"\b(?:E\(|[A-Z]\[)(\w+)[)\]]|\b[f-h](?:\(([f-h])\([^()]*\)\)|\^\{-1\} ?\((\w+)\))"), r"P(\1\2\3)"),
+    # The inverse of a matrix.
+    (re.compile(r"(?<=^[A-Z])\^\{-1\}"), ""),
 ]
+_ANGLE = re.compile(r"(?:(?<![A-Za-z])m ?)?\\angle ?\{? ?([A-Z]{3})(?![A-Za-z])(?: ?\})?")
 # A name that math-verify cannot read, such as `P(A|B)`.
 _UNREAD_NAME = re.compile(r"(?:(?!\\(?:log|ln|lg|sqrt|exp|frac)(?![a-z]))[^\d+^*/=<>!-]|_ ?\{?\d+)+")
 
 
-class OutsideMainThread(RuntimeError):
+class NotMainThread(RuntimeError):
     """A task that needs the main thread is scored in another one."""
 
 
@@ -108,14 +110,16 @@ def is_text(gold: str) -> bool:
 def is_readable(gold: str) -> bool:
     """Return whether an answer could equal this gold answer. Raises as `is_right` does."""
     gold = _each_sign(plain(gold)[0]) if not is_text(gold) else gold
-    is_set = _SET_BUILDER.fullmatch(gold) and _real_set(gold) is not None
+    is_set = CONDITION.search(gold) and _real_set(gold)[1] is not None
     return bool(is_set or is_text(gold) or _read_gold(_views(gold)[0]) is not None)
 
 
 def read(answer: str) -> Any:
     """Return a SymPy object, or None for what math-verify cannot read. Raises for its time limit."""
-    from sympy import nan, zoo
+    from sympy import Eq, FiniteSet, nan, zoo
 
+    answer = re.sub(r"\\l(?:and|or)(?![a-z])", ",", answer)
+    answer = _ANGLE.sub(lambda found: f"s_{{{min(found[1], found[1][::-1])}}}", answer)
     answer = _EXPONENT.sub(r"\1\\cdot 10^{\2}", f"x{answer}" if _RELATION.match(answer) else answer)
     names, equals, value = answer.rpartition("=")
     for pattern, symbol in _NAMES:
@@ -125,16 +129,18 @@ def read(answer: str) -> Any:
     name, _, value = answer.partition("=")
     if found is None and value and _UNREAD_NAME.fullmatch(name):
         return read(value)
+    if isinstance(found, Eq) and isinstance(found.rhs, FiniteSet):
+        return FiniteSet(*(Eq(found.lhs, one, evaluate=False) for one in found.rhs.args))
     return None if found in (nan, zoo) else found
 
 
-_read_gold = lru_cache(_MAX_PARSED)(read)
+_read_gold = lru_cache(20_000)(read)
 
 
 def parse(text: str, *, numbers: bool = True) -> list[Any]:
     """Return a SymPy object that math-verify finds, and its text; with `numbers` the last one of an unreadable text."""
     if threading.current_thread() is not threading.main_thread():
-        raise OutsideMainThread("math-verify limits its time by a signal, so math is scored in the main thread only")
+        raise NotMainThread("math-verify limits its time by a signal, so math is scored in the main thread only")
     library = math_verify()
     # A unit is cut off before: math-verify would take the variable of 5t for one.
     normalisation = library.parser.NormalizationConfig(
@@ -175,7 +181,7 @@ def _words(answer: str, always: bool = False) -> list[str]:
     items = ["".join(filter(str.isalpha, item)) for item in re.split("[,;]", text)]
     if not _WORDS.fullmatch(text) or (not always and text == answer and all(map(_PRODUCT.fullmatch, items))):
         return []
-    return sorted(item.casefold() for item in items)
+    return sorted(item.casefold().removesuffix("s") for item in items)
 
 
 def _without_text(answer: str) -> str:
@@ -184,20 +190,22 @@ def _without_text(answer: str) -> str:
 
 def _same_value(gold: str, answer: str) -> bool:
     pair = (gold, answer) = _with_case(_each_sign(gold), _each_sign(answer))
-    if any(map(_SET_BUILDER.fullmatch, pair)):
-        return _same_set(*pair)
+    if any(map(CONDITION.search, pair)):
+        (name, numbers), (other_name, others) = _real_set(gold), _real_set(answer)
+        if None not in (numbers, others):
+            return (name == other_name or "" in (name, other_name)) and bool((numbers ^ others).is_empty)
+        if any(map(_SET_BUILDER.fullmatch, pair)) or len({"\\lor" in one for one in pair}) > 1:
+            return False
     # math-verify reads a pair of numbers as a set, and a set of sets as one of their elements.
     if any(_SET.match(one) and _NO_SET.fullmatch(other) for one, other in (pair, pair[::-1])):
         return False
-    if len({bool(_SET_OF_SETS.search(one)) for one in pair}) > 1:
-        return False
     # Also of `a:b:c = 1:2:3`.
-    ratios = [one.rpartition("=")[2] if _RATIO.fullmatch(one.rpartition("=")[2]) else "" for one in pair]
-    if any(ratios):
-        if not all(ratios):
-            return False
-        pair = (_quotients(*ratios[0].split(":")), _quotients(*ratios[1].split(":")))
-    return any(_equal(*views) for views in dict.fromkeys(zip(*map(_views, pair), strict=True)))
+    ratios = [_RATIO.fullmatch(one.rpartition("=")[2]) for one in pair]
+    if len({bool(_SET_OF_SETS.search(one)) for one in pair}) > 1 or any(ratios) != all(ratios):
+        return False
+    if all(ratios):
+        gold, answer = (_quotients(*one[0].split(":")) for one in ratios if one)
+    return any(_equal(*views) for views in dict.fromkeys(zip(_views(gold), _views(answer), strict=True)))
 
 
 def _each_sign(answer: str) -> str:
@@ -209,13 +217,9 @@ def _each_sign(answer: str) -> str:
         return answer
     is_set = re.fullmatch(r"(\\\{)((?:(?!\\\}).)*)(\\\})", answer)
     start, inside, end = is_set.groups() if is_set else ("", answer, "")
-    depth, parts = 0, [""]
-    for sign in re.findall(r"\\?.", inside):
-        depth += (sign[-1] in "([{") - (sign[-1] in ")]}")
-        if sign in ",;" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += sign
+    depths = accumulate((sign in "([{") - (sign in ")]}") for sign in inside)
+    marked = ("\n" if sign in ",;" and not depth else sign for sign, depth in zip(inside, depths, strict=True))
+    parts = "".join(marked).split("\n")
     for _ in range(_MOST_SIGNS):
         parts = [one for part in parts for one in _both(part)]
     return start + ",".join(parts) + end
@@ -238,31 +242,33 @@ def _with_case(gold: str, answer: str) -> tuple[str, str]:
     return gold, answer
 
 
-def _same_set(gold: str, answer: str) -> bool:
-    """Whether two answers are one set of real numbers, of which one at least is `{x | condition}`."""
-    sets = _real_set(gold), _real_set(answer)
-    return None not in sets and bool((sets[0] ^ sets[1]).is_empty)
+def _real_set(answer: str) -> tuple[str, Any]:
+    """Return a set of real numbers and the variable of its condition, "" without one or with braces.
 
-
-def _real_set(answer: str) -> Any:
-    """Return a set of real numbers, None for what is none, or none that SymPy makes of its condition."""
+    The set is None for what is none, or none that SymPy makes of its condition.
+    """
     from sympy import And, Float, Or, Rational, Set, Symbol
     from sympy.core.relational import Relational
 
     builder = _SET_BUILDER.fullmatch(answer)
-    parts = [read(one) for one in re.split(r"\\(?:vee|lor)(?![a-z])", builder[2] if builder else answer)]
-    found = Or(*parts) if all(isinstance(one, (Relational, And)) for one in parts) else parts[0]
-    is_set, symbols = isinstance(found, Set), getattr(found, "free_symbols", ())
+    either = re.split(r"\\(?:vee|lor)(?![a-z])", builder[2] if builder else answer)
+    parts = [[read(one) for one in re.split(r"\\(?:wedge|land)(?![a-z])", both)] for both in either]
+    atoms = [one for part in parts for both in part for one in (both.args if isinstance(both, And) else [both])]
+    # Without braces it is solved for its variable.
+    solved = all(isinstance(one, Relational) and (builder or one.lhs.is_Symbol or one.rhs.is_Symbol) for one in atoms)
+    found = Or(*(And(*part) for part in parts)) if solved else atoms[0] if len(atoms) == 1 else None
+    is_set, symbols = isinstance(found, Set) and not builder, getattr(found, "free_symbols", ())
     # A condition has one variable, and a list is no condition.
-    if len(symbols) != (not is_set) or (builder and (is_set or str(*symbols) != builder[1].lower())):
-        return None
+    if not (is_set or solved) or len(symbols) != solved or (builder and str(*symbols) != builder[1].lower()):
+        return "", None
     exact = {number: Rational(str(number)) for number in found.atoms(Float)}
     found = found.xreplace(exact | {one: Symbol("x", real=True) for one in symbols}).doit()
     try:
-        return found if is_set else math_verify().utils.timeout(LIMIT_SECONDS)(found.as_set)()
-    # Neither can be solved, or it is no condition, such as `2x`.
+        numbers = found if is_set else math_verify().utils.timeout(LIMIT_SECONDS)(found.as_set)()
+    # It cannot be solved.
     except (NotImplementedError, AttributeError):
-        return None
+        numbers = None
+    return "" if builder else "".join(map(str, symbols)), numbers
 
 
 def _views(answer: str) -> tuple[str, str, str]:
@@ -273,16 +279,13 @@ def _views(answer: str) -> tuple[str, str, str]:
 
 
 def _quotients(first: str, *others: str) -> str:
-    quotients = ", ".join(rf"\frac{{{other}}}{{{first}}}" for other in others)
-    return f"({quotients})"
+    return "(" + ", ".join(rf"\frac{{{other}}}{{{first}}}" for other in others) + ")"
 
 
 def _equal(gold: str, answer: str) -> bool:
     expected = _read_gold(gold)
     found = None if expected is None else read(answer)
-    if found is None:
-        return False
-    return bool(math_verify().utils.timeout(LIMIT_SECONDS)(equal)(expected, found))
+    return found is not None and bool(math_verify().utils.timeout(LIMIT_SECONDS)(equal)(expected, found))
 
 
 def equal(gold: Any, answer: Any) -> bool:
@@ -345,21 +348,23 @@ def _members(listed: Any) -> list[Any]:
 
 
 def _equal_lists(gold: Any, answer: Any) -> bool:
-    from sympy import FiniteSet
+    from sympy import Eq, FiniteSet
 
     golds, answers = _members(gold), _members(answer)
     if golds == [gold] and isinstance(answer, FiniteSet):
         # `1/2, 0.5` is one value twice.
         return all(equal(gold, one) for one in answers)
     named, others = _by_name(golds), _by_name(answers)
-    if len(golds) != len(answers) or (named and others and named.keys() != others.keys()):
+    # `x=1, x=2` is not `x=1, y=2`.
+    names = [one.keys() or any(isinstance(two, Eq) for two in two) for one, two in ((named, golds), (others, answers))]
+    if len(golds) != len(answers) or (all(names) and names[0] != names[1]):
         return False
     if named or (others and not isinstance(gold, FiniteSet)):
         # The coordinates of a point are in the order of their names, or in that of the gold answer.
         orders = [sorted(named)] if others else [sorted(named), list(named)]
         values = [others[name] for name in sorted(others)] or answers
         return any(all(map(equal, [named[name] for name in order] or golds, values)) for order in orders)
-    if not isinstance(gold, FiniteSet):
+    if not (isinstance(gold, FiniteSet) and isinstance(answer, FiniteSet)):
         return all(map(equal, golds, answers))
     for one in golds:
         found = next((n for n, other in enumerate(answers) if equal(one, other)), None)

@@ -37,6 +37,7 @@ _SPELLINGS = (
     (re.compile(rf"({_STATES} ?\$?)[-\N{{EN DASH}}\N{{EM DASH}}] (?={_CURRENCY} ?[\d.])"), r"\1-"),
     (re.compile(rf"(?<!\d)(?<!\d\$)-(?:\*\*)?{_CURRENCY}\s?(?=[\d.])"), "-"),
     (re.compile(r"\{,\}|,\\!|，"), ","),
+    (re.compile(r"(?<=\d)[kK](?!\w)"), "e3"),
     # The power of a unit.
     (re.compile(r"(?<=[A-Za-z}]) ?\^ ?\{?[23]\}?(?!\.?\d)"), ""),
     (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2007\u2009\u202f])(?=\d{3}(?!\d))"), ""),

@@ -59,6 +59,7 @@ _SYMBOLS = (
     r"|kPa|k?cal|gal|mol|(?<= )(?:(?:sq|cu)\.? [a-z]+|yen|[msghLNJWVAK]|in|mi|ms|Pa|[kM][WJVN]|eV|[kKMGT]B))"
     r"(?:/(?:s|min|h|sec|hr|day|[ck]?m|k?g|m?L|gal|K|mol|C))?"
 )
+_DEGREES = {"C": "celsius", "F": "fahrenheit"}
 _TEXT_UNIT = r"\\text\{[^{}]*\}(?: ?\^ ?\{?\d\}?)?"
 # A condition for numbers: a set-builder or a relation.
 CONDITION = re.compile(r"\\\{ ?[A-Za-z] ?(?:\\mid|\\?\||:|\\in)|[<>≠≤≥]|\\(?:[lg](?:t|eq?|eqslant)|neq?)(?![a-z])")
@@ -79,7 +80,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![A-Za-z])|(?<!\\)\\[()\[\]]", ""),
         (r"\\(?:text)?color ?\{[^{}]*\}|\\(?:bm|boldsymbol|underline|checkmark)(?![A-Za-z])", ""),
         # The line break of a matrix, `\\`, stays.
-        (r"(?<=\d)\\,(?=\d{3}(?!\d))|(?<!\\)\\!|(?<=\\\\) ?\[[^\[\]]*(?:pt|em|ex|mm)\]", ""),
+        (r"(?<=\d)\\,(?=\d{3}(?!\d))|\s*(?<!\\)\\!\s*|(?<=\\\\) ?\[[^\[\]]*(?:pt|em|ex|mm)\]", ""),
         (r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|\\hspace ?\{[^{}]*\}|~|\s)+", " "),
         (r"\\colon(?![a-z])| ?\\(?:text|mathrm|mbox) ?\{ ?: ?\} ?", ":"),
         (r" ?\{ ?([,:]) ?\} ?", r"\1"),
@@ -90,7 +91,16 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         # Constants and vectors are no units.
         (r"\\(?:vec|hat) ?\{ ?\\?([ijk0])(?:math)? ?\}", r"\1 "),
         (r"\\(?:text|mathrm) ?\{ ?([eidjk]) ?\}|\\math(?:bf|it) ?\{ ?([A-Za-z0]) ?\}", r"\1\2 "),
-        (r"(?:[,;]|\(|\\text\{ ?(?:for|where)[a-z ]*\})+ ?\(?[a-z] ?\\in ?\\mathbb\{[ZN]\}\)?$", ""),
+        # Of what the variable of a function, or a parameter, may be.
+        (r"(?:[,;]|\(|\\forall|\\text\{ ?(?:for|where)[a-z ]*\})+ ?\(?[a-z] ?\\in ?\\mathbb\{[ZNR]\}\)?$", ""),
+        (
+            r"^([^=<>]*=.*?)[ ,;(]*(?:\\forall|\\text\{[ ,(]*(?:for|where) [a-z ]*\})"
+            r" ?[a-z](?:\\text\{ ?is an? [a-z ]*\})?[ )]*$",
+            r"\1",
+        ),
+        (r"^\\text\{ ?(?:for )?(?:all|only)(?: (?:positive )?integers)? ?\} ?(?=[kmn] ?(?:[<>=≥≤]|\\[lg]e))", ""),
+        # `!=` is no relation after a number.
+        (r"(?<=\d)!(?==)", "! "),
         (r"\\(?:backslash|smallsetminus)(?![a-z])|(?<=\\mathbb\{[A-Z]\}) ?-(?= ?\\\{)", r"\\setminus "),
         (r"^[a-z] ?\\in(?![a-z]) ?", ""),
         (r"\\langle ?", "("),
@@ -131,9 +141,13 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"^\((\w+)\)(?=_)", r"\1"),
         # An angle has a value: the sine of 30 degrees is not that of 30.
         (
-            r"(\\(?:sin|cos|tan|cot|sec|csc) ?(?:\^ ?\{?-?\d+\}?)?) ?([({]?) ?(-?\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})"
-            r" ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree) ?[)}]?",
+            r"(\\(?:sin|cos|tan|cot|sec|csc) ?(?:\^ ?\{?-?\d+\}?)?) ?([({])? ?(-?\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})"
+            r" ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree)(?(2) ?[)}])",
             r"\1{(\3\\cdot\\frac{\\pi}{180})}",
+        ),
+        (
+            r"(?<=\d) ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree) ?(?:\\text\{ ?([CF]) ?\}|([CF])(?![a-z]))? ?$",
+            lambda found: rf"\text{{degree {_DEGREES.get(found[1] or found[2], '')}}}",
         ),
         (r" ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree) ?(?:\\text\{ ?[CF] ?\}|[CF](?![a-z]))?", ""),
         (r"\\text\{ ?\}", ""),

@@ -256,7 +256,7 @@ def _real_set(answer: str) -> tuple[str, Any]:
     atoms = [one for part in parts for both in part for one in (both.args if isinstance(both, And) else [both])]
     # Without braces it is solved for its variable.
     solved = all(isinstance(one, Relational) and (builder or one.lhs.is_Symbol or one.rhs.is_Symbol) for one in atoms)
-    found = Or(*(And(*part) for part in parts)) if solved else atoms[0] if len(atoms) == 1 else None
+    found: Any = Or(*(And(*part) for part in parts)) if solved else atoms[0] if len(atoms) == 1 else None
     is_set, symbols = isinstance(found, Set) and not builder, getattr(found, "free_symbols", ())
     # A condition has one variable, and a list is no condition.
     if not (is_set or solved) or len(symbols) != solved or (builder and str(*symbols) != builder[1].lower()):

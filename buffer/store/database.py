@@ -32,8 +32,8 @@ _CACHE_KIB = 64 << 10
 _PAGE_BYTES = 8192
 # A known database up to this size is checked at each start, which takes at most a second.
 _CHECKED_BYTES = 128 << 20
-# As much in the WAL is worth a checkpoint, which takes tens of milliseconds.
-_CHECKPOINT_BYTES = 8 << 20
+# As much in the WAL is worth a checkpoint: twice as much takes twice as long, and a status waits for it.
+_CHECKPOINT_BYTES = 4 << 20
 # Approximate bytes that a transaction adds to the WAL for pages of tables and indexes, and for each row that it changes
 # without its blobs. Measured.
 _TRANSACTION_BYTES, _ROW_BYTES = 32 << 10, 512

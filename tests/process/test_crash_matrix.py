@@ -167,7 +167,7 @@ def check_status(database: Path, status: Status) -> None:
 # Real servers on a disk simulated by failing_disk.c. Each test ends with a power cut, which leaves what the disk holds.
 # A put is 256 KiB.
 TOKENS = 8192
-# The WAL is checkpointed after 32 puts, which are 8 MiB.
+# The WAL is checkpointed after 16 puts, which are 4 MiB.
 PUTS = 40
 
 # A writer whose SQLite syncs the database at the end of a checkpoint, and the WAL at a commit.

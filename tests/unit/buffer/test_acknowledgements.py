@@ -138,10 +138,10 @@ def put_a_group(serving, trajectory) -> None:
 
 def test_a_put_is_acknowledged_before_the_checkpoint_that_follows_it(serving, trajectory, monkeypatch):
     database, checkpoint, released = serving.store.database, serving.store.database.checkpoint, threading.Event()
-    # The put is what exceeds 8 MiB.
-    database.written = 8 << 20
+    # The put is what exceeds 4 MiB.
+    database.written = 4 << 20
     monkeypatch.setattr(
-        database, "checkpoint", lambda: checkpoint() if database.written <= 8 << 20 else released.wait(60)
+        database, "checkpoint", lambda: checkpoint() if database.written <= 4 << 20 else released.wait(60)
     )
     try:
         serving.put([trajectory()])

@@ -77,7 +77,7 @@ def runs_without_wal(path) -> list[str]:
         return [name for (name,) in reader.execute("SELECT name FROM runs")]
 
 
-@pytest.mark.parametrize(("mib", "found"), [(7, []), (9, ["demo"])])
+@pytest.mark.parametrize(("mib", "found"), [(3, []), (5, ["demo"])])
 def test_a_wal_that_has_grown_is_copied_to_the_database(served, mib, found):
     served.database.written = mib << 20
     served.database.checkpoint()
@@ -85,7 +85,7 @@ def test_a_wal_that_has_grown_is_copied_to_the_database(served, mib, found):
 
 
 def test_a_wal_that_has_grown_waits_for_the_next_transaction(served):
-    served.database.written = 9 << 20
+    served.database.written = 5 << 20
     assert runs_without_wal(served.path) == []
     with served.transaction():
         assert runs_without_wal(served.path) == ["demo"]
@@ -123,7 +123,7 @@ class FullDisk:
 
 def test_a_checkpoint_without_space_is_a_warning_and_writing_continues(served, caplog, monkeypatch):
     monkeypatch.setattr(served.database, "_connection", FullDisk(served.database._connection))
-    served.database.written = 9 << 20
+    served.database.written = 5 << 20
     served.database.checkpoint()
     assert "checkpoint failed" in caplog.text
     served.open_run("other", seed=0, config={}, software={})

@@ -48,11 +48,13 @@ ROW_BYTES = 4096
 # Two loads of an engine with 256 responses in flight, in groups; one is all that a waiting searcher may lease.
 LOADS = 2 * 256 // GROUP
 PROCESSES = 4
-PRODUCERS, ROWS = 8, 65_536
+# So many rows that the rounds have enough statuses for a p99.
+PRODUCERS, ROWS = 8, 262_144
 BATCH_PROMPTS, BATCH_SAMPLES = 64, 8
 # As many metrics as a searcher with vLLM sends.
 METRICS = {f"metric_of_searcher_{n}": 1234.5 + n for n in range(28)}
-_STATUS_SECONDS = 0.1
+# During ingest as often as a person who watches asks: more would be a load of its own.
+_STATUS_SECONDS, _WATCH_SECONDS = 0.1, 0.5
 _STATUSES = 100
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -136,7 +138,7 @@ def ingest(waiting: int, most: int) -> tuple[float, float, float, float, float, 
             time.sleep(_STATUS_SECONDS)
 
         def watch() -> None:
-            while not done.wait(_STATUS_SECONDS):
+            while not done.wait(_WATCH_SECONDS):
                 seconds.append(request_status(monitor))
 
         watcher = threading.Thread(target=watch)

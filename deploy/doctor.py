@@ -434,9 +434,11 @@ def _compare(entries: list[tuple[str, Path, int]]) -> Result:
     place = nearest_existing(entries[0][1])
     usage, needed = shutil.disk_usage(place), sum(size for _, _, size in entries)
     detail = f"{usage.free / GIB:.1f} GiB free at {place}, {_parts(entries)}"
-    if usage.free >= needed and (usage.free >= _LOW_DISK_GIB * GIB or mount_of(place).type == "tmpfs"):
-        return "ok", detail
-    return "warn", f"{detail}: free space, choose another directory, or keep fewer (train.keep_snapshot_every)"
+    if usage.free < needed:
+        return "warn", f"{detail}: free space, choose another directory, or keep fewer (train.keep_snapshot_every)"
+    if usage.free < _LOW_DISK_GIB * GIB and mount_of(place).type != "tmpfs":
+        return "warn", f"{detail}: that fits, and responses in the database need more as the run goes on"
+    return "ok", detail
 
 
 def _parts(entries: list[tuple[str, Path, int]]) -> str:
@@ -496,8 +498,7 @@ def check_other_nodes(config: Config) -> Result:
         return "warn", detail
     if serves:
         others = config.search.serve_snapshots
-        more = '; with search.serve_snapshots = "tcp://*:5759" on each node, nodes fetch from one another too'
-        more = f", and each node serves them at {others}" if others else more
+        more = f", and each node serves them at {others}" if others else ""
         return "ok", f"the trainer serves snapshots at {serves}{more}"
     mount = mount_of(config.run.dir)
     if mount.is_network and config.train.snapshots_in != "memory":

@@ -66,8 +66,8 @@ class Site:
         self.measured[name] = round(value, 1)
         self.results.write_text(json.dumps(self.measured, indent=1))
 
-    def describe(self, nodes: list[str], removed: tuple[str, ...] = ()) -> None:
-        """Write the inventory: the buffer and the trainer on node0, a searcher on each of the others."""
+    def describe(self, nodes: list[str], removed: tuple[str, ...] = (), changes: dict[str, str] | None = None) -> None:
+        """Write the inventory: the buffer and the trainer on node0, a searcher on each of the others, with changes."""
         text = INVENTORY.format(
             nodes="\n".join(f"{name} tba_searchers=cpu" for name in nodes),
             removed="\n".join(removed),
@@ -75,10 +75,21 @@ class Site:
         )
         for name, node in self.fleet.nodes.items():
             text = re.sub(rf"^{name}\b", f"{name} ansible_host={node.address}", text, flags=re.MULTILINE)
+        for old, new in (changes or {}).items():
+            assert old in text
+            text = text.replace(old, new)
         (self.directory / "inventory.ini").write_text(text)
 
     def play(self, name: str, *options: str) -> tuple[int, str]:
         """Run a playbook. Returns how many tasks changed something, and what it printed."""
+        done = self.try_to_play(name, *options)
+        results = [[int(number) for number in numbers] for _, *numbers in RECAP.findall(done.stdout)]
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert [numbers[1:] for numbers in results] == [[0, 0]] * len(results)
+        return sum(changed for changed, *_ in results), done.stdout
+
+    def try_to_play(self, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+        """Run a playbook that may fail."""
         started = time.monotonic()
         # As Ansible's own default, one login for all tasks: else logins are most of the time. Not longer than the play.
         options_of_ssh = [*self.fleet.ssh_options, "-o", "ControlMaster=auto", "-o", "ControlPersist=10s"]
@@ -96,10 +107,7 @@ class Site:
             text=True,
         )
         self.note(" ".join([f"{len(self.measured)} {name}", *options]), time.monotonic() - started)
-        results = [[int(number) for number in numbers] for _, *numbers in RECAP.findall(done.stdout)]
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-        assert [numbers[1:] for numbers in results] == [[0, 0]] * len(results)
-        return sum(changed for changed, *_ in results), done.stdout
+        return done
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         return ask(self.database, sql, *values)

@@ -66,6 +66,11 @@ def test_only_the_unit_whose_file_has_changed_is_restarted(site):
         ({"[buffer]": "[first]"}, (), "The group `buffer` of the inventory must have one host"),
         ({}, ("--limit", "node1"), "Run this for all nodes, without --limit"),
         ({"node0 ": "node0 tba_python=/opt/none "}, (), "node0 has no /opt/none: set tba_python"),
+        (
+            {"tba_trainer=cpu": "tba_trainer=cpu ansible_host=127.0.0.9"},
+            (),
+            "node0, the node of the buffer, cannot be reached",
+        ),
     ],
 )
 def test_an_inventory_that_cannot_work_is_refused_before_anything_stops(site, changes, options, sentence):

@@ -126,7 +126,7 @@ bench: $(VENV)/installed-dev
 bench-step: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.step
 
-# The claims of docs/evidence.md that need no GPU, in a small form: about 15 minutes on two cores. Results: build/evidence.
+# The claims of docs/evidence.md that need no GPU, in a small form: about 11 minutes on two cores. Results: build/evidence.
 EVIDENCE := build/evidence/off_policy.jsonl
 evidence: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.posterior --seeds 1
@@ -136,7 +136,6 @@ evidence: $(VENV)/installed-dev
 		--task copying-32 --objectives tb tb_stale tba_prime dr_grpo --columns fresh "D = 64"
 	$(BIN)/python -m benchmarks.off_policy ablations --results $(EVIDENCE) --budget-minutes 8 --seeds 1 --objectives tb
 	$(BIN)/python -m benchmarks.off_policy ess buffer long --results $(EVIDENCE) --budget-minutes 6 --seeds 1 --objectives tb_stale
-	$(BIN)/python -m benchmarks.redteam --seeds 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.wall_clock --searchers 3 --steps 12 --faster 20 --accuracy 0.45
 	$(BIN)/python -m benchmarks.trl_run --steps 60 --seeds 0 --set search.cpu_searchers=1 --set objective.kl=none
 
@@ -148,7 +147,7 @@ bench-off-policy: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.off_policy staleness long --sweep --task copying-32 --results $(PUBLISHED)
 	$(BIN)/python -m benchmarks.off_policy ablations --results $(PUBLISHED)
 
-# One publication, trainer to engine: passes over the weights, and memcpys by stage.
+# One publication, trainer to engine: memcpys by stage.
 bench-publication: $(VENV)/installed-vllm
 	$(BIN)/python -m benchmarks.publication
 

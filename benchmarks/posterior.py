@@ -1,6 +1,6 @@
 """Coverage of several right answers, on a task whose 125 responses can be enumerated.
 
-    python -m benchmarks.posterior [--seeds 5] [--top-p 0.9 1.0] [--beta 0.2]
+    python -m benchmarks.posterior [--seeds 5] [--beta 0.2]
 
 Eight responses to each of two prompts are right: four have reward 1, four 0.75. The optimum of KL-regularised RL is
 known (Eq. 2 of the paper): pi* ~ pi_ref exp(r / beta). The policy is a table of logits, one row for each prefix of a
@@ -8,8 +8,7 @@ response, trained by tba's objectives on data that is 0 or 64 steps stale. For e
 from pi*, the right answers found and the entropy, at the first step with nine tenths of the expected reward of pi*, and
 after the last step. All are computed from exact probabilities.
 
-An answer is found if it has at least half of its probability under pi*. Several top-p are used step after step. Below 1
-the distance is over the responses that the last policy keeps: both distributions are normalised over them.
+An answer is found if it has at least half of its probability under pi*.
 
 Shape suffixes: P prompts, Y responses, T tokens, K samples of a prompt.
 """
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.harness import print_table
 from benchmarks.off_policy.setting import objective_section
-from tba.trainer.objectives.from_config import Objective, make_objective
+from tba.trainer.objectives.from_config import make_objective
 from tba.trainer.objectives.responses import Responses, Totals
 
 VOCABULARY, LENGTH, PROMPTS, SAMPLES = 5, 3, 2, 32
@@ -88,97 +87,52 @@ def make_rewards(rng: np.random.Generator) -> np.ndarray:
     return reward_PY
 
 
-def cut(logits: Tensor, top_p: float) -> Tensor:
-    """Return which tokens of each row of the tables are not in the nucleus."""
-    ranked, order = logits.sort(dim=2, descending=True)
-    chances = ranked.softmax(dim=2)
-    return torch.zeros_like(logits, dtype=torch.bool).scatter(2, order, chances.cumsum(dim=2) - chances >= top_p)
-
-
-def loss_of_batch(
-    objective: Objective,
-    policy_PYT: Tensor,
-    tempered_PYT: Tensor,
-    sampler_PYT: Tensor,
-    reference_PYT: Tensor,
-    reward_PY: np.ndarray,
-    staleness: int,
-    rng: np.random.Generator,
-    beta: float,
-    log_z_P1: Tensor,
-) -> Tensor:
-    """Return the loss of a batch that is drawn from the sampler. `tempered_PYT` is the policy over its nucleus."""
-    chances_PY = probabilities(sampler_PYT)
-    pick_PK = torch.from_numpy(np.stack([rng.choice(len(RESPONSES), SAMPLES, p=chances) for chances in chances_PY]))
-    prompt_P1 = torch.arange(PROMPTS)[:, None]
-    rows = PROMPTS * SAMPLES
-    responses = Responses(
-        logprob_R=policy_PYT[prompt_P1, pick_PK].flatten(),
-        tempered_R=tempered_PYT[prompt_P1, pick_PK].flatten(),
-        sampled_logprob_R=sampler_PYT[prompt_P1, pick_PK].flatten(),
-        mask_R=torch.ones(rows * LENGTH, dtype=torch.bool),
-        lengths=[LENGTH] * rows,
-        reward_bK=torch.from_numpy(reward_PY)[prompt_P1, pick_PK],
-        reference_bK=reference_PYT[prompt_P1, pick_PK].sum(dim=2),
-        staleness_bK=torch.full((PROMPTS, SAMPLES), float(staleness), dtype=torch.float64),
-        totals=Totals(prompts=PROMPTS, rows=rows, tokens=rows * LENGTH),
-        log_z_bK=log_z_P1,
-    )
-    return objective.loss(responses, beta)
-
-
-def coverage(policy_PY: np.ndarray, optimum_PY: np.ndarray, reward_PY: np.ndarray, seen_PY: np.ndarray) -> Coverage:
-    ours, best = (np.where(seen_PY, one, 0) for one in (policy_PY, optimum_PY))
-    apart = ours / ours.sum(axis=1, keepdims=True) - best / best.sum(axis=1, keepdims=True)
-    variation = float(0.5 * np.abs(apart).sum(axis=1).mean())
+def coverage(policy_PY: np.ndarray, optimum_PY: np.ndarray, reward_PY: np.ndarray) -> Coverage:
     found_PY = (reward_PY > 0) & (policy_PY >= optimum_PY / 2)
     return Coverage(
         reward=float((policy_PY * reward_PY).sum(axis=1).mean()),
-        variation=variation,
+        variation=float(0.5 * np.abs(policy_PY - optimum_PY).sum(axis=1).mean()),
         found=float(found_PY.sum(axis=1).mean()),
         entropy=float(-(policy_PY * np.log(np.maximum(policy_PY, 1e-300))).sum(axis=1).mean()),
     )
 
 
-def run(
-    name: str, staleness: int, seed: int, top_ps: list[float], beta: float
-) -> tuple[Coverage | None, Coverage, Coverage]:
+def run(name: str, staleness: int, seed: int, beta: float) -> tuple[Coverage | None, Coverage, Coverage]:
     """Train once. Returns the coverage at equal reward (None if never reached), at the end, and of the optimum."""
     objective = make_objective(objective_section(name), longest_response=LENGTH)
     rng = np.random.default_rng(seed)
     reward_PY = make_rewards(rng)
-    rows = int(PREFIX_YT.max()) + 1
-    logits = torch.from_numpy(rng.normal(0.0, 0.5, (PROMPTS, rows, VOCABULARY))).requires_grad_()
+    rows, prefixes = PROMPTS * SAMPLES, int(PREFIX_YT.max()) + 1
+    logits = torch.from_numpy(rng.normal(0.0, 0.5, (PROMPTS, prefixes, VOCABULARY))).requires_grad_()
     reference_PYT = token_logprobs(logits).detach()
     optimum_PY = probabilities(reference_PYT) * np.exp(reward_PY / beta)
     optimum_PY /= optimum_PY.sum(axis=1, keepdims=True)
-    best = coverage(optimum_PY, optimum_PY, reward_PY, optimum_PY > 0)
+    best = coverage(optimum_PY, optimum_PY, reward_PY)
     log_z_P1 = torch.zeros(PROMPTS, 1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([logits, log_z_P1], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     past, equal = deque([logits.detach().clone()], maxlen=staleness + 1), None
 
     def measure() -> Coverage:
-        seen_PY = token_logprobs(past[-1].masked_fill(cut(past[-1], min(top_ps)), -torch.inf)).sum(dim=2) > -torch.inf
-        seen_PY = seen_PY if max(top_ps) < 1 else torch.ones_like(seen_PY)
-        return coverage(probabilities(token_logprobs(past[-1])), optimum_PY, reward_PY, seen_PY.numpy())
+        return coverage(probabilities(token_logprobs(past[-1])), optimum_PY, reward_PY)
 
     for step in range(1, STEPS + 1):
-        outside = cut(past[0], top_ps[step % len(top_ps)])
-        sampler_PYT, tempered_PYT = (token_logprobs(one.masked_fill(outside, -torch.inf)) for one in (past[0], logits))
+        own_PYT, sampler_PYT = token_logprobs(logits), token_logprobs(past[0])
+        drawn = [rng.choice(len(RESPONSES), SAMPLES, p=chances) for chances in probabilities(sampler_PYT)]
+        pick = torch.arange(PROMPTS)[:, None], torch.from_numpy(np.stack(drawn))
+        responses = Responses(
+            logprob_R=own_PYT[pick].flatten(),
+            sampled_logprob_R=sampler_PYT[pick].flatten(),
+            mask_R=torch.ones(rows * LENGTH, dtype=torch.bool),
+            lengths=[LENGTH] * rows,
+            reward_bK=torch.from_numpy(reward_PY)[pick],
+            reference_bK=reference_PYT[pick].sum(dim=2),
+            staleness_bK=torch.full((PROMPTS, SAMPLES), float(staleness), dtype=torch.float64),
+            totals=Totals(prompts=PROMPTS, rows=rows, tokens=rows * LENGTH),
+            log_z_bK=log_z_P1,
+        )
         optimizer.zero_grad()
-        loss_of_batch(
-            objective,
-            token_logprobs(logits),
-            tempered_PYT,
-            sampler_PYT,
-            reference_PYT,
-            reward_PY,
-            staleness,
-            rng,
-            beta,
-            log_z_P1,
-        ).backward()
+        objective.loss(responses, beta).backward()
         optimizer.step()
         schedule.step()
         past.append(logits.detach().clone())
@@ -200,14 +154,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, help="NAME or NAME:KEY=VALUE,...")
-    parser.add_argument("--top-p", type=float, nargs="+", default=[1.0])
     parser.add_argument("--beta", type=float, default=0.2)
     parser.add_argument("--staleness", type=int, nargs="+", default=STALENESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     started, rows, optima = time.process_time(), [], []
     for staleness, objective in itertools.product(options.staleness, options.objectives):
-        found = [run(objective, staleness, seed, options.top_p, options.beta) for seed in range(options.seeds)]
+        found = [run(objective, staleness, seed, options.beta) for seed in range(options.seeds)]
         optima += [best for _, _, best in found]
         reached = [equal for equal, _, _ in found if equal is not None]
         ends = cells([end for _, end, _ in found])

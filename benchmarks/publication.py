@@ -1,19 +1,17 @@
-"""One publication, from the trainer's weights to the engine's: passes over the weights by role, and seconds by stage.
+"""One publication, from the trainer's weights to the engine's: seconds by stage.
 
     MILLIONS=512 python -m benchmarks.publication
 
 A random Llama on the CPU with float32 weights, published as bfloat16, and the searcher's half with the real swap into
 the parameters of a second model, without vLLM around them. All of it is on the critical path: nothing overlaps but the
 hash, in a thread during the canary. The unit is a memcpy of the published bytes, measured in each round: by wall clock,
-and by the CPU time of the thread on the critical path, which other work on the machine changes less. Bytes are counted
-in the functions through which weights pass; with them docs/benchmarks-models.md computes the seconds on GPU nodes.
+and by the CPU time of the thread on the critical path, which other work on the machine changes less.
 """
 
 import os
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,7 +31,6 @@ from tba.common.weights.node_store import clear
 from tba.common.weights.snapshot import Snapshot
 from tba.searcher.engines.vllm.weight_swap import MappedFiles, WeightSwap, record
 from tba.searcher.weights.assembly import SnapshotAssembler
-from tba.tests.helpers.passes import counted
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.publishing.canary import use_one_core
 from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, Written
@@ -55,7 +52,6 @@ def main() -> None:
             {name: np.divide(seconds, memcpy()) for name, seconds in path.round(step).items()}
             for step in range(1, ROUNDS + 1)
         ]
-        passes = path.passes(ROUNDS + 1)
         path.close()
     for one in rounds:
         one["step to served"] = np.sum([found for name, found in one.items() if name not in ALONE], axis=0)
@@ -64,9 +60,6 @@ def main() -> None:
     ]
     title = f"a publication of {path.bytes / 2e6:.0f} M bfloat16 weights, in memcpys of their bytes, median of {ROUNDS}"
     print_table(title, ["stage", "wall clock", "CPU time"], rows)
-    kinds = ("copied", "widened", "hashed", "written", "synced")
-    rows = [[role, *(f"{bytes_[kind] / path.bytes:.2f}" for kind in kinds)] for role, bytes_ in passes.items()]
-    print_table("passes over the published bytes", ["role", *kinds], rows)
 
 
 class Publisher:
@@ -134,18 +127,6 @@ class Publisher:
     def _in_publisher(self, stages: dict[str, Seconds], name: str, call: Callable[[], Any]) -> Any:
         """Measure a stage in the publisher's thread."""
         return self._publisher.submit(noted, stages, name, call).result()
-
-    def passes(self, step: int) -> dict[str, Counter[str]]:
-        """Publish and serve once more. Returns the bytes that pass, by role."""
-        with counted() as trainer:
-            written = self._writer.write(Publication(step, step, self._writer.copy()))  # type: ignore[arg-type]
-        with counted() as node:
-            snapshot, pinned = self._node.assemble(written.announcement("").weights)
-            assert self._swap is not None
-            self._swap.prepare([*map(str, snapshot.weight_files)], step)
-            self._swap.exchange()
-        pinned.release()
-        return {"trainer": trainer, "node": node}
 
     def close(self) -> None:
         """Delete the files."""

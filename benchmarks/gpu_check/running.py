@@ -6,13 +6,13 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.gpu_check.findings import Findings
+from benchmarks.harness import tba
 from tba.common.system.process import PARENT_VARIABLE, descendants
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +25,8 @@ def run(findings: Findings, options: Any) -> None:
     steps, every, kill_after = (20, 10, 11) if options.tiny else (80, 40, 48)
     where = {"search.gpus": "0", "train.gpu": "0", "model.dtype": "bfloat16"} if cuda else {"search.cpu_searchers": 1}
     settings = where | {"train.steps": steps, "train.checkpoint_every": every, "eval.at_end": not options.tiny}
-    command = [sys.executable, "-m", "tba", "run", str(_ROOT / "examples/arithmetic/demo.toml")]
-    command += [part for key, value in settings.items() for part in ("--set", f"{key}={str(value).lower()}")]
-    command += ["--set", f"run.dir={folder}"]
+    assignments = [f"run.dir={folder}", *(f"{key}={str(value).lower()}" for key, value in settings.items())]
+    command = tba("run", str(_ROOT / "examples/arithmetic/demo.toml"), settings=assignments)
     deadline = time.monotonic() + options.limit - 10
     # tba ends with this process, also if that is killed.
     process = subprocess.Popen(command, cwd=_ROOT, env=os.environ | {PARENT_VARIABLE: str(os.getpid())})

@@ -9,15 +9,13 @@ Runs that are in the file are not repeated, so a command that was stopped goes o
 import argparse
 import math
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from benchmarks.off_policy.panels import ABLATIONS, PANELS, cells, sweep
 from benchmarks.off_policy.report import draw, table
 from benchmarks.off_policy.results import Results, complete, load
-from benchmarks.off_policy.setting import REPORT_SEEDS, Setting, objective_section
+from benchmarks.off_policy.setting import REPORT_SEEDS, objective_section
 
 # The results that the documentation shows are in docs/images/off_policy.jsonl.
 RESULTS = Path("build/evidence/off_policy.jsonl")
@@ -40,10 +38,12 @@ def run_panel(name: str, options: argparse.Namespace, deadline: float) -> None:
     for objective in objectives:
         objective_section(objective)
     columns = [column for column in panel.columns if not options.columns or column in options.columns]
-    if options.sweep:
-        run_missing(list(sweep(panel, options.task, objectives, columns)), options, deadline)
+    run_missing = partial(complete, file, workers=options.workers, deadline=deadline)
+    if options.sweep and not options.tables_only:
+        run_missing(sweep(panel, options.task, objectives, columns))
     chosen = list(cells(panel, load(file), options.task, objectives, columns))
-    run_missing([setting for seed in seeds for cell in chosen for setting in cell.of_seeds([seed])], options, deadline)
+    if not options.tables_only:
+        run_missing(setting for seed in seeds for cell in chosen for setting in cell.of_seeds([seed]))
     results = load(file)
     print(f"\n{name}, {options.task}" + (f". The paper: {panel.paper}." if panel.paper else ""))
     print("\n".join(table(results, chosen, seeds)))
@@ -55,26 +55,6 @@ def run_panel(name: str, options: argparse.Namespace, deadline: float) -> None:
 def objectives_of(results: Results, task: str) -> list[str]:
     """Return the objectives of a task that are in the file, in the order of their first run."""
     return list(dict.fromkeys(setting.objective for setting in results if setting.task == task))
-
-
-def run_missing(settings: Sequence[Setting], options: argparse.Namespace, deadline: float) -> None:
-    """Make the runs that are not in the file, unless only tables are wanted.
-
-    Prints their number first, and the CPU time that they need by the runs of the same task in the file.
-    """
-    if options.tables_only:
-        return
-    results = load(options.results)
-    missing = [setting for setting in dict.fromkeys(settings) if setting not in results]
-    costs = {
-        task: np.mean([run.cpu_seconds / setting.responses for setting, run in results.items() if setting.task == task])
-        for task in {setting.task for setting in results}
-    }
-    unknown = {setting.task for setting in missing} - costs.keys()
-    seconds = sum(costs[setting.task] * setting.responses for setting in missing if setting.task not in unknown)
-    cost = f"the first of {', '.join(sorted(unknown))}" if unknown else f"about {seconds / 60:.0f} CPU minutes"
-    print(f"{len(missing)} runs, {cost}, {options.workers} at a time", flush=True)
-    complete(options.results, missing, workers=options.workers, deadline=deadline)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -63,28 +63,39 @@ def _parse(line: str) -> tuple[Setting, Result]:
     return setting, Result(**row)
 
 
-def complete(path: Path, settings: Iterable[Setting], *, workers: int, deadline: float) -> Results:
-    """Run the settings that are not in the file, in their order, and return all results.
+def complete(path: Path, settings: Iterable[Setting], *, workers: int, deadline: float) -> None:
+    """Run the settings that are not in the file, in their order.
 
-    No run starts after `deadline`, on the clock of time.monotonic(); those under way are finished.
+    Prints their number first, and the CPU time that they need by the runs of the same task in the file. No run starts
+    after `deadline`, on the clock of time.monotonic(); those under way are finished.
     """
     done = load(path)
     missing = [setting for setting in dict.fromkeys(settings) if setting not in done]
+    tasks = {setting.task for setting in missing}
+    costs = {
+        task: np.mean([run.cpu_seconds / setting.responses for setting, run in done.items() if setting.task == task])
+        for task in {setting.task for setting in done}
+    }
+    cost = f"the first of {', '.join(sorted(tasks - costs.keys()))}"
+    if tasks <= costs.keys():
+        seconds = sum(costs[setting.task] * setting.responses for setting in missing)
+        cost = f"about {seconds / 60:.0f} CPU minutes"
+    print(f"{len(missing)} runs, {cost}, {workers} at a time", flush=True)
     if not missing or time.monotonic() > deadline:
-        return done
-    for task in {setting.task for setting in missing}:
+        return
+    for task in tasks:
         # Makes a model that is missing, before several workers would at once.
         load_task(task)
     path.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool, path.open("a") as file:
+        left = len(missing)
         for found in pool.map(partial(_run_before, deadline), missing):
             if found is not None:
+                left -= 1
                 print(json.dumps(found), file=file, flush=True)
                 print(json.dumps(found), flush=True)
-    results = load(path)
-    if late := [setting for setting in missing if setting not in results]:
-        print(f"out of time: {len(late)} of {len(missing)} runs are left", flush=True)
-    return results
+    if left:
+        print(f"out of time: {left} of {len(missing)} runs are left", flush=True)
 
 
 def _run_before(deadline: float, setting: Setting) -> dict[str, object] | None:
@@ -105,9 +116,7 @@ def run(setting: Setting) -> dict[str, object]:
     policy, reference = (load_model(directory, torch.device("cpu")) for directory in files)
     objective = make_objective(objective_section(setting.objective), longest_response=task.longest)
     resets = ReferenceSection(kind="reset", every=setting.reset_every) if setting.reset_every else ReferenceSection()
-    learner = learner_of(
-        policy, reference, setting.train_section(), objective, reference_config=resets
-    )  # fmt: skip
+    learner = learner_of(policy, reference, setting.train_section(), objective, reference_config=resets)
     searcher = Searcher(policy, task, setting)
     source: PaperBuffer | ExactStaleness
     if setting.sync_every:

@@ -24,8 +24,7 @@ PASS_AT = 8
 @dataclass(frozen=True, slots=True)
 class Response:
     """One response with its reward. `logprobs` are those with which its tokens were sampled, by the weights of `step`
-    or, `explored`, by an explorer. The first `given` tokens are those of the right answer, and not trained on. `kept`
-    are the tokens that top-p left to sample from, as in a row of the buffer."""
+    or, `explored`, by an explorer. `kept` are the tokens that top-p left to sample from, as in a row of the buffer."""
 
     problem: Problem
     tokens: tuple[int, ...]
@@ -33,7 +32,6 @@ class Response:
     reward: float
     step: int
     explored: bool = False
-    given: int = 0
     kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
@@ -43,17 +41,11 @@ def respond(
     problems: Sequence[Problem],
     generator: torch.Generator | None,
     step: int,
-    given: Sequence[int] = (),
     top_p: float = 1.0,
 ) -> list[Response]:
-    """Return one response to each problem, sampled at temperature 1, or greedy without a generator.
-
-    `given` is the number of tokens of the right answer that each begins with; the answers then have one length.
-    """
+    """Return one response to each problem, sampled at temperature 1, or greedy without a generator."""
     prompts = torch.tensor([problem.prompt for problem in problems])
-    answers_NT = torch.tensor([problem.answer for problem in problems]) if given else None
-    given = given or [0] * len(problems)
-    tokens_NT, logprobs_NT, left = _generate(policy, prompts, task, generator, answers_NT, torch.tensor(given), top_p)
+    tokens_NT, logprobs_NT, left = _generate(policy, prompts, task, generator, top_p)
     responses = []
     for number, (problem, row, logprobs) in enumerate(
         zip(problems, tokens_NT.tolist(), logprobs_NT.numpy(), strict=True)
@@ -61,19 +53,13 @@ def respond(
         tokens = tuple(row[: row.index(task.end) + 1] if task.end in row else row)
         kept = encode_kept(tokens, [ids[number] for ids in left[: len(tokens)]]) if left else np.zeros(0, np.int32)
         reward = task.reward(problem, tokens)
-        responses.append(Response(problem, tokens, logprobs[: len(tokens)], reward, step, False, given[number], kept))
+        responses.append(Response(problem, tokens, logprobs[: len(tokens)], reward, step, False, kept))
     return responses
 
 
 @torch.no_grad()
 def _generate(
-    policy: PreTrainedModel,
-    prompt_NT: Tensor,
-    task: Task,
-    generator: torch.Generator | None,
-    answers_NT: Tensor | None,
-    given_N: Tensor,
-    top_p: float,
+    policy: PreTrainedModel, prompt_NT: Tensor, task: Task, generator: torch.Generator | None, top_p: float
 ) -> tuple[Tensor, Tensor, list[dict[int, np.ndarray]]]:
     """Return tokens, log-probabilities, and for each token what top-p left of each row, until every row has ended.
 
@@ -84,7 +70,7 @@ def _generate(
     ended_N = torch.zeros(len(prompt_NT), dtype=torch.bool)
     tokens, logprobs, left = [], [], list[dict[int, np.ndarray]]()
     settings = [SamplingSettings(1.0, top_p, 1)] * len(prompt_NT)
-    for place in range(task.longest):
+    for _ in range(task.longest):
         output = policy(input_ids=fed_NT, use_cache=True, logits_to_keep=1, **cache)
         logprob_NV = output.logits[:, -1].log_softmax(dim=1)
         if top_p < 1 and generator is not None:
@@ -96,8 +82,6 @@ def _generate(
             fed_NT = logprob_NV.argmax(dim=1, keepdim=True)
         else:
             fed_NT = torch.multinomial(logprob_NV.exp(), 1, generator=generator)
-        if answers_NT is not None:
-            fed_NT = torch.where((place < given_N)[:, None], answers_NT[:, place, None], fed_NT)
         tokens.append(fed_NT)
         logprobs.append(logprob_N1 if left else logprob_NV.gather(1, fed_NT))
         ended_N |= fed_NT[:, 0] == task.end
@@ -116,7 +100,7 @@ def as_batch(groups: Sequence[Sequence[Response]], step: int) -> TrainBatch:
             prompt_ids=np.array(response.problem.prompt, np.int32),
             response_ids=np.array(response.tokens, np.int32),
             sampling_logprobs=response.logprobs.astype(np.float32),
-            loss_mask=(np.arange(len(response.tokens)) >= response.given).astype(np.uint8),
+            loss_mask=np.ones(len(response.tokens), np.uint8),
             on_policy=response.step == step and not response.explored,
             explored=response.explored,
             kept=response.kept,

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from examples.arithmetic.make_model import CHARACTERS, build_model, build_tokenizer, save, train
 from examples.arithmetic.make_model import demonstrations as arithmetic_demonstrations
@@ -162,15 +162,10 @@ def make_copying_model(out: Path, digits: int) -> None:
     """
     torch.set_num_threads(1)
     torch.manual_seed(digits)
-    model, tokenizer = small_model(2 * digits + 2)
+    tokenizer = build_tokenizer(CHARACTERS, ".", 2 * digits + 2)
+    model = build_model(tokenizer, 64, 192, 2)
     train(model, tokenizer, demonstrations(digits, random.Random(digits)), COPYING_STEPS)
     save(model, tokenizer, out)
-
-
-def small_model(positions: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Return an untrained Llama that is trained within seconds, and its tokenizer of characters."""
-    tokenizer = build_tokenizer(CHARACTERS, ".", positions)
-    return build_model(tokenizer, 64, 192, 2), tokenizer
 
 
 def demonstrations(digits: int, rng: random.Random) -> Iterator[list[tuple[str, str]]]:

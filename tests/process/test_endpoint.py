@@ -1,9 +1,7 @@
 """A searcher with `search.serve`, asked by OpenAI's client while it searches and while it is paused."""
 
-import importlib
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tba.tests.helpers.announcer import Announcer
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.engines import cpu_engine
-from tba.tests.process.conftest import ROOT, arithmetic, free_port
+from tba.tests.process.conftest import arithmetic, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 PROMPT = [6, 11, 13, 6, 9, 15]
@@ -110,66 +106,3 @@ def test_an_agent_is_answered_with_the_versions_and_log_probabilities_of_its_tok
     written = [file for file in tmp_path.rglob("*") if file.is_file() and file.name != "run.toml"]
     assert run.database in written
     assert not [file for file in written if TOKEN.encode() in file.read_bytes()]
-
-
-def test_values_by_rollouts_at_endpoints_are_those_of_the_snapshot_that_each_searcher_serves(
-    make_config, start_tba, example_model, tmp_path, monkeypatch
-):
-    monkeypatch.syspath_prepend(ROOT)
-    vine = importlib.import_module("benchmarks.vine_ppo")
-    port = free_port()
-    run = make_config(**arithmetic(search={"serve": port}, train={"prompts_per_step": 1}))
-    start_tba("buffer", "serve", "--config", run.file)
-    for _ in range(2):
-        start_tba("search", "--config", run.file)
-    logs = [tmp_path / f"tba{number}.log" for number in (1, 2)]
-    wait_until(lambda: all("/v1" in log.read_text() for log in logs), what="both endpoints listen")
-    urls = [url for log in logs for url in re.findall(r"http://\S+/v1", log.read_text())]
-
-    names = AutoTokenizer.from_pretrained(example_model)
-    task = vine.Task("", example_model, 5, False, names.eos_token_id, [], {})
-    sums = [(a, b) for a in range(21, 90, 9) for b in range(12, 90, 13)]
-    problems = [vine.Problem(*(tuple(names.encode(text)) for text in (f"{a}+{b}=", f"{a + b}"))) for a, b in sums]
-    problems = [vine.Problem(one.prompt, (*one.answer, task.end)) for one in problems]
-
-    def values(model):
-        """Return the exact value of what comes before each token of the right answers: its probability of the rest."""
-        found: dict[Any, float] = {}
-        for one in problems:
-            with torch.no_grad():
-                logits = model(torch.tensor([[*one.prompt, *one.answer]])).logits[0, len(one.prompt) - 1 : -1]
-            own = logits.double().log_softmax(-1).gather(1, torch.tensor(one.answer)[:, None])[:, 0]
-            found |= {(one, one.answer[:place]): float(own[place:].sum().exp()) for place in range(len(own))}
-        return found
-
-    source = vine.Searchers(task, tmp_path / "bench", run.address, urls)
-    before: dict[Any, float] = {}
-    for version, size in enumerate((0.0, 0.2)):
-        policy = LlamaForCausalLM.from_pretrained(example_model, dtype=torch.float32)
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter.add_(size * parameter.std() * torch.randn_like(parameter))
-        source.serve(policy)
-        expected = values(policy)
-        # From the others no response is right.
-        hopeless = [(problems[0], (task.end,)), (problems[0], (problems[0].answer[0] + 1,))]
-        chosen = [prefix for prefix, value in expected.items() if 0.1 < value < 0.9]
-        found = vine.Rollouts(task, 64, source).values([*chosen, *hopeless])
-        assert [found[prefix] for prefix in hopeless] == [0, 0]
-        # Responses of other weights would have raised.
-        assert source.version == version
-
-        def error(exact, found=found, chosen=chosen):
-            """Return the mean squared error in units of its variance: 1, with a standard deviation of (2 / n)^0.5."""
-            pairs = [(found[prefix], exact[prefix]) for prefix in chosen]
-            return np.mean([64 * (mean - value) ** 2 / (value * (1 - value)) for mean, value in pairs])
-
-        assert len(chosen) > 20
-        assert abs(error(expected) - 1) < 5 * (2 / len(chosen)) ** 0.5
-        before = before or expected
-    assert error(before) > 10
-    source.version += 1
-    with pytest.raises(RuntimeError, match="has sampled with other weights than v2"):
-        source.generate({problems[0].prompt: 4}, 1)
-    source.close()

@@ -30,3 +30,10 @@ def test_relative_links_lead_somewhere(page):
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
             broken.append(target)
     assert broken == []
+
+
+def test_the_benchmarks_that_pages_and_make_run_exist():
+    pages = [*source_files("*.md"), ROOT / "Makefile"]
+    run = {path for page in pages for path in re.findall(r"python3? -m\s+benchmarks\.(\w+)", page.read_text())}
+    assert run
+    assert run - {path.stem for path in (ROOT / "benchmarks").iterdir()} == set()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -59,6 +60,20 @@ def clean_environment() -> dict[str, str]:
     """Return the environment without tba's variables, except the one that makes processes end with this one."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("TBA_")}
     return inherited | {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
+
+
+def run_example(file: str, *arguments: object) -> None:
+    """Run a program of examples/ in this process, which has torch already."""
+    path = ROOT / "examples" / file
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "path", [str(path.parent), *sys.path])
+        patched.setattr(sys, "argv", [file, *map(str, arguments)])
+        runpy.run_path(str(path), run_name="__main__")
+
+
+def changed(*changes: str) -> list[str]:
+    """Return the options that change the configuration of a command."""
+    return [part for change in changes for part in ("--set", change)]
 
 
 @pytest.fixture

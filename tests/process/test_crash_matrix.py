@@ -22,11 +22,11 @@ from tba.common.config import Config
 from tba.common.errors import BufferUnavailable
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.messages import GetStatus, Status
+from tba.common.wire.messages import Status
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.faults import ROWS, assert_all_is_stored_once, producing, stored
-from tba.tests.helpers.puts import connected
+from tba.tests.helpers.puts import status_of
 from tba.tests.process.conftest import clean_environment
 from tba.tests.runner import size
 
@@ -92,11 +92,6 @@ def trainer(run_config):
         trainer.join(60)
 
 
-def wait_until_it_serves(address: str) -> Status:
-    with connected(address) as client:
-        return client.call(GetStatus(), Status, deadline_seconds=120)[0]
-
-
 def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_config, trainer):
     seed = int(os.environ.get("TBA_SEED", "0"))
     # Shown if the test fails.
@@ -110,7 +105,7 @@ def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_conf
             if rng.random() < 0.15:
                 time.sleep(rng.uniform(0.3, 0.8))
             else:
-                wait_until_it_serves(run_config.address)
+                status_of(run_config.address)
                 time.sleep(rng.uniform(0.1, 0.6))
             server.send_signal(signal.SIGKILL)
             server.wait()
@@ -120,7 +115,7 @@ def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_conf
     trainer.stopping.set()
     trainer.join(60)
     assert trainer.failure is None
-    status = wait_until_it_serves(run_config.address)
+    status = status_of(run_config.address)
     server.terminate()
     assert server.wait(60) == 0
     assert_all_is_stored_once(run_config.database, producers)

@@ -14,13 +14,12 @@ import pytest
 from tba.common.errors import StorageError
 from tba.common.wire import client, messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.delivery import delivery
 from tba.searcher.delivery.delivery import Delivery
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.faults import row
 from tba.tests.helpers.proxy import Proxy
-from tba.tests.helpers.puts import prepare
+from tba.tests.helpers.puts import prepare, status_of
 from tba.tests.process.conftest import free_port
 
 ROWS = 4
@@ -183,8 +182,7 @@ def test_puts_of_a_dead_searcher_that_the_disk_does_not_delete_stay_and_count_as
     monkeypatch.undo()
     third = courier()
     third.step_until(lambda: third.delivery.is_done)
-    status, _ = third.client.call(GetStatus(), Status, deadline_seconds=120)
-    assert status.duplicates == 3 * ROWS
+    assert status_of(third.client.address).duplicates == 3 * ROWS
     assert not (tmp_path / "spool" / first.client.sender).exists()
 
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from tba.common.config import TaskSection
 from tba.searcher.scoring.scoring import score
 from tba.searcher.tasks import load_task
-from tba.tests.process.conftest import ROOT, clean_environment, free_port
+from tba.tests.process.conftest import ROOT, changed, free_port, run_example
 from tba.tests.process.test_demo import check_gain
 from tba.tests.runner import size
 
@@ -20,18 +18,12 @@ WARM_START = "--batch-size 16"
 FULL_SIZE = size(False, True)
 
 
-def prepare(out, *arguments: str) -> list[dict[str, str]]:
-    """Run prepare.py and return the pairs that it wrote."""
-    command = [sys.executable, "examples/words/prepare.py", "--out", str(out), *arguments]
-    subprocess.run(command, cwd=ROOT, env=clean_environment(), check=True, capture_output=True, timeout=200)
-    return [json.loads(line) for line in (out / "pairs.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     """What prepare.py writes, and its pairs."""
     directory = tmp_path_factory.mktemp("words") / "start"
-    return directory, prepare(directory, *size(("--pairs", "400"), ()))
+    run_example("words/prepare.py", "--out", directory, *size(("--pairs", "400"), ()))
+    return directory, [json.loads(line) for line in (directory / "pairs.jsonl").read_text().splitlines()]
 
 
 def test_the_pairs_are_solutions_of_which_many_misread_an_event(prepared):
@@ -70,7 +62,7 @@ def test_the_demo_of_word_problems_runs_from_an_untrained_model(prepared, tba, t
         f"run.dir={directory}", f"model.path={start / 'model'}", f"buffer.address=tcp://127.0.0.1:{free_port()}",
         *size(small, ()),
     )  # fmt: skip
-    result = tba("run", CONFIG, *(part for value in settings for part in ("--set", value)), timeout=900, cwd=ROOT)
+    result = tba("run", CONFIG, *changed(*settings), timeout=900, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
     evaluated = [json.loads(line) for line in (directory / "eval.jsonl").read_text().splitlines()]

@@ -16,11 +16,10 @@ import zmq
 
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_HEADER_BYTES, decode_reply, encode_request
-from tba.common.wire.messages import GetStatus, Status
+from tba.common.wire.messages import GetStatus
 from tba.tests.helpers import hostile
 from tba.tests.helpers.faults import put_of
-from tba.tests.helpers.mutations import PROMPTS, VERSIONS
-from tba.tests.helpers.puts import connected, prepare
+from tba.tests.helpers.puts import connected, prepare, status_of
 from tba.tests.process.conftest import clean_environment
 from tba.tests.runner import size
 
@@ -82,9 +81,7 @@ def test_a_flood_of_status_requests_does_not_delay_puts(server, config, raw):
     print(waits)
     # It was many times as long when all of them were answered before the next put.
     assert max(waits) < 20
-    with connected(config.address) as client:
-        rejected = client.call(GetStatus(), Status, deadline_seconds=PATIENCE_SECONDS)[0].rejected
-    assert rejected.get("too_many", 0) > 0
+    assert status_of(config.address).rejected.get("too_many", 0) > 0
 
 
 def test_a_reader_of_the_same_batch_does_not_stop_ingest(server, config, raw):
@@ -150,22 +147,6 @@ BAD = {
 }
 
 
-@pytest.fixture
-def bare_server(start_tba, config):
-    return start_tba("buffer", "serve", "--config", config.file)
-
-
-def prepare_all(config) -> None:
-    """Register the prompts and announce the versions of the mutated messages."""
-    with connected(config.address, "searcher") as client:
-        prepare(client, len(PROMPTS), len(VERSIONS))
-
-
-def status_of(config) -> Status:
-    with connected(config.address) as client:
-        return client.call(GetStatus(), Status, deadline_seconds=120)[0]
-
-
 def replies(raw, timeout_ms: int) -> list[Any]:
     found = []
     while raw.poll(timeout_ms):
@@ -173,21 +154,15 @@ def replies(raw, timeout_ms: int) -> list[Any]:
     return found
 
 
-def lease_two(client) -> list[messages.Visit]:
-    message = messages.LeasePrompts(want=2, held=[], weights_version=2, wait_seconds=0.0)
-    return client.call(message, messages.Leases, deadline_seconds=120)[0].visits
-
-
-def test_a_bad_message_gets_an_error_reply_and_the_server_continues(bare_server, config, raw):
+def test_a_bad_message_gets_an_error_reply_and_the_server_continues(server, config, raw):
     for name, (frames, code) in BAD.items():
         raw.send_multipart(frames)
         assert raw.poll(60_000)
         assert [reply.code for reply in replies(raw, 100)] == [code], name
-    assert status_of(config).rejected == Counter(code for _, code in BAD.values())
+    assert status_of(config.address).rejected == Counter(code for _, code in BAD.values())
 
 
-def test_refused_messages_do_not_fill_memory_while_the_writer_waits(bare_server, config, raw):
-    prepare_all(config)
+def test_refused_messages_do_not_fill_memory_while_the_writer_waits(server, config, raw):
     with (
         closing(sqlite3.connect(config.database, isolation_level=None)) as other,
         connected(config.address) as stuck,
@@ -195,7 +170,7 @@ def test_refused_messages_do_not_fill_memory_while_the_writer_waits(bare_server,
         other.execute("BEGIN IMMEDIATE")
         stuck.post(GetStatus())
         stuck.poll(0.5)
-        process = psutil.Process(bare_server.pid)
+        process = psutil.Process(server.pid)
         before, garbage, deadline = process.memory_info().rss, os.urandom(100), time.monotonic() + 3
         while time.monotonic() < deadline:
             try:
@@ -211,10 +186,11 @@ def test_refused_messages_do_not_fill_memory_while_the_writer_waits(bare_server,
 def test_heartbeats_that_wait_for_a_locked_database_keep_their_leases(start_tba, make_config):
     config = make_config(train={"prompts_per_step": 1}, buffer={"lease_seconds": 5.0})
     start_tba("buffer", "serve", "--config", config.file)
-    prepare_all(config)
     beat = messages.Heartbeat(activity="generating", reason="", weights_version=0, metrics={})
     with connected(config.address, "searcher") as client:
-        lease_two(client)
+        prepare(client, prompts=2)
+        lease = messages.LeasePrompts(want=2, held=[], weights_version=0, wait_seconds=0.0)
+        client.call(lease, messages.Leases, deadline_seconds=120)
         with closing(sqlite3.connect(config.database, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             # Longer than a lease, of which most is left when the status is asked for.
@@ -222,7 +198,7 @@ def test_heartbeats_that_wait_for_a_locked_database_keep_their_leases(start_tba,
                 client.post(beat)
                 client.poll(0.5)
             other.execute("ROLLBACK")
-        leases = {each.sender: each.leases for each in status_of(config).clients}
+        leases = {each.sender: each.leases for each in status_of(config.address).clients}
         assert leases[client.sender] == 2
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tba.tests.optional_packages import extras, without
-from tba.tests.process.conftest import arithmetic
+from tba.tests.process.conftest import arithmetic, changed
 from tba.tests.runner import size
 
 ROOT = Path(__file__).parents[2]
@@ -59,8 +59,9 @@ def test_a_missing_extra_is_reported_in_one_sentence(module, extra, command, set
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward_mean": 1}\n')
-    sets = [part for one in settings for part in ("--set", one)]
-    configured = [] if command[0] in {"ui", "report"} else ["--config", make_config(**arithmetic()).file, *sets]
+    configured = (
+        [] if command[0] in {"ui", "report"} else ["--config", make_config(**arithmetic()).file, *changed(*settings)]
+    )
     modules = TRAIN if module in {"torch", "transformers"} else (module,)
     done = hidden(modules, "-m", "tba", *command, *configured, cwd=tmp_path)
     assert done.returncode == 78, done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import TaskSection
-from tba.common.errors import EXIT_CONFIG, HttpRefused, TaskError
+from tba.common.errors import HttpRefused, TaskError
 from tba.common.system.orphan_guard import session_of
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, score
@@ -193,11 +193,3 @@ def test_workers_and_programs_that_a_reward_started_end_with_the_killed_searcher
     searcher.kill()
     searcher.wait()
     wait_until(lambda: session_of(worker) is None and session_of(program) is None)
-
-
-def test_a_task_that_does_not_load_in_a_worker_ends_the_searcher_with_an_error(search, tmp_path):
-    assert search("HeldBack")[1].wait(240) == EXIT_CONFIG
-    *_, sentence = [line for line in (tmp_path / "tba1.log").read_text().splitlines() if "no licence server" in line]
-    assert (
-        "in a reward worker: task.name hostile_task:HeldBack cannot be loaded: OSError: no licence server" in sentence
-    )

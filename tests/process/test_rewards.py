@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tba.common.config import TaskSection
-from tba.common.errors import TaskError
+from tba.common.errors import EXIT_CONFIG, TaskError
 from tba.searcher.scoring import task_scorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
@@ -99,10 +99,18 @@ def test_a_worker_that_is_not_ready_in_time_is_started_again(hostile, caplog, mo
     scorer.close()
 
 
-def test_the_error_of_a_task_that_does_not_fit_in_its_memory_names_the_setting(hostile):
-    scorer = make_scorer("Hungry", reward_workers=1, reward_memory_mib=256)
-    with pytest.raises(TaskError, match=r"hostile_task:Hungry does not load in task\.reward_memory_mib = 256: out of"):
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        ("Hungry", r"hostile_task:Hungry does not load in task\.reward_memory_mib = 256: out of"),
+        ("HeldBack", "in a reward worker: .* hostile_task:HeldBack cannot be loaded: OSError: no licence server"),
+    ],
+)
+def test_a_task_that_does_not_load_in_a_worker_is_an_error_of_the_configuration(hostile, task, sentence):
+    scorer = make_scorer(task, reward_workers=1, reward_memory_mib=256)
+    with pytest.raises(TaskError, match=sentence) as raised:
         score_all(scorer, ["good"])
+    assert raised.value.exit_code == EXIT_CONFIG
     scorer.close()
 
 

@@ -25,7 +25,8 @@ from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.faults import BYTES_PER_TOKEN, ROWS, assert_all_is_stored_once, producing, stored
 from tba.tests.helpers.publisher import PublisherHarness
-from tba.tests.helpers.puts import connected, prepare
+from tba.tests.helpers.puts import connected, prepare, status_of
+from tba.tests.process.conftest import changed
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, is_full_disk
@@ -103,10 +104,9 @@ def serve(start_tba, make_config):
 
     def start(**buffer):
         config = make_config(train={"prompts_per_step": 1})
-        settings = [part for key, value in buffer.items() for part in ("--set", f"buffer.{key}={value}")]
+        settings = changed(*(f"buffer.{key}={value}" for key, value in buffer.items()))
         process = start_tba("buffer", "serve", "--config", config.file, *settings)
-        with connected(config.address) as client:
-            client.call(GetStatus(), Status, deadline_seconds=120)
+        status_of(config.address)
         return config, process
 
     return start
@@ -167,8 +167,7 @@ def test_too_little_free_space_refuses_only_puts_and_names_a_remedy(serve, small
         prepare(searcher)
         lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
         assert len(searcher.call(lease, messages.Leases, deadline_seconds=120)[0].visits) == 1
-        with connected(config.address) as monitor:
-            status = monitor.call(GetStatus(), Status, deadline_seconds=120)[0]
+        status = status_of(config.address)
         assert (status.trajectories, set(status.rejected)) == (0, {"storage"})
         stall = not_none(status.stall)
         assert (stall.reason, "% of its disk is free" in stall.sentence) == ("buffer_refuses", True)

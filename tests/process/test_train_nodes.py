@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +55,11 @@ class Nodes:
         self.unit.bind(str(root / "unit"))
         self.unit.settimeout(PATIENCE_SECONDS)
 
-    def make(self, name: str, **lora: Any) -> TrainRun:
-        """Make a run; keyword arguments are keys of [lora]."""
+    def make(self, name: str) -> TrainRun:
+        """Make a run with adapters."""
         buffer = {"address": f"ipc://{self._root}/{name}.sock"}
         sizes: dict[str, Any] = {"steps": STEPS, "micro_batch_tokens": 30}
-        run = TrainRun(self._root / name, self._make, self._start, lora=lora, buffer=buffer, **TRAIN | sizes)
+        run = TrainRun(self._root / name, self._make, self._start, lora={"rank": 2}, buffer=buffer, **TRAIN | sizes)
         other = self._root / "other"
         (other / "model").mkdir(parents=True, exist_ok=True)
         shutil.copy(run.config.model.path / Path("config.json"), other / "model")
@@ -92,8 +91,9 @@ def nodes(network, tmp_path, make_config_in, start_tba) -> Iterator[Nodes]:
     nodes.unit.close()
 
 
-def test_a_killed_node_ends_the_other_and_one_node_resumes_the_same_training(nodes, tba_here, tmp_path):
-    """Each node has a whole model, as `auto` chooses on a CPU."""
+@pytest.mark.needs("peft")
+def test_a_run_outlives_a_killed_node_and_a_stopped_one_and_one_node_ends_the_same_training(nodes, tba_here, tmp_path):
+    """Two ranks on each node, whose model is whole, as `auto` chooses on a CPU; then one on each, which share one."""
     straight, run = nodes.make("straight"), nodes.make("run")
     train_here(straight, tba_here)
     first, second = nodes.start(run)
@@ -106,27 +106,18 @@ def test_a_killed_node_ends_the_other_and_one_node_resumes_the_same_training(nod
     assert (first.wait(PATIENCE_SECONDS), second.wait(PATIENCE_SECONDS)) == (1, 1)
     lost = (tmp_path / "tba0.log").read_text().splitlines()[-1]
     assert lost.startswith("error: rank0 of 4 failed with exit code 69: another process of this trainer has ended")
-    assert run.start("--processes", "2", "--resume").wait(PATIENCE_SECONDS) == 0
-    assert_same_training(run, straight)
-    straight.buffer.stop()
-    run.buffer.stop()
 
-
-@pytest.mark.needs("peft")
-def test_two_nodes_that_share_one_model_stop_with_the_second_and_resume_without_a_shared_disk(nodes, tba_here):
-    """One rank on each node: the other test has two."""
-    straight, run = nodes.make("straight", rank=2), nodes.make("run", rank=2)
-    train_here(straight, tba_here)
-    sharded = partial(nodes.start, run, "--set", "train.sharding=all", processes=1)
-    started = sharded()
-    run.feed()
-    wait_until(lambda: len(run.lines()) >= 8)
+    # Only the first node has the checkpoint.
+    before = len(run.lines())
+    started = nodes.start(run, "--set", "train.sharding=all", "--resume", processes=1)
+    wait_until(lambda: len(run.lines()) >= before + 3)
     started[1].send_signal(signal.SIGTERM)
     # A supervisor starts the first one again, as after a loss of the second.
     assert [node.wait(PATIENCE_SECONDS) for node in started] == [EXIT_FAILED, 0]
-    assert 8 <= len(run.lines()) < STEPS
+    assert before < len(run.lines()) < STEPS
     assert not_none(checkpoint.newest(run.config.checkpoints)).step == len(run.lines())
-    assert [node.wait(PATIENCE_SECONDS) for node in sharded("--resume")] == [0, 0]
+
+    assert run.start("--processes", "2", "--resume").wait(PATIENCE_SECONDS) == 0
     assert_same_training(run, straight)
     straight.buffer.stop()
     run.buffer.stop()

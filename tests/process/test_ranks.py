@@ -3,7 +3,6 @@
 Four of them are two nodes of two: each node has a whole model, sharded over its ranks (HSDP).
 """
 
-import multiprocessing
 import shutil
 from functools import cache
 from pathlib import Path
@@ -24,11 +23,7 @@ ON_NODES = ["plain", "small_chunks", "recomputed", "packed_gathered", "offload_t
 
 def train_over(ranks: int, directory: Path, scenarios: list[str]) -> None:
     """Run scenarios in `ranks` processes, which write their results to the directory."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tba.tests.helpers.ranks", "torch.distributed.fsdp", "peft"])
-    port = free_port() if ranks == 4 else 0
-    each = [(rank, ranks, directory, scenarios, port) for rank in range(ranks)]
-    helper.run_all([context.Process(target=helper.main, args=arguments) for arguments in each], 400)
+    helper.run_ranks(helper.main, ranks, directory, scenarios, free_port() if ranks == 4 else 0)
 
 
 class Trained:

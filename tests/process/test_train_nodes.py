@@ -15,10 +15,9 @@ from tba.common.errors import EXIT_FAILED
 from tba.tests.helpers.checks import PATIENCE_SECONDS, not_none, wait_until
 from tba.tests.helpers.namespaces import address, cut, inside, namespaces
 from tba.tests.helpers.trainer import TrainRun
-from tba.tests.process.test_train_ranks import STEPS, assert_same_training, children_of, train_here
+from tba.tests.process.test_train_ranks import STEPS, TRAIN, assert_same_training, children_of, train_here
 from tba.trainer import checkpoint
 
-TRAIN: dict[str, Any] = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 12, "checkpoint_every": 3}
 # One of two ranks, which works until it loses the other. It allows a node 4 seconds of silence.
 RANK = """
 import sys, torch
@@ -58,8 +57,7 @@ class Nodes:
     def make(self, name: str) -> TrainRun:
         """Make a run with adapters."""
         buffer = {"address": f"ipc://{self._root}/{name}.sock"}
-        sizes: dict[str, Any] = {"steps": STEPS, "micro_batch_tokens": 30}
-        run = TrainRun(self._root / name, self._make, self._start, lora={"rank": 2}, buffer=buffer, **TRAIN | sizes)
+        run = TrainRun(self._root / name, self._make, self._start, lora={"rank": 2}, buffer=buffer, **TRAIN)
         other = self._root / "other"
         (other / "model").mkdir(parents=True, exist_ok=True)
         shutil.copy(run.config.model.path / Path("config.json"), other / "model")

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 
 from tba.common.errors import EXIT_FAILED
 from tba.tests.helpers.checks import PATIENCE_SECONDS, not_none, wait_until
-from tba.tests.helpers.namespaces import address, cut, inside, namespaces
 from tba.tests.helpers.trainer import TrainRun
 from tba.tests.process.test_train_ranks import STEPS, TRAIN, assert_same_training, children_of, train_here
 from tba.trainer import checkpoint
@@ -36,66 +36,78 @@ except RankLost:
 """
 
 
+FIRST = "10.77.0.1"
+
+
+def ip(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
+
+
+def inside(name: str) -> list[str]:
+    """Return the command that starts another one in a namespace."""
+    return ["ip", "netns", "exec", name]
+
+
 @pytest.fixture
 def network() -> Iterator[list[str]]:
-    """The names of two namespaces."""
-    with namespaces(2) as names:
+    """The names of two network namespaces on a bridge in the first. They need root; the test is skipped without."""
+    first, second = names = [f"tba-{os.getpid()}-{number}" for number in range(2)]
+    commands = [
+        *(f"netns add {name}" for name in names),
+        *(f"-n {name} link set lo up" for name in names),
+        f"-n {first} link add name br0 type bridge",
+        f"-n {first} link set br0 up",
+        f"-n {first} addr add {FIRST}/24 dev br0",
+        f"-n {first} link add name port1 type veth peer name eth0 netns {second}",
+        f"-n {first} link set port1 master br0",
+        f"-n {first} link set port1 up",
+        f"-n {second} addr add 10.77.0.2/24 dev eth0",
+        f"-n {second} link set eth0 up",
+    ]
+    try:
+        for command in commands:
+            if (done := ip(command)).returncode:
+                pytest.skip(f"no network namespaces here: ip {command}: {done.stderr.strip()}")
         yield names
-
-
-class Nodes:
-    """Starts the same run on two nodes. The second has a model without weights, and another run directory."""
-
-    def __init__(self, network: list[str], root: Path, make_config_in: Any, start_tba: Any) -> None:
-        self._network, self._root = network, root
-        self._make, self._start = make_config_in, start_tba
-        # That of systemd on the second node.
-        self.unit = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.unit.bind(str(root / "unit"))
-        self.unit.settimeout(PATIENCE_SECONDS)
-
-    def make(self, name: str) -> TrainRun:
-        """Make a run with adapters."""
-        buffer = {"address": f"ipc://{self._root}/{name}.sock"}
-        run = TrainRun(self._root / name, self._make, self._start, lora={"rank": 2}, buffer=buffer, **TRAIN)
-        other = self._root / "other"
-        (other / "model").mkdir(parents=True, exist_ok=True)
-        shutil.copy(run.config.model.path / Path("config.json"), other / "model")
-        return run
-
-    def start(self, run: TrainRun, *arguments: str, processes: int = 2) -> list[Any]:
-        """Start `tba train` on both nodes."""
-        common = {"NNODES": "2", "MASTER_ADDR": address(0)}
-        other = self._root / "other"
-        own = [{}, {"TBA_MODEL__PATH": f"{other}/model", "TBA_RUN__DIR": f"{other}/run"}]
-        own[1]["NOTIFY_SOCKET"] = f"{self._root}/unit"
-        return [
-            run.start(
-                "--processes",
-                str(processes),
-                *arguments,
-                inside=inside(name),
-                NODE_RANK=str(node),
-                **common | own[node],
-            )
-            for node, name in enumerate(self._network)
-        ]
+    finally:
+        for name in names:
+            ip(f"netns del {name}")
 
 
 @pytest.fixture
-def nodes(network, tmp_path, make_config_in, start_tba) -> Iterator[Nodes]:
-    nodes = Nodes(network, tmp_path, make_config_in, start_tba)
-    yield nodes
-    nodes.unit.close()
+def unit(tmp_path) -> Iterator[socket.socket]:
+    """The socket of systemd on the second node."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as unit:
+        unit.bind(str(tmp_path / "unit"))
+        unit.settimeout(PATIENCE_SECONDS)
+        yield unit
 
 
 @pytest.mark.needs("peft")
-def test_a_run_outlives_a_killed_node_and_a_stopped_one_and_one_node_ends_the_same_training(nodes, tba_here, tmp_path):
+def test_a_run_outlives_a_killed_node_and_a_stopped_one_and_one_node_ends_the_same_training(
+    network, unit, make_config_in, start_tba, tba_here, tmp_path
+):
     """Two ranks on each node, whose model is whole, as `auto` chooses on a CPU; then one on each, which share one."""
-    straight, run = nodes.make("straight"), nodes.make("run")
+    straight, run = (
+        TrainRun(tmp_path / name, make_config_in, start_tba, lora={"rank": 2}, buffer=buffer, **TRAIN)
+        for name, buffer in (("straight", {}), ("run", {"address": f"ipc://{tmp_path}/run.sock"}))
+    )
+    # The second node has a model without weights, and another run directory.
+    other = tmp_path / "other"
+    (other / "model").mkdir(parents=True)
+    shutil.copy(run.config.model.path / Path("config.json"), other / "model")
+    own = {"TBA_MODEL__PATH": f"{other}/model", "TBA_RUN__DIR": f"{other}/run", "NOTIFY_SOCKET": f"{tmp_path}/unit"}
+
+    def start(*arguments: str) -> list[Any]:
+        """Start `tba train` on both nodes."""
+        return [
+            run.start(*arguments, inside=inside(name), NNODES="2", NODE_RANK=node, MASTER_ADDR=FIRST, **environment)
+            for node, name, environment in zip("01", network, ({}, own), strict=True)
+        ]
+
     train_here(straight, tba_here)
-    first, second = nodes.start(run)
-    while nodes.unit.recv(100) != b"READY=1":
+    first, second = start("--processes", "2")
+    while unit.recv(100) != b"READY=1":
         pass
     run.feed()
     wait_until(lambda: len(run.lines()) >= 8)
@@ -107,7 +119,7 @@ def test_a_run_outlives_a_killed_node_and_a_stopped_one_and_one_node_ends_the_sa
 
     # Only the first node has the checkpoint.
     before = len(run.lines())
-    started = nodes.start(run, "--set", "train.sharding=all", "--resume", processes=1)
+    started = start("--processes", "1", "--set", "train.sharding=all", "--resume")
     wait_until(lambda: len(run.lines()) >= before + 3)
     started[1].send_signal(signal.SIGTERM)
     # A supervisor starts the first one again, as after a loss of the second.
@@ -125,13 +137,14 @@ def test_a_run_outlives_a_killed_node_and_a_stopped_one_and_one_node_ends_the_sa
 def test_a_node_behind_a_cut_cable_is_lost_on_both_sides(network, start_script, monkeypatch, work):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_ADDR", address(0))
+    monkeypatch.setenv("MASTER_ADDR", FIRST)
     started = []
     for rank, name in enumerate(network):
         monkeypatch.setenv("RANK", str(rank))
         started.append(start_script(RANK, work, inside=inside(name)))
     assert [one.stdout.readline() for one in started] == ["joined\n"] * 2
-    cut(network, 1)
+    # Packets are lost, and nothing is closed.
+    assert ip(f"-n {network[0]} link set port1 down").returncode == 0
     heard: list[str] = []
     listeners = [threading.Thread(target=lambda one=one: heard.append(one.stdout.readline())) for one in started]
     for one in listeners:

@@ -28,25 +28,50 @@ def small_run(make_config):
     return lambda **sections: make_config(**small_sections(**sections))
 
 
-def test_a_run_ends_with_a_complete_history_and_goes_on_elsewhere_with_its_own_task_only(
+JUDGED = """import os
+from tba.searcher.tasks.arithmetic import ArithmeticTask
+class Judged(ArithmeticTask):
+    def score(self, prompt, response, finished):
+        if os.path.exists("down") and prompt in self.held_out()[:32]:
+            raise ConnectionError("the judge does not answer")
+        return super().score(prompt, response, finished)
+"""
+
+
+def test_a_run_whose_judge_is_down_at_its_end_is_evaluated_later_and_goes_on_elsewhere_with_its_own_task_only(
     small_run, start_tba, tba, tba_here, tmp_path
 ):
     model = shutil.copytree(EXAMPLE_MODEL, tmp_path / "model")
-    run = small_run(model={"path": str(model), "dtype": "float32"}, eval={"at_end": True})
+    (tmp_path / "judged.py").write_text(JUDGED)
+    task = {"name": "judged:Judged", "held_out_limit": 40}
+    evaluated = {"at_end": True, "samples": 1}
+    run = small_run(model={"path": str(model), "dtype": "float32"}, task=task, eval=evaluated)
     launcher = start_tba("run", run.file)
     wait_until(lambda: children_of(launcher, " eval "))
     evaluation = children_of(launcher, " eval ")[0]
     evaluation.suspend()
-    second = tba("run", run.file, "--resume")
-    evaluation.resume()
+    second = tba_here("run", run.file, "--resume")
     # A launcher that still evaluates is not about to end, so the second one does not wait.
-    assert (second.returncode, "is in use by another `tba run`" in second.stderr) == (1, True)
-    assert launcher.wait(400) == 0
+    assert (second.exit_code, "is in use by another `tba run`" in second.message) == (1, True)
+    (tmp_path / "down").touch()
+    evaluation.resume()
+    assert launcher.wait(400) == 1
     check_history(run)
-    assert "held-out greedy accuracy:" in log_of(tmp_path)
-    assert "evaluates snapshot 2 of" in log_of(tmp_path)
-    assert (run.directory / "run.png").stat().st_size > 10_000
-    assert run.lines("eval.jsonl")[0]["step"] == 0
+    # A few of its answers have no score, which is more than 2 %.
+    reason = "32 of 40 responses could not be scored: reward of arithmetic: ConnectionError: the judge does not answer"
+    log = log_of(tmp_path)
+    assert all(
+        said in log for said in (f"not measured: {reason}", f"not measured ({reason}", "evaluates snapshot 2 of")
+    )
+    stored = "SELECT accuracy, not_measured, json_extract(metrics, '$.failed') FROM evaluations ORDER BY version"
+    for accuracy, why, failed in run.query(stored):
+        assert (accuracy, why.startswith(reason), failed) == (None, True, 0.8)
+    assert f"last evaluation not measured: {reason}" in tba_here("runs", tmp_path, "--json").output
+    (tmp_path / "down").unlink()
+    again = tba_here("eval", "--config", run.file, "--all", "--json")
+    assert again.exit_code == 0, again.message
+    assert all(accuracy is not None and why is None for accuracy, why, _ in run.query(stored))
+    check_wrong_answers(run, tba_here, max(again.json, key=lambda row: row["step"])["accuracy"])
     assert list(run.directory.glob("tensorboard/events*"))
     check_references(run)
     check_that_another_task_is_refused(run, tba_here)
@@ -64,6 +89,14 @@ def test_a_run_ends_with_a_complete_history_and_goes_on_elsewhere_with_its_own_t
     assert re.search(rf"train.steps +{STEPS} +{STEPS + 3}\n", more.stdout), "what differs from the last start"
     assert "learning_rate" in more.stdout
     check_history(run, steps=STEPS + 3)
+
+
+def check_wrong_answers(run, tba_here, accuracy: float) -> None:
+    """Check that the wrong answers of the last evaluation are shown with their prompts and the right ones."""
+    rows = tba_here("eval", "--config", run.file, "--wrong", "--json").json
+    assert len(rows) == round(40 * (1 - accuracy)) > 0
+    assert all(row["prompt"].endswith("=") and row["answer"] != row["response"] for row in rows)
+    assert run.query("SELECT answer FROM trajectories WHERE answer IS NULL") == []
 
 
 def check_references(run) -> None:
@@ -90,45 +123,6 @@ def check_that_another_task_is_refused(run, tba_here) -> None:
         assert refused.exit_code == EXIT_CONFIG, command
         assert "task.options was {} and is" in refused.message + refused.output, command
     assert (run.query("SELECT COUNT(*) FROM starts"), run.lines(), run.lines("eval.jsonl")) == before
-
-
-JUDGED = """import os
-from tba.searcher.tasks.arithmetic import ArithmeticTask
-class Judged(ArithmeticTask):
-    def score(self, prompt, response, finished):
-        if os.path.exists("down") and prompt in self.held_out()[:32]:
-            raise ConnectionError("the judge does not answer")
-        return super().score(prompt, response, finished)
-"""
-
-
-def test_a_judge_that_is_down_in_the_last_evaluation_is_no_accuracy_and_is_asked_again(
-    small_run, tba, tba_here, tmp_path
-):
-    """A few of its answers have no score, which is more than 2 %."""
-    (tmp_path / "judged.py").write_text(JUDGED)
-    (tmp_path / "down").touch()
-    task = {"name": "judged:Judged", "held_out_limit": 40}
-    run = small_run(task=task, train={"steps": 1}, eval={"at_end": True, "samples": 1})
-    done = tba("run", run.file)
-    reason = "32 of 40 responses could not be scored: reward of arithmetic: ConnectionError: the judge does not answer"
-    assert (done.returncode, f"not measured: {reason}" in done.stderr) == (1, True), done.stderr
-    assert f"not measured ({reason}" in done.stdout
-    stored = "SELECT accuracy, not_measured, json_extract(metrics, '$.failed') FROM evaluations ORDER BY version"
-    for accuracy, why, failed in run.query(stored):
-        assert (accuracy, why.startswith(reason), failed) == (None, True, 0.8)
-    assert f"last evaluation not measured: {reason}" in tba_here("runs", tmp_path, "--json").output
-    (tmp_path / "down").unlink()
-    again = tba_here("eval", "--config", run.file, "--all", "--json")
-    assert again.exit_code == 0, again.message
-    assert all(accuracy is not None and why is None for accuracy, why, _ in run.query(stored))
-    assert run.query("SELECT answer FROM trajectories WHERE answer IS NULL") == []
-    rows = tba_here("eval", "--config", run.file, "--wrong", "--json").json
-    last = max(again.json, key=lambda row: row["step"])
-    assert len(rows) == round(40 * (1 - last["accuracy"])) > 0
-    for row in rows:
-        assert row["prompt"].endswith("=")
-        assert row["answer"] != row["response"]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,10 @@ import random
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from tba.common.errors import BufferUnavailable
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import Status
+from tba.tests.helpers.buffer import ask
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.faults import ROWS, assert_all_is_stored_once, producing, stored
@@ -127,17 +126,14 @@ def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_conf
 
 def check_training(database: Path, trainer: Trainer) -> None:
     """Check that the recorded batches are those handed out, and that reported steps are recorded."""
-    with closing(sqlite3.connect(database)) as connection, connection:
-        for step, ids in trainer.batches.items():
-            rows = connection.execute("SELECT trajectory FROM consumption WHERE step = ? ORDER BY slot", (step,))
-            assert [row[0] for row in rows] == ids
-        trained = {row[0] for row in connection.execute("SELECT step FROM batches WHERE trained_at IS NOT NULL")}
-        half = connection.execute(
-            "SELECT COUNT(*) FROM batches b WHERE b.prompts * b.samples != "
-            "(SELECT COUNT(*) FROM consumption_rows c WHERE c.batch = b.id)"
-        ).fetchone()
-    assert trainer.reported <= trained
-    assert half == (0,)
+    for step, ids in trainer.batches.items():
+        rows = ask(database, "SELECT trajectory FROM consumption WHERE step = ? ORDER BY slot", step)
+        assert [id_ for (id_,) in rows] == ids
+    trained = ask(database, "SELECT step FROM batches WHERE trained_at IS NOT NULL")
+    assert trainer.reported <= {step for (step,) in trained}
+    half = """SELECT COUNT(*) FROM batches b
+              WHERE b.prompts * b.samples != (SELECT COUNT(*) FROM consumption_rows c WHERE c.batch = b.id)"""
+    assert ask(database, half) == [(0,)]
     assert trainer.repeated > 0
     print(f"{len(trainer.batches)} batches, {trainer.repeated} repeated")
 

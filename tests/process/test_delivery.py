@@ -2,10 +2,8 @@
 
 import errno
 import os
-import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,10 +93,9 @@ def numbers_of(run_config) -> dict[str, list[int]]:
     Puts sent on a new connection before the client has noticed it come before those that it then sends again.
     """
     found: dict[str, list[int]] = {}
-    with closing(sqlite3.connect(run_config.database)) as database, database:
-        sql = "SELECT s.sender, t.sequence FROM trajectory_rows t JOIN senders s ON s.id = t.sender ORDER BY t.sequence"
-        for sender, sequence in database.execute(sql):
-            found.setdefault(sender, []).append(sequence)
+    sql = "SELECT s.sender, t.sequence FROM trajectory_rows t JOIN senders s ON s.id = t.sender ORDER BY t.sequence"
+    for sender, sequence in run_config.query(sql):
+        found.setdefault(sender, []).append(sequence)
     return found
 
 

@@ -2,13 +2,12 @@
 
 import json
 import re
-import sqlite3
 import sys
-from contextlib import closing
 from importlib.util import find_spec
 
 import pytest
 
+from tba.tests.helpers.buffer import ask
 from tba.tests.helpers.checks import not_none
 from tba.tests.process.conftest import changed, free_port, run_example
 from tba.tests.runner import size
@@ -53,8 +52,8 @@ def test_the_demo_gains_points_on_vllm(tba, tmp_path, pytestconfig):
     settings = size(("train.steps=25", *FEWER), ())
     result = run_demo(tba, directory, pytestconfig.rootpath, "search.engine=vllm", *settings)
     check_gain(result, directory, points=size(5, 25))
-    with closing(sqlite3.connect(directory / "buffer.sqlite")) as database, database:
-        assert database.execute("SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows").fetchone()[0] > 3
+    versions = "SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows"
+    assert ask(directory / "buffer.sqlite", versions)[0][0] > 3
 
 
 def test_the_algorithm_on_one_page_learns(capsys):

@@ -1,8 +1,6 @@
 """A real buffer server process with real sockets: restarts, kills and a second server."""
 
 import json
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +26,7 @@ def test_a_server_records_what_set_each_value(start_tba, run_config):
     arguments = ("buffer", "serve", Path(run_config.file).name, "--set", "train.steps=7", "--insecure")
     start_tba(*arguments, TBA_TRAIN__LEARNING_RATE="0.5")
     assert status_of(run_config.address).run_name == "test"
-    with closing(sqlite3.connect(run_config.database)) as database:
-        ((origins,),) = database.execute("SELECT origins FROM starts").fetchall()
+    ((origins,),) = run_config.query("SELECT origins FROM starts")
     keys = ("run.name", "train.learning_rate", "train.steps", "security.insecure", "train.warmup_steps")
     found = json.loads(origins)
     expected = ["run.toml", "TBA_TRAIN__LEARNING_RATE", "--set", "command line", None]

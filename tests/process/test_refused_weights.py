@@ -1,4 +1,4 @@
-"""A searcher that is of another run, or gets announcements of snapshots it must not serve; tests/vllm has the engines."""
+"""A searcher of another run, and one that gets snapshots it must not serve; tests/vllm has the engines."""
 
 from tba.tests.helpers.checks import wait_until
 from tba.tests.process.conftest import arithmetic, changed

@@ -58,13 +58,13 @@ class Sharing:
 
 
 @pytest.fixture
-def checked(tba_here):
-    """Run `tba task check` and return its exit code, the findings by check, and its log."""
+def checked(tba_here, capfd):
+    """Run `tba task check` and return its exit code, the findings by check, and the log of its workers."""
 
     def run(*arguments):
         result = tba_here("task", "check", *arguments, "--json")
         assert result.output, result.message
-        return result.exit_code, {one["check"]: one for one in result.json}, result.message
+        return result.exit_code, {one["check"]: one for one in result.json}, capfd.readouterr().err
 
     return run
 

@@ -1,22 +1,47 @@
 """FSDP2 over NCCL makes the steps of one GPU."""
 
 import json
-import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tba.tests.helpers import gpu_ranks
-from tba.tests.helpers.ranks import run_all
+from tba.common.config import TrainSection
+from tba.common.system.process import RENDEZVOUS_VARIABLE
+from tba.tests.helpers.ranks import run_ranks
+from tba.tests.helpers.trainer import FLAT, learner_of, objective, random_batch, tiny_model
+from tba.trainer.distributed import join
+from tba.trainer.model.adapters import MERGED, gathered
+
+STEPS = 4
+
+
+def train(rank: int, ranks: int, directory: Path, settings: dict[str, Any]) -> None:
+    """Train on GPU `rank`, and write the steps to DIRECTORY/ranksN.json. Settings are of `[train]`."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ[RENDEZVOUS_VARIABLE] = str(directory / f"rendezvous{ranks}")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = join(device)
+    policy, reference = (tiny_model(seed=seed, hidden=64, layers=4).to(device) for seed in (0, 1))
+    config = TrainSection.model_validate(FLAT | settings)
+    learner = learner_of(policy, reference, config, objective("tb"), ranks=group)
+    metrics = [learner.step(random_batch(step, prompts=2 * 8, step=step)).metrics for step in range(STEPS)]
+    # Gathered in lock-step: every rank takes part.
+    sums = {name: float(tensor.double().abs().sum()) for name, tensor in gathered(learner.policy, MERGED)}
+    backend = dist.get_backend() if ranks > 1 else ""
+    if rank == 0:
+        result = {"metrics": metrics, "sums": sums, "backend": backend, "peak": torch.cuda.max_memory_allocated()}
+        (directory / f"ranks{ranks}.json").write_text(json.dumps(result))
+    group.close()
 
 
 def train_on(ranks: int, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    arguments = [(rank, ranks, directory, settings) for rank in range(ranks)]
-    processes = [context.Process(target=gpu_ranks.main, args=one) for one in arguments]
-    run_all(processes, 300)
+    """Train in processes, each of which has CUDA for itself. Returns what rank 0 has written."""
+    run_ranks(train, ranks, directory, settings, seconds=300, method="spawn")
     result: dict[str, Any] = json.loads((directory / f"ranks{ranks}.json").read_text())
     return result
 

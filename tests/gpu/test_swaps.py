@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install -e '.[vllm]'")
 
 from tba.searcher.engines.engine import SamplingSettings
-from tba.tests.vllm.conftest import Lab
+from tba.tests.vllm.conftest import Lab, addresses
 
 # Heads of dimension 64, which every attention kernel supports.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -30,12 +30,6 @@ def lab(tmp_path_factory):
     lab.close()
 
 
-def addresses(engine):
-    """Of all parameters and buffers: what CUDA graphs depend on."""
-    model = engine._llm.model_executor.driver_worker.worker.get_model()
-    return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-
-
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_thirty_swaps_in_place_under_cuda_graphs(lab, tied, record_property):
@@ -45,7 +39,7 @@ def test_thirty_swaps_in_place_under_cuda_graphs(lab, tied, record_property):
     )
     mode = str(engine._llm.vllm_config.compilation_config.cudagraph_mode)
     assert "NONE" not in mode
-    before, pauses, ids = addresses(engine), [], lab.tokens(3, 40)
+    before, pauses = addresses(engine), []
     for number in range(30):
         # A request in flight keeps its tokens; its later tokens are of the new weights.
         request = lab.submit(
@@ -61,15 +55,12 @@ def test_thirty_swaps_in_place_under_cuda_graphs(lab, tied, record_property):
         assert addresses(engine) == before
         assert len(lab.finish(engine)[request].response_ids) == 32
         pauses.append(report.pause_seconds)
-    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=TOLERANCE)
+    lab.assert_scores(engine, model, atol=TOLERANCE)
     # Other weights altogether: graphs that read the old ones would answer as before.
     other = lab.rounded(lab.model(seed=9, tied=tied, **SHAPE))
     engine.load_weights(lab.snapshot(other, saved=lab.as_bfloat16(other)))
     prompt = lab.tokens(2, 12)
-    response = lab.generate(engine, prompt)
-    np.testing.assert_allclose(
-        response.logprobs, lab.response_logprobs(other, prompt, response.response_ids), atol=TOLERANCE
-    )
+    lab.assert_sampled_by(other, prompt, lab.generate(engine, prompt), atol=TOLERANCE)
     engine.close()
     record_property("cudagraph_mode", mode)
     record_property("pause_ms_median", 1e3 * float(np.median(pauses)))

@@ -1,7 +1,6 @@
 """Publishes snapshots without a trainer, for tests of searchers."""
 
 import shutil
-import time
 from pathlib import Path
 
 from tba.common.system.durable import temporary_directory
@@ -9,6 +8,7 @@ from tba.common.weights.snapshot import Canary, Manifest, describe_files, direct
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
 from tba.common.wire.messages import ClientStatus, GetStatus, Status
+from tba.tests.helpers.checks import wait_until
 
 
 def write_snapshot(model: Path, directory: Path, version: int, *, canary_error: float = 0.0) -> tuple[Path, str]:
@@ -53,12 +53,11 @@ class Announcer:
     def status(self) -> Status:
         return self.client.call(GetStatus(), Status, deadline_seconds=120)[0]
 
-    def searcher(self) -> ClientStatus | None:
-        return next((client for client in self.status().clients if client.role == "searcher"), None)
+    def searchers(self) -> list[ClientStatus]:
+        return [client for client in self.status().clients if client.role == "searcher"]
 
-    def wait_for(self, condition, seconds: float = 300) -> ClientStatus:
-        deadline = time.monotonic() + seconds
-        while (searcher := self.searcher()) is None or not condition(searcher):
-            assert time.monotonic() < deadline, searcher
-            time.sleep(0.1)
-        return searcher
+    def wait_for(self, condition) -> ClientStatus:
+        """Wait until the status of the searcher meets a condition, and return it."""
+        found: list[ClientStatus] = []
+        wait_until(lambda: found.extend(filter(condition, self.searchers())) or found)
+        return found[0]

@@ -134,12 +134,12 @@ VLLM_REFUSES = {
 }
 
 
-def save(name: str, directory: Any) -> None:
-    """Save a random model of an architecture, whose biases, norms and other vectors are random too."""
+def random_model(name: str, seed: int = 0) -> Any:
+    """Return a random model of an architecture, whose biases, norms and other vectors are random too."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     kind, settings = ARCHITECTURES[name]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SHAPE | settings)))
     for parameter in model.parameters():
@@ -147,4 +147,9 @@ def save(name: str, directory: Any) -> None:
             parameter.data += 0.1 * torch.randn_like(parameter)
     # Some configurations put their family's end tokens in the place of none, and the vocabulary here is smaller.
     model.config.eos_token_id = model.generation_config.eos_token_id = None
-    model.save_pretrained(directory)
+    return model
+
+
+def save(name: str, directory: Any) -> None:
+    """Save a random model of an architecture."""
+    random_model(name).save_pretrained(directory)

@@ -96,6 +96,12 @@ def connected(
         client.close()
 
 
+def status_of(address: str) -> messages.Status:
+    """Return the status of a buffer, once it answers."""
+    with connected(address) as client:
+        return client.call(messages.GetStatus(), messages.Status, deadline_seconds=PATIENCE_SECONDS)[0]
+
+
 def reference(version: int, step: int) -> messages.WeightsRef:
     """Return the reference of a snapshot."""
     return messages.WeightsRef(version=version, step=step, path=f"/v{version}", manifest_sha256="0" * 64)

@@ -6,11 +6,11 @@ so that it can resume.
 """
 
 import math
+import multiprocessing
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,13 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def run_all(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Start processes and wait until each has succeeded. In the end none is left."""
+def run_ranks(
+    target: Callable[..., None], ranks: int, *arguments: Any, seconds: float = 400, method: str = "forkserver"
+) -> None:
+    """Call `target(rank, ranks, *arguments)` in processes, until each has succeeded. In the end none is left."""
+    context: Any = multiprocessing.get_context(method)
+    context.set_forkserver_preload([__name__, "torch.distributed.fsdp", "peft"])
+    processes = [context.Process(target=target, args=(rank, ranks, *arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()
     try:
@@ -183,14 +188,9 @@ def main(rank: int, ranks: int, directory: Path, scenarios: list[str], port: int
 
     With a port these are two nodes, which meet there, and each has a whole model.
     """
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    if port:
-        os.environ |= {"LOCAL_WORLD_SIZE": str(ranks // 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    else:
-        os.environ |= {RENDEZVOUS_VARIABLE: str(directory / "rendezvous"), "GLOO_SOCKET_IFNAME": "lo"}
     count_reductions()
     torch.use_deterministic_algorithms(True)
-    group = join(torch.device("cpu"))
+    group = _join(rank, ranks, directory, port)
     if port:
         group.replicate()
     for name in scenarios:
@@ -200,17 +200,27 @@ def main(rank: int, ranks: int, directory: Path, scenarios: list[str], port: int
     group.close()
 
 
+def _join(rank: int, ranks: int, directory: Path, port: int = 0) -> Ranks:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    if port:
+        os.environ |= {"LOCAL_WORLD_SIZE": str(ranks // 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    else:
+        os.environ |= {RENDEZVOUS_VARIABLE: str(directory / "rendezvous"), "GLOO_SOCKET_IFNAME": "lo"}
+    return join(torch.device("cpu"))
+
+
+def _config(directory: Path, **train: Any) -> Config:
+    model = {"path": str(directory / "model"), "dtype": "float32"}
+    return Config.model_validate({"model": model, "task": {"train": "t"}, "train": train})
+
+
 def load(rank: int, ranks: int, directory: Path, offload: str) -> None:
     """Build a learner of DIRECTORY/model as one of the ranks.
 
     Writes what it has, gathered, and by how many bytes the process has grown, to DIRECTORY/`offload`RANK.pt.
     """
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ[RENDEZVOUS_VARIABLE] = str(directory / "rendezvous")
-    model = {"path": str(directory / "model"), "dtype": "float32"}
-    train = {"offload": offload, "gradient_checkpointing": True}
-    config = Config.model_validate({"model": model, "task": {"train": "t"}, "train": train})
-    group = join(torch.device("cpu"))
+    config = _config(directory, offload=offload, gradient_checkpointing=True)
+    group = _join(rank, ranks, directory)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     learner, _ = build(config, directory / "model", torch.device("cpu"), group)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -234,11 +244,8 @@ def refuse(rank: int, ranks: int, directory: Path) -> None:
 
 def differ(rank: int, ranks: int, directory: Path) -> None:
     """Expect that the ranks refuse to train together, since each has another number of tokens in a micro-batch."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ[RENDEZVOUS_VARIABLE] = str(directory / "rendezvous")
-    model, train = {"path": str(directory / "model")}, {"threads": 1 + rank, "micro_batch_tokens": 100 + rank}
-    config = Config.model_validate({"model": model, "task": {"train": "t"}, "train": train})
-    group = join(torch.device("cpu"))
+    config = _config(directory, threads=1 + rank, micro_batch_tokens=100 + rank)
+    group = _join(rank, ranks, directory)
     with pytest.raises(ConfigError, match=r"different settings: copy one tba\.toml to all nodes"):
         require_memory(config, torch.device("cpu"), group)
     same = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_tokens": 100})})

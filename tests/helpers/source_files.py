@@ -1,6 +1,7 @@
 """The files of the repository, also in an unpacked archive or where git does not trust the owner of the clone."""
 
 import os
+import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -23,3 +24,12 @@ def source_files(*patterns: str) -> list[Path]:
         names = [str(here / name) for name in files if name in kept]
         found += [ROOT / name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
     return sorted(found)
+
+
+def copy_sources(folder: Path) -> Path:
+    """Copy the files of the repository into a folder, and return it."""
+    for path in source_files("*"):
+        target = folder / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    return folder

@@ -7,15 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
-from tba.tests.helpers.token_log_ratios import check_token_log_ratios
+from tba.common.wire.trajectory import LOG_RATIO_DTYPE
 from tba.tests.process.conftest import RunConfig, arithmetic, merged
 
 STEPS = 12
 SAMPLES = 4
 PROMPTS = 96
+_ROWS = """
+SELECT c.log_ratio, c.mismatch, t.response_tokens, c.token_log_ratios, p.loss_mask
+FROM consumption_rows c JOIN batches b ON b.id = c.batch JOIN trajectory_rows t ON t.id = c.trajectory
+JOIN payloads p ON p.trajectory = t.id
+WHERE b.trained_at IS NOT NULL
+"""
 
 
 def small_sections(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -100,4 +107,19 @@ def _check_numbers_of_rows(run: RunConfig) -> None:
         known = [metrics.get(name, math.nan) for name in ("log_ratio_mean", "kl", "mismatch_mean")]
         found = [math.nan if mean is None else mean for mean in means]
         assert found == pytest.approx(known, rel=1e-4, abs=1e-6, nan_ok=True)
-    check_token_log_ratios(run.database)
+    _check_token_log_ratios(run)
+
+
+def _check_token_log_ratios(run: RunConfig) -> None:
+    """Check that every trained row has one log-ratio per token, which agree with the numbers of the row."""
+    rows = run.query(_ROWS)
+    assert rows
+    for log_ratio, mismatch, tokens, blob, mask in rows:
+        ratio_R = np.frombuffer(blob, LOG_RATIO_DTYPE).astype(float)
+        counted_R = np.frombuffer(mask, bool) if mask else np.ones(tokens, bool)
+        assert len(ratio_R) == tokens
+        assert not ratio_R[~counted_R].any()
+        # Rounding to float16 changes each by at most 2^-11 of it, and large ones of both signs may cancel.
+        assert ratio_R.sum() == pytest.approx(log_ratio, rel=1e-6, abs=1e-5 + np.abs(ratio_R).sum() / 2**10)
+        if mismatch is not None:
+            assert np.abs(ratio_R[counted_R]).mean() == pytest.approx(mismatch, rel=1e-3, abs=1e-7)

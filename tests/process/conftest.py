@@ -2,10 +2,11 @@
 
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,9 @@ import pytest
 import zmq
 
 from tba.common.system.process import PARENT_VARIABLE
+from tba.searcher.scoring.rewards import Rewards
+from tba.searcher.scoring.scoring import Scored
+from tba.searcher.tasks.task import Prompt
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.announcer import Announcer
 from tba.tests.helpers.buffer import ask, steps_trained
@@ -59,6 +63,36 @@ def clean_environment() -> dict[str, str]:
     """Return the environment without tba's variables, except the one that makes processes end with this one."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("TBA_")}
     return inherited | {"OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())}
+
+
+def submit(rewards: Rewards, asked: Iterable[tuple[Prompt, str]], first: int = 0) -> None:
+    """Submit responses to prompts, under the numbers from `first`."""
+    for ticket, (prompt, text) in enumerate(asked, first):
+        rewards.submit(ticket, prompt, text, True)
+
+
+def collect(rewards: Rewards) -> list[Scored]:
+    """Wait until all that was submitted is scored. Returns it in the order of its numbers."""
+    found: dict[int, Scored] = {}
+    while rewards.waiting:
+        for scored in rewards.wait(1.0):
+            assert scored.ticket not in found
+            found[scored.ticket] = scored
+    return [found[ticket] for ticket in sorted(found)]
+
+
+def run_example(file: str, *arguments: object) -> None:
+    """Run a program of examples/ in this process, which has torch already."""
+    path = ROOT / "examples" / file
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "path", [str(path.parent), *sys.path])
+        patched.setattr(sys, "argv", [file, *map(str, arguments)])
+        runpy.run_path(str(path), run_name="__main__")
+
+
+def changed(*changes: str) -> list[str]:
+    """Return the options that change the configuration of a command."""
+    return [part for change in changes for part in ("--set", change)]
 
 
 @pytest.fixture

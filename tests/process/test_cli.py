@@ -4,17 +4,15 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tba.common.errors import EXIT_INTERRUPTED
-from tba.common.wire.client import BufferClient
-from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import not_none, wait_until
-from tba.tests.process.conftest import arithmetic, clean_environment, merged
+from tba.tests.helpers.puts import status_of
+from tba.tests.process.conftest import arithmetic, changed, clean_environment, merged
 
 
 def refused(result: subprocess.CompletedProcess[str], exit_code: int, *words: str) -> None:
@@ -64,8 +62,7 @@ def test_a_check_alone_names_models_to_download_and_loads_no_torch(make_config, 
 
 def test_doctor_names_the_program_at_the_address_of_the_buffer(tba_here, start_tba, run_config):
     def found(*sets: str) -> tuple[str, str]:
-        options = [part for one in sets for part in ("--set", one)]
-        rows = tba_here("doctor", "--json", "--config", run_config.file, *options).json
+        rows = tba_here("doctor", "--json", "--config", run_config.file, *changed(*sets)).json
         (row,) = (row for row in rows if row["check"] == "buffer address")
         return row["result"], row["detail"]
 
@@ -75,8 +72,7 @@ def test_doctor_names_the_program_at_the_address_of_the_buffer(tba_here, start_t
     assert (result, "does not answer like a buffer" in detail) == ("fail", True)
     assert found() == ("ok", f"{address}: nothing listens there")
     start_tba("buffer", "serve", "--config", run_config.file)
-    with closing(BufferClient(address, role="monitor", name="test")) as client:
-        client.call(GetStatus(), Status, deadline_seconds=120)
+    status_of(address)
     assert found() == ("ok", f"{address}: the buffer of run test answers")
     result, detail = found("run.name=other")
     assert (result, "is in use by the buffer of run test" in detail) == ("fail", True)

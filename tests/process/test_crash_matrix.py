@@ -5,12 +5,10 @@ import random
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +20,12 @@ from tba.common.config import Config
 from tba.common.errors import BufferUnavailable
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.messages import GetStatus, Status
+from tba.common.wire.messages import Status
+from tba.tests.helpers.buffer import ask
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.faults import ROWS, assert_all_is_stored_once, producing, stored
-from tba.tests.helpers.puts import connected
+from tba.tests.helpers.puts import status_of
 from tba.tests.process.conftest import clean_environment
 from tba.tests.runner import size
 
@@ -92,11 +91,6 @@ def trainer(run_config):
         trainer.join(60)
 
 
-def wait_until_it_serves(address: str) -> Status:
-    with connected(address) as client:
-        return client.call(GetStatus(), Status, deadline_seconds=120)[0]
-
-
 def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_config, trainer):
     seed = int(os.environ.get("TBA_SEED", "0"))
     # Shown if the test fails.
@@ -110,7 +104,7 @@ def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_conf
             if rng.random() < 0.15:
                 time.sleep(rng.uniform(0.3, 0.8))
             else:
-                wait_until_it_serves(run_config.address)
+                status_of(run_config.address)
                 time.sleep(rng.uniform(0.1, 0.6))
             server.send_signal(signal.SIGKILL)
             server.wait()
@@ -120,7 +114,7 @@ def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_conf
     trainer.stopping.set()
     trainer.join(60)
     assert trainer.failure is None
-    status = wait_until_it_serves(run_config.address)
+    status = status_of(run_config.address)
     server.terminate()
     assert server.wait(60) == 0
     assert_all_is_stored_once(run_config.database, producers)
@@ -132,17 +126,14 @@ def test_acknowledged_rows_survive_kills_and_are_stored_once(start_tba, run_conf
 
 def check_training(database: Path, trainer: Trainer) -> None:
     """Check that the recorded batches are those handed out, and that reported steps are recorded."""
-    with closing(sqlite3.connect(database)) as connection, connection:
-        for step, ids in trainer.batches.items():
-            rows = connection.execute("SELECT trajectory FROM consumption WHERE step = ? ORDER BY slot", (step,))
-            assert [row[0] for row in rows] == ids
-        trained = {row[0] for row in connection.execute("SELECT step FROM batches WHERE trained_at IS NOT NULL")}
-        half = connection.execute(
-            "SELECT COUNT(*) FROM batches b WHERE b.prompts * b.samples != "
-            "(SELECT COUNT(*) FROM consumption_rows c WHERE c.batch = b.id)"
-        ).fetchone()
-    assert trainer.reported <= trained
-    assert half == (0,)
+    for step, ids in trainer.batches.items():
+        rows = ask(database, "SELECT trajectory FROM consumption WHERE step = ? ORDER BY slot", step)
+        assert [id_ for (id_,) in rows] == ids
+    trained = ask(database, "SELECT step FROM batches WHERE trained_at IS NOT NULL")
+    assert trainer.reported <= {step for (step,) in trained}
+    half = """SELECT COUNT(*) FROM batches b
+              WHERE b.prompts * b.samples != (SELECT COUNT(*) FROM consumption_rows c WHERE c.batch = b.id)"""
+    assert ask(database, half) == [(0,)]
     assert trainer.repeated > 0
     print(f"{len(trainer.batches)} batches, {trainer.repeated} repeated")
 

@@ -2,10 +2,8 @@
 
 import errno
 import os
-import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +12,12 @@ import pytest
 from tba.common.errors import StorageError
 from tba.common.wire import client, messages
 from tba.common.wire.client import BufferClient
-from tba.common.wire.messages import GetStatus, Status
 from tba.searcher.delivery import delivery
 from tba.searcher.delivery.delivery import Delivery
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.faults import row
 from tba.tests.helpers.proxy import Proxy
-from tba.tests.helpers.puts import prepare
+from tba.tests.helpers.puts import prepare, status_of
 from tba.tests.process.conftest import free_port
 
 ROWS = 4
@@ -96,10 +93,9 @@ def numbers_of(run_config) -> dict[str, list[int]]:
     Puts sent on a new connection before the client has noticed it come before those that it then sends again.
     """
     found: dict[str, list[int]] = {}
-    with closing(sqlite3.connect(run_config.database)) as database, database:
-        sql = "SELECT s.sender, t.sequence FROM trajectory_rows t JOIN senders s ON s.id = t.sender ORDER BY t.sequence"
-        for sender, sequence in database.execute(sql):
-            found.setdefault(sender, []).append(sequence)
+    sql = "SELECT s.sender, t.sequence FROM trajectory_rows t JOIN senders s ON s.id = t.sender ORDER BY t.sequence"
+    for sender, sequence in run_config.query(sql):
+        found.setdefault(sender, []).append(sequence)
     return found
 
 
@@ -183,8 +179,7 @@ def test_puts_of_a_dead_searcher_that_the_disk_does_not_delete_stay_and_count_as
     monkeypatch.undo()
     third = courier()
     third.step_until(lambda: third.delivery.is_done)
-    status, _ = third.client.call(GetStatus(), Status, deadline_seconds=120)
-    assert status.duplicates == 3 * ROWS
+    assert status_of(third.client.address).duplicates == 3 * ROWS
     assert not (tmp_path / "spool" / first.client.sender).exists()
 
 

@@ -2,16 +2,14 @@
 
 import json
 import re
-import sqlite3
-import subprocess
 import sys
-from contextlib import closing
 from importlib.util import find_spec
 
 import pytest
 
+from tba.tests.helpers.buffer import ask
 from tba.tests.helpers.checks import not_none
-from tba.tests.process.conftest import clean_environment, free_port
+from tba.tests.process.conftest import changed, free_port, run_example
 from tba.tests.runner import size
 
 ROOT_CONFIG = "examples/arithmetic/demo.toml"
@@ -22,7 +20,7 @@ FEWER = ("train.keep_snapshot_every=80", "search.cpu_searchers=1")
 def run_demo(tba, directory, root, *assignments: str):
     """Run the demo's configuration in another directory and on a free port."""
     sets = [f"run.dir={directory}", f"buffer.address=tcp://127.0.0.1:{free_port()}", *assignments]
-    return tba("run", ROOT_CONFIG, *(part for value in sets for part in ("--set", value)), timeout=580, cwd=root)
+    return tba("run", ROOT_CONFIG, *changed(*sets), timeout=580, cwd=root)
 
 
 def check_gain(result, directory, points: float) -> None:
@@ -54,14 +52,14 @@ def test_the_demo_gains_points_on_vllm(tba, tmp_path, pytestconfig):
     settings = size(("train.steps=25", *FEWER), ())
     result = run_demo(tba, directory, pytestconfig.rootpath, "search.engine=vllm", *settings)
     check_gain(result, directory, points=size(5, 25))
-    with closing(sqlite3.connect(directory / "buffer.sqlite")) as database, database:
-        assert database.execute("SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows").fetchone()[0] > 3
+    versions = "SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows"
+    assert ask(directory / "buffer.sqlite", versions)[0][0] > 3
 
 
-def test_the_algorithm_on_one_page_learns(pytestconfig):
-    command = [sys.executable, "examples/one_page.py", "--steps", "15"]
-    done = subprocess.run(command, cwd=pytestconfig.rootpath, env=clean_environment(), capture_output=True, text=True)
-    before, after = [float(found) for found in re.findall(r"accuracy: ([\d.]+)%", done.stdout)]
-    assert (done.returncode, done.stderr) == (0, "")
+def test_the_algorithm_on_one_page_learns(capsys):
+    run_example("one_page.py", "--steps", 15)
+    shown = capsys.readouterr()
+    before, after = [float(found) for found in re.findall(r"accuracy: ([\d.]+)%", shown.out)]
+    assert shown.err == ""
     assert before == pytest.approx(40.2, abs=1)
     assert after >= before + 10

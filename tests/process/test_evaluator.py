@@ -4,7 +4,6 @@ import pytest
 
 from tba.common.evaluations import read_json_lines
 from tba.common.wire import messages
-from tba.common.wire.messages import GetStatus, Status
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.puts import connected
@@ -32,7 +31,7 @@ def test_kept_snapshots_are_evaluated_while_the_run_goes_on_and_training_is_not_
     announcer.announce(8)
     wait_until(lambda: [row["version"] for row in read_json_lines(evaluations)] == [0, 8], what="v8 is evaluated")
 
-    status, _ = announcer.client.call(GetStatus(), Status, deadline_seconds=60)
+    status = announcer.status()
     (client,) = [client for client in status.clients if client.role == "evaluator"]
     assert (client.leases, client.trajectories) == (0, 0)
     assert (status.trajectories, status.prompts) == (0, 0), "it registers and delivers nothing"

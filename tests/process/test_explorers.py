@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.whole_run import small_sections
+from tba.tests.process.conftest import changed
 
 pytestmark = [pytest.mark.torch]
 _STEPS = 12
@@ -36,8 +37,7 @@ def test_rows_of_policy_and_explorer_are_trained_on_and_each_names_its_sampler(m
     explorer = other_model(tmp_path / "explorer")
     run = make_config(**small_sections(train={"steps": _STEPS, "learning_rate": 1e-5}))
     start_tba("buffer", "serve", "--config", run.file)
-    settings = [f"search.policy={tmp_path / 'explorer'}", f"search.temperature={_TEMPERATURE}"]
-    sets = [part for setting in settings for part in ("--set", setting)]
+    sets = changed(f"search.policy={tmp_path / 'explorer'}", f"search.temperature={_TEMPERATURE}")
     searchers = start_tba("search", "--config", run.file), start_tba("search", "--config", run.file, *sets)
     logs = [tmp_path / f"tba{number}.log" for number in (1, 2)]
     wait_until(lambda: all("joined" in log.read_text() for log in logs), what="both joined")

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -95,33 +96,6 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_a_fleet_reports_to_systemd_in_json_lines_and_drains_all_searchers_at_sigterm(
-    fleet_config, start_fleet, tmp_path, monkeypatch
-):
-    systemd, notified = NotifySocket(), list[str]()
-    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
-    monkeypatch.setenv("JOURNAL_STREAM", "1:1")
-    fleet = start_fleet(fleet_config(), 2, "import sys\nif '--index' in sys.orig_argv: print('not ours', flush=True)\n")
-    up = r"2/2 searchers up; 0 tokens/s.*waiting: no snapshot is published yet \(cpu0, cpu1\)"
-    wait_until(lambda: notified.extend(systemd.receive()) or any(re.search(up, line) for line in notified))
-    wait_until(lambda: notified.extend(systemd.receive()) or notified.count("WATCHDOG=1") >= 2)
-    systemd.close()
-    assert "READY=1" in notified
-    # A searcher loads its engine: its supervisor is not ready yet either.
-    assert "EXTEND_TIMEOUT_USEC=3600000000" in notified
-    cores = [set(child.cpu_affinity()) for child in searchers_of(fleet).values()]
-    if len(os.sched_getaffinity(0)) > 1:
-        assert cores[0].isdisjoint(cores[1])
-    children = descendants(fleet)
-    fleet.terminate()
-    assert fleet.wait(60) == 0
-    assert_gone(children)
-    lines = [json.loads(line) for line in output(tmp_path).splitlines()]
-    for event in ("joined", "left"):
-        assert sorted(line["gpu"] for line in lines if line.get("event") == event) == ["cpu0", "cpu1"]
-    assert {line["gpu"] for line in lines if line.get("line") == "not ours"} == {"cpu0", "cpu1"}
-
-
 def running(fleet: subprocess.Popen[bytes], argument: str) -> list[int]:
     """Return the descendants of a fleet that have this argument."""
     found = []
@@ -133,16 +107,36 @@ def running(fleet: subprocess.Popen[bytes], argument: str) -> list[int]:
     return found
 
 
-def test_what_is_killed_is_replaced_and_leaves_no_process(fleet_config, start_fleet, tmp_path):
-    """First a searcher, then the guard, then the supervisor."""
-    fleet = start_fleet(fleet_config(), 2, WORKERS)
-    wait_for_output(tmp_path, "2/2 searchers up")
+def test_a_fleet_reports_to_systemd_in_json_lines_replaces_what_is_killed_and_drains_at_sigterm(
+    fleet_config, start_fleet, tmp_path, monkeypatch
+):
+    """A searcher is killed, then the guard. test_hang.py kills a supervisor."""
+    systemd, notified = NotifySocket(), list[str]()
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
+    monkeypatch.setenv("JOURNAL_STREAM", "1:1")
+    printed = "import sys\nif '--index' in sys.orig_argv: print('not ours', flush=True)\n"
+    fleet = start_fleet(fleet_config(), 2, printed + WORKERS)
+    up = r"2/2 searchers up; 0 tokens/s.*waiting: no snapshot is published yet \(cpu0, cpu1\)"
+    wait_until(lambda: notified.extend(systemd.receive()) or any(re.search(up, line) for line in notified))
+    wait_until(lambda: notified.extend(systemd.receive()) or notified.count("WATCHDOG=1") >= 2)
+    systemd.close()
+    assert "READY=1" in notified
+    # A searcher loads its engine: its supervisor is not ready yet either.
+    assert "EXTEND_TIMEOUT_USEC=3600000000" in notified
+    cores = [set(child.cpu_affinity()) for child in searchers_of(fleet).values()]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert cores[0].isdisjoint(cores[1])
+
+    def lines(event: str) -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in output(tmp_path).split("\n")[:-1]]
+        return [line for line in found if line.get("event") == event]
+
     victim, other = searchers_of(fleet)["0"], searchers_of(fleet)["1"]
     workers = victim.children(recursive=True)
     assert len(workers) == 2
     victim.kill()
     assert_gone(workers)
-    wait_for_output(tmp_path, r"child started child=cpu0 pid=\d+ start=2")
+    wait_until(lambda: len(lines("joined")) == 3)
     assert other.is_running()
     assert len(other.children()) == 1
     (guard,) = running(fleet, GUARD)
@@ -150,9 +144,14 @@ def test_what_is_killed_is_replaced_and_leaves_no_process(fleet_config, start_fl
     wait_until(lambda: running(fleet, GUARD) not in ([], [guard]))
     # The restarted searcher has a worker too.
     wait_until(lambda: len(running(fleet, "worker-of-a-searcher")) == 2)
-    processes = descendants(fleet)
-    fleet.kill()
-    assert_gone(processes)
+    children = descendants(fleet)
+    fleet.terminate()
+    assert fleet.wait(60) == 0
+    assert_gone(children)
+    assert sorted(line["gpu"] for line in lines("joined")) == ["cpu0", "cpu0", "cpu1"]
+    assert sorted(line["gpu"] for line in lines("left")) == ["cpu0", "cpu1"]
+    others = [json.loads(line) for line in output(tmp_path).splitlines() if "not ours" in line]
+    assert {line["gpu"] for line in others if line.get("line") == "not ours"} == {"cpu0", "cpu1"}
 
 
 def test_a_second_sigterm_stops_immediately(fleet_config, start_fleet, tmp_path):
@@ -172,10 +171,14 @@ def test_a_second_sigterm_stops_immediately(fleet_config, start_fleet, tmp_path)
     assert_gone(processes)
 
 
-def test_one_broken_searcher_does_not_stop_the_others(fleet_config, start_fleet, tmp_path):
-    broken = (
-        "import sys, os\nif sys.orig_argv[-2:] == ['--index', '1']: os.write(1, b'error: no device'), os._exit(3)\n"
-    )
+def test_one_broken_searcher_does_not_stop_the_others_and_a_fleet_of_which_all_are_broken_fails(
+    fleet_config, start_fleet, tmp_path
+):
+    broken = """
+import sys, os
+if sys.orig_argv[-2:] == ["--index", "1"] or "--index" in sys.orig_argv and os.path.exists("all"):
+    os.write(1, b"error: no device"), os._exit(3)
+"""
     run = fleet_config(max_restarts=2)
     fleet = start_fleet(run, 2, broken)
     wait_for_output(tmp_path, r"1/2 searchers up.*; cpu1 broken, .* last exit code 3\): no device")
@@ -183,23 +186,17 @@ def test_one_broken_searcher_does_not_stop_the_others(fleet_config, start_fleet,
     with closing(BufferClient(run.address, role="monitor", name="test")) as client:
         wait_until(lambda: "no device" in describe(Facts(ask_status(client))).sentence)
     assert fleet.poll() is None
-    assert searchers_of(fleet)["0"].is_running()
-
-
-def test_a_fleet_whose_searchers_are_all_broken_fails(fleet_config, start_fleet, tmp_path):
-    fleet = start_fleet(fleet_config(max_restarts=2), 2, "import sys, os\nif '--index' in sys.orig_argv: os._exit(3)\n")
+    (tmp_path / "all").touch()
+    searchers_of(fleet)["0"].kill()
     assert fleet.wait(60) == 1
     assert "failed with exit code 3" in output(tmp_path)
     assert output(tmp_path).count("child started") >= 6
 
 
-def test_a_configuration_error_of_one_searcher_ends_the_fleet_with_its_message(fleet_config, start_tba, tmp_path):
-    run = fleet_config()
-    start_tba("buffer", "serve", "--config", run.file)
-    fleet = start_tba("search", "--cpu", "2", "--config", run.file, "--set", "run.name=other")
-    assert fleet.wait(300) == 78
-    last = output(tmp_path).splitlines()[-1]
-    assert re.fullmatch(r"error: cpu[01]: the buffer at .* belongs to run test, and run.name is other: .*", last)
+def test_a_configuration_error_of_one_searcher_ends_the_fleet_with_its_message(fleet_config, start_fleet, tmp_path):
+    wrong = "import sys, os\nif '--index' in sys.orig_argv: os.write(1, b'error: run.name is other'), os._exit(78)\n"
+    assert start_fleet(fleet_config(), 2, wrong).wait(60) == 78
+    assert re.fullmatch(r"error: cpu[01]: run.name is other", output(tmp_path).splitlines()[-1])
     assert output(tmp_path).count("child started") == 2
 
 

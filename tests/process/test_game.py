@@ -3,8 +3,7 @@
 import contextlib
 import json
 import re
-import runpy
-import sys
+import shlex
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,11 +12,12 @@ import numpy as np
 import psutil
 import pytest
 
+from tba.tests.helpers.buffer import ask
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.whole_run import STEPS, check_history, children_of, small_sections, starts_of
-from tba.tests.process.conftest import ROOT, free_port, merged
+from tba.tests.process.conftest import ROOT, changed, free_port, merged, run_example
 from tba.tests.process.test_demo import check_gain
-from tba.tests.runner import size
+from tba.tests.runner import FULL_SIZE, size
 
 CONFIG = "examples/game/demo.toml"
 # Few enough that a run of a few steps has several epochs.
@@ -56,11 +56,7 @@ class Hostile(GuessTask):
 def start(tmp_path_factory):
     """The untrained model of the game."""
     directory = tmp_path_factory.mktemp("game") / "start"
-    # In this process, which has torch already.
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "path", [*sys.path])
-        patched.setattr(sys, "argv", ["prepare.py", "--out", str(directory)])
-        runpy.run_path(str(ROOT / "examples/game/prepare.py"), run_name="__main__")
+    run_example("game/prepare.py", "--out", directory)
     return directory
 
 
@@ -202,7 +198,7 @@ def test_the_demo_of_the_game_gains_by_what_it_is_told(start, tba, tba_here, tmp
     small = ("train.steps=3", "train.prompts_per_step=4", "task.options={held_out=16}")
     address = f"buffer.address=tcp://127.0.0.1:{free_port()}"
     settings = (f"run.dir={directory}", f"model.path={start}", address, *size(small, ()))
-    arguments = [part for value in settings for part in ("--set", value)]
+    arguments = changed(*settings)
     result = tba("run", CONFIG, *arguments, timeout=900, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     (told,) = tba_here("eval", "--config", ROOT / CONFIG, *arguments, "--json").json
@@ -211,9 +207,9 @@ def test_the_demo_of_the_game_gains_by_what_it_is_told(start, tba, tba_here, tmp
     check_that_a_replay_has_the_same_losses(tba_here, directory, arguments, tmp_path)
     newest = max((directory / "snapshots").glob("v*"))
     hidden = (f"task.options={{hints=false, held_out={size(16, 300)}}}", f"run.dir={tmp_path / 'hidden'}")
-    changes = [part for value in (f"model.path={start}", *hidden) for part in ("--set", value)]
+    changes = changed(f"model.path={start}", *hidden)
     (blind,) = tba_here("eval", "--snapshot", newest, "--config", ROOT / CONFIG, *changes, "--json").json
-    if size(False, True):
+    if FULL_SIZE:
         check_gain(result, directory, points=30)
         assert blind["accuracy"] < told["accuracy"] - 0.3
     played = tba_here("generate", "--play", "held-out-3", "--config", directory).output
@@ -223,3 +219,24 @@ def test_the_demo_of_the_game_gains_by_what_it_is_told(start, tba, tba_here, tmp
     assert "turn 0, 1 token by v0" in shown
     checked = tba_here("task", "check", "--config", ROOT / CONFIG, "--set", f"model.path={start}")
     assert checked.exit_code == 0, checked.output
+
+
+def test_the_commands_of_your_own_environment_train_on_its_episodes(start, tba, tba_here, tmp_path):
+    """As docs/episodes.md prints them; small, the last one is a dry run: the other tests have runs of such files."""
+    page = (ROOT / "docs/episodes.md").read_text()
+    code, commands = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "bash"))
+    (tmp_path / "hotter.py").write_text(code)
+    *first, run = (shlex.split(line, comments=True)[1:] for line in commands.replace("DIR", str(start)).splitlines())
+    assert [command[0] for command in (*first, run)] == ["task", "init", "generate", "run"]
+    checked, made, played = (tba_here(*command) for command in first)
+    assert (checked.exit_code, made.exit_code, played.exit_code) == (0, 0, 0), checked.message + made.message
+    assert "turns per second" in checked.output
+    assert re.search(r"\nend: (completed|max_turns|parse_error) after [123] turns?: reward [01]\n", played.output)
+    if not FULL_SIZE:
+        assert "this run would start" in tba_here(*run, "--dry-run").output
+        return
+    result = tba(*run, timeout=900)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"held-out greedy accuracy: \S+% before, \S+% after", result.stdout)
+    (database,) = tmp_path.glob("runs/*/buffer.sqlite")
+    assert ask(database, "SELECT MAX(turns), COUNT(error) FROM trajectories") == [(3, 0)]

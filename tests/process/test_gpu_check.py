@@ -2,22 +2,17 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tba.tests.helpers.source_files import ROOT, source_files
+from tba.tests.helpers.source_files import copy_sources
 
 
 @pytest.mark.timeout(900)
 def test_each_stage_compares_something_on_a_cpu(tmp_path):
-    copy = tmp_path / "a checkout"
-    for path in source_files("*"):
-        target = copy / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target)
+    copy = copy_sources(tmp_path / "a checkout")
     # A machine with a GPU need not have it.
     (tmp_path / "absent").mkdir()
     (tmp_path / "absent/pytest.py").write_text("raise ImportError('pytest is absent')\n")

@@ -1,7 +1,8 @@
-"""An engine that hangs in a step, in a run of real processes."""
+"""An engine that hangs in a step, in a run of real processes, and the end of the launcher."""
 
 import os
 
+import psutil
 import pytest
 
 from tba.tests.helpers.checks import wait_until
@@ -48,7 +49,7 @@ def hang_twice(tmp_path, monkeypatch):
     return tmp_path / "hung"
 
 
-def test_a_searcher_whose_engine_hangs_is_restarted_and_its_prompts_are_answered(
+def test_a_searcher_whose_engine_hangs_is_restarted_and_a_killed_launcher_leaves_no_child(
     make_config, start_tba, hang_twice, tmp_path
 ):
     # No lease expires within this test: the restarted searcher returns those of the one that hung. The trainer waits
@@ -60,8 +61,12 @@ def test_a_searcher_whose_engine_hangs_is_restarted_and_its_prompts_are_answered
     wait_until(lambda: starts_of(run, "search") == 3)
     answered = "SELECT COUNT(*) FROM visits WHERE epoch = 0 AND done_at IS NOT NULL"
     wait_until(lambda: run.query(answered) == [(PROMPTS,)])
-    launcher.terminate()
-    assert launcher.wait(60) == 0
+    roles = psutil.Process(launcher.pid).children()
+    assert len(roles) == 4, "three roles and the guard"
+    # These include the processes that the roles have started.
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.kill()
+    assert psutil.wait_procs(children, timeout=60)[1] == []
     output = log_of(tmp_path)
     assert len(list(hang_twice.iterdir())) == 2
     assert output.count("this process exits exit_code=75 limit=search.step_seconds") == 1

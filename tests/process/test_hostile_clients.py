@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -16,16 +17,103 @@ import zmq
 
 from tba.common.wire import messages
 from tba.common.wire.codec import MAX_HEADER_BYTES, decode_reply, encode_request
-from tba.common.wire.messages import GetStatus, Status
-from tba.tests.helpers import hostile
+from tba.common.wire.messages import PROTOCOL_VERSION, GetStatus
 from tba.tests.helpers.faults import put_of
-from tba.tests.helpers.mutations import PROMPTS, VERSIONS
-from tba.tests.helpers.puts import connected, prepare
+from tba.tests.helpers.puts import connected, make_trajectory, prepare, put_message, status_of
 from tba.tests.process.conftest import clean_environment
 from tba.tests.runner import size
 
 # Far more than the second that an unloaded machine needs: CI machines are slow.
 PATIENCE_SECONDS = 60
+Frames = list[bytes]
+MIB = 1 << 20
+_MARK = "put the bytes here"
+_COLUMNS = [
+    *("prompt_key", "lease", "reward", "reward_parts", "stop_reason", "sampling", "created_at", "generation_seconds"),
+    *("text", "error", "metadata", "prompt_ids_count", "version_runs_count"),
+]
+
+
+def array(count: int, element: bytes) -> bytes:
+    """Return a msgpack array of equal elements."""
+    return b"\xdd" + count.to_bytes(4, "big") + element * count
+
+
+def empty_maps(size: int) -> bytes:
+    """Return nested arrays with this many empty maps, of one byte each."""
+    return array(size // MIB, array(MIB, b"\x80"))
+
+
+def header(type_: str, body: Any, **changes: Any) -> dict[str, Any]:
+    """Return a request header of a searcher."""
+    shared = {"role": "searcher", "sender": "hostile.1", "v": PROTOCOL_VERSION, "type": type_, "id": 7, "run": ""}
+    return {**shared, "body": body, **changes}
+
+
+def put_with(raw: bytes | None = None, columns: dict[str, Any] | None = None, rows: int = 1, **more: Any) -> Frames:
+    """Return a put with these columns; `raw` takes the place of the mark in them."""
+    message, arrays = put_message([make_trajectory()] * rows)
+    sent = encode_request(message, id=7, role="searcher", sender="hostile.1", run="", frames=arrays)
+    fields = msgpack.unpackb(sent[0])
+    fields["body"]["rows"] |= (columns or {}) | more
+    return [with_raw(fields, raw), *arrays]
+
+
+def with_raw(fields: dict[str, Any], raw: bytes | None) -> bytes:
+    """Return a packed map, with raw bytes in place of the mark."""
+    packed: bytes = msgpack.packb(fields)
+    return packed if raw is None else packed.replace(msgpack.packb(_MARK), raw)
+
+
+def cases() -> Iterator[tuple[str, Frames]]:
+    """Yield (name, multipart) of every case."""
+    for name in _COLUMNS:
+        yield f"a million nils as {name}", put_with(array(MIB, b"\xc0"), {name: _MARK})
+        yield f"65536 empty maps as {name}", put_with(array(1 << 16, b"\x80"), {name: _MARK})
+    yield "every column a million nils", put_with(array(MIB, b"\xc0"), dict.fromkeys(_COLUMNS, _MARK))
+    yield "15 MiB of empty maps as the header", [empty_maps(15 * MIB)]
+    yield (
+        "15 MiB of empty maps in the header",
+        [with_raw(header("get_status", {}, surprise=_MARK), empty_maps(15 * MIB))],
+    )
+    yield "15 MiB of empty maps as the body", [with_raw(header("get_status", _MARK), empty_maps(15 * MIB))]
+    yield "15 MiB of empty maps as the id", [with_raw(header("get_status", {}, id=_MARK), empty_maps(15 * MIB))]
+    yield "15 MiB of empty maps as the version", [with_raw(header("get_status", {}, v=_MARK), empty_maps(15 * MIB))]
+    yield "15 MiB of nesting", [b"\x91" * (15 * MIB)]
+    yield "nesting in the body", [with_raw(header("get_status", _MARK), b"\x91" * (15 * MIB))]
+    yield "15 MiB of empty maps as metadata", put_with(b"\x81\xa1a" + empty_maps(15 * MIB), metadata=[_MARK])
+    filled = b"\x81\xa1a" + array((128 << 10) - 8, b"\xc0")
+    yield "metadata just below the limit in 100 rows", put_with(filled, rows=100, metadata=[_MARK] * 100)
+    yield "nested metadata", put_with(b"\x81\xa1a" + b"\x91" * 100_000 + b"\xc0", metadata=[_MARK])
+    parts = {f"part {n}": 0.5 for n in range(65)}
+    yield "too many reward parts", put_with(reward_parts=[parts])
+    yield "9 MiB of reward parts", put_with(reward_parts=[{f"{n:0100}": 0.5 for n in range(80_000)}])
+    yield "a long name of a reward part", put_with(reward_parts=[{"x" * MIB: 0.5}])
+    yield "a long prompt key", put_with(prompt_key=["x" * MIB])
+    yield "a long error", put_with(error=["x" * MIB])
+    yield "4096 rows with 64 reward parts", put_with(rows=4096, reward_parts=[dict(list(parts.items())[:64])] * 4096)
+    yield "15 MiB of text with one wide character", put_with(text=["x" * (15 * MIB) + "\U0001f600"])
+    yield "more rows than a put may have", put_with(rows=4097)
+    beat: dict[str, Any] = {"activity": "x", "reason": "", "weights_version": None, "metrics": {}, "serves": ""}
+    yield (
+        "8 MiB of metrics",
+        [with_raw(header("heartbeat", beat | {"metrics": {str(n): 1.0 for n in range(500_000)}}), None)],
+    )
+    yield "a long reason", [with_raw(header("heartbeat", beat | {"reason": "x" * (8 * MIB)}), None)]
+    yield "a long activity", [with_raw(header("heartbeat", beat | {"activity": "x" * MIB}), None)]
+    yield "a long name of a metric", [with_raw(header("heartbeat", beat | {"metrics": {"x" * MIB: 1.0}}), None)]
+    yield "a name with markup", [with_raw(header("heartbeat", beat, sender="x[/].1"), None)]
+    yield "a name with escapes", [with_raw(header("heartbeat", beat, sender="\x1b[2J\x1b]0;x\x07.1"), None)]
+    yield "a long sender", [with_raw(header("heartbeat", beat, sender="x" * MIB), None)]
+    yield "a long type", [with_raw(header("x" * MIB, {}), None)]
+    yield "a long run", [with_raw(header("get_status", {}, run="x" * MIB), None)]
+    lease = {"want": 1, "held": list(range(5000)), "weights_version": 0, "wait_seconds": 0.0}
+    yield "many held leases", [with_raw(header("lease_prompts", lease), None)]
+    yield "many wanted leases", [with_raw(header("lease_prompts", lease | {"held": [], "want": 1 << 16}), None)]
+    yield "a long frame", [*put_with()[:2], bytes(33 * MIB), *put_with()[3:]]
+    yield "many frames", [b""] * 10_000
+    yield "a declared length of 2^32", [with_raw(header("get_status", _MARK), b"\xdd\xff\xff\xff\xff")]
+    yield "no frame but an empty one", [b""]
 
 
 @pytest.fixture
@@ -55,7 +143,7 @@ def put_four(config, first: int = 0, name: str = "test") -> float:
 def test_hostile_messages_are_answered_and_the_server_stays_small_and_responsive(server, config, raw, tba_here):
     before, slowest = psutil.Process(server.pid).memory_info().rss, 0.0
     names = []
-    for name, frames in hostile.cases():
+    for name, frames in cases():
         names.append(name)
         raw.send_multipart(frames)
         slowest = max(slowest, put_four(config))
@@ -82,9 +170,7 @@ def test_a_flood_of_status_requests_does_not_delay_puts(server, config, raw):
     print(waits)
     # It was many times as long when all of them were answered before the next put.
     assert max(waits) < 20
-    with connected(config.address) as client:
-        rejected = client.call(GetStatus(), Status, deadline_seconds=PATIENCE_SECONDS)[0].rejected
-    assert rejected.get("too_many", 0) > 0
+    assert status_of(config.address).rejected.get("too_many", 0) > 0
 
 
 def test_a_reader_of_the_same_batch_does_not_stop_ingest(server, config, raw):
@@ -142,28 +228,12 @@ channel.close()
 
 
 BAD = {
-    "wrong version": ([msgpack.packb({"v": messages.PROTOCOL_VERSION + 1, "id": 5})], "version"),
+    "wrong version": ([msgpack.packb({"v": PROTOCOL_VERSION + 1, "id": 5})], "version"),
     "oversize header": ([bytes(MAX_HEADER_BYTES + 1)], "oversize"),
     "too many frames": ([b"x"] * 20, "malformed"),
     "stray arrays": ([*encode_request(GetStatus(), id=1, role="monitor", sender="s", run=""), b"stray"], "malformed"),
     "other run": (encode_request(GetStatus(), id=1, role="monitor", sender="s", run="f" * 32), "wrong_run"),
 }
-
-
-@pytest.fixture
-def bare_server(start_tba, config):
-    return start_tba("buffer", "serve", "--config", config.file)
-
-
-def prepare_all(config) -> None:
-    """Register the prompts and announce the versions of the mutated messages."""
-    with connected(config.address, "searcher") as client:
-        prepare(client, len(PROMPTS), len(VERSIONS))
-
-
-def status_of(config) -> Status:
-    with connected(config.address) as client:
-        return client.call(GetStatus(), Status, deadline_seconds=120)[0]
 
 
 def replies(raw, timeout_ms: int) -> list[Any]:
@@ -173,21 +243,15 @@ def replies(raw, timeout_ms: int) -> list[Any]:
     return found
 
 
-def lease_two(client) -> list[messages.Visit]:
-    message = messages.LeasePrompts(want=2, held=[], weights_version=2, wait_seconds=0.0)
-    return client.call(message, messages.Leases, deadline_seconds=120)[0].visits
-
-
-def test_a_bad_message_gets_an_error_reply_and_the_server_continues(bare_server, config, raw):
+def test_a_bad_message_gets_an_error_reply_and_the_server_continues(server, config, raw):
     for name, (frames, code) in BAD.items():
         raw.send_multipart(frames)
         assert raw.poll(60_000)
         assert [reply.code for reply in replies(raw, 100)] == [code], name
-    assert status_of(config).rejected == Counter(code for _, code in BAD.values())
+    assert status_of(config.address).rejected == Counter(code for _, code in BAD.values())
 
 
-def test_refused_messages_do_not_fill_memory_while_the_writer_waits(bare_server, config, raw):
-    prepare_all(config)
+def test_refused_messages_do_not_fill_memory_while_the_writer_waits(server, config, raw):
     with (
         closing(sqlite3.connect(config.database, isolation_level=None)) as other,
         connected(config.address) as stuck,
@@ -195,7 +259,7 @@ def test_refused_messages_do_not_fill_memory_while_the_writer_waits(bare_server,
         other.execute("BEGIN IMMEDIATE")
         stuck.post(GetStatus())
         stuck.poll(0.5)
-        process = psutil.Process(bare_server.pid)
+        process = psutil.Process(server.pid)
         before, garbage, deadline = process.memory_info().rss, os.urandom(100), time.monotonic() + 3
         while time.monotonic() < deadline:
             try:
@@ -211,10 +275,11 @@ def test_refused_messages_do_not_fill_memory_while_the_writer_waits(bare_server,
 def test_heartbeats_that_wait_for_a_locked_database_keep_their_leases(start_tba, make_config):
     config = make_config(train={"prompts_per_step": 1}, buffer={"lease_seconds": 5.0})
     start_tba("buffer", "serve", "--config", config.file)
-    prepare_all(config)
     beat = messages.Heartbeat(activity="generating", reason="", weights_version=0, metrics={})
     with connected(config.address, "searcher") as client:
-        lease_two(client)
+        prepare(client, prompts=2)
+        lease = messages.LeasePrompts(want=2, held=[], weights_version=0, wait_seconds=0.0)
+        client.call(lease, messages.Leases, deadline_seconds=120)
         with closing(sqlite3.connect(config.database, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             # Longer than a lease, of which most is left when the status is asked for.
@@ -222,7 +287,7 @@ def test_heartbeats_that_wait_for_a_locked_database_keep_their_leases(start_tba,
                 client.post(beat)
                 client.poll(0.5)
             other.execute("ROLLBACK")
-        leases = {each.sender: each.leases for each in status_of(config).clients}
+        leases = {each.sender: each.leases for each in status_of(config.address).clients}
         assert leases[client.sender] == 2
 
 

@@ -13,11 +13,10 @@ from tba.common.config import Config, TaskSection
 from tba.common.errors import ConfigError, HttpRefused, WorkerLost
 from tba.searcher.build import check_reward_model
 from tba.searcher.scoring.rewards import ModelScorer, Rewards
-from tba.searcher.scoring.scoring import Scored
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt
 from tba.tests.helpers.reward_server import KEY, serving
-from tba.tests.helpers.source_files import ROOT
+from tba.tests.process.conftest import ROOT, collect, submit
 
 BAD_REPLIES = {
     "400": "answered with status 400: out of order",
@@ -59,12 +58,8 @@ def rewards():
 
 def scores(rewards, pairs):
     """Return (total, error) of pairs of a prompt's text and a response, in their order."""
-    for ticket, (text, response) in enumerate(pairs):
-        rewards.submit(ticket, Prompt(str(ticket), text), response, True)
-    found: dict[int, Scored] = {}
-    while rewards.waiting:
-        found |= {scored.ticket: scored for scored in rewards.wait(1.0)}
-    return [(found[ticket].reward.total, found[ticket].error) for ticket in sorted(found)]
+    submit(rewards, [(Prompt("p", text), response) for text, response in pairs])
+    return [(scored.reward.total, scored.error) for scored in collect(rewards)]
 
 
 @pytest.mark.parametrize(
@@ -156,11 +151,8 @@ def test_the_doctor_asks_the_server_for_a_score(server):
 
 def test_a_prompt_without_a_text_needs_the_chat_template(rewards, server):
     rewards = rewards(server.url)
-    rewards.submit(0, Prompt("0", messages=[("user", "1")]), "2", True)
-    found: list[Scored] = []
-    while rewards.waiting:
-        found += rewards.wait(1.0)
-    assert 'set reward_model.template = "chat"' in (found[0].error or "")
+    submit(rewards, [(Prompt("0", messages=[("user", "1")]), "2")])
+    assert 'set reward_model.template = "chat"' in (collect(rewards)[0].error or "")
 
 
 @pytest.mark.parametrize(
@@ -190,12 +182,11 @@ def test_the_task_of_tldr_compares_held_out_answers_with_the_summaries_of_people
     task = load_task(config)
     ((prompt,), (trained,)), rewards = (task.held_out(), task.prompts()), Rewards(task, config)
     before = server.counts()["requests"]
-    wins: dict[int, float | None] = {}
-    for ticket, (asked, text) in enumerate([(prompt, " 12"), (prompt, " 123"), (prompt, "1"), (trained, "1")]):
-        rewards.submit(ticket, asked, text, True)
-        while rewards.waiting:
-            wins |= {one.ticket: one.reward.parts.get("win_rate") for one in rewards.wait(1.0)}
+    wins: list[float | None] = []
+    for one in ((prompt, " 12"), (prompt, " 123"), (prompt, "1"), (trained, "1")):
+        submit(rewards, [one])
+        wins += [scored.reward.parts.get("win_rate") for scored in collect(rewards)]
     rewards.close()
-    assert wins == {0: 0.5, 1: 1.0, 2: 0.0, 3: None}
+    assert wins == [0.5, 1.0, 0.0, None]
     # Of the summary one score is asked for.
     assert server.counts()["requests"] == before + 4

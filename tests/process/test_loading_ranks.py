@@ -1,14 +1,13 @@
 """Several processes load one model: rank 0 reads it, the others receive their shards."""
 
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tba.tests.helpers.ranks import differ, load, refuse, run_all
+from tba.tests.helpers.ranks import differ, load, refuse, run_ranks
 from tba.tests.helpers.trainer import save_tiny_model
 from tba.trainer.model.scorer import load_model, weights_of
 
@@ -22,10 +21,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     """What `load` has found on each rank, with and without offload."""
     directory = tmp_path_factory.mktemp("loaded")
     save_tiny_model(directory / "model", **MODEL)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tba.tests.helpers.ranks", "torch.distributed.fsdp"])
     for offload in OFFLOAD:
-        run_all([context.Process(target=load, args=(rank, RANKS, directory, offload)) for rank in range(RANKS)], 400)
+        run_ranks(load, RANKS, directory, offload)
         (directory / "rendezvous").unlink()
     found = {name: [torch.load(directory / f"{name}{rank}.pt") for rank in range(RANKS)] for name in OFFLOAD}
     whole = load_model(directory / "model", torch.device("cpu"))
@@ -66,11 +63,9 @@ def test_an_output_head_that_config_json_does_not_describe_is_refused_by_every_r
     # One process trains it: transformers leaves weights apart that differ.
     alone = load_model(model, torch.device("cpu"))
     assert not torch.equal(alone.get_input_embeddings().weight, alone.get_output_embeddings().weight)
-    context = multiprocessing.get_context("forkserver")
-    run_all([context.Process(target=refuse, args=(rank, RANKS, tmp_path)) for rank in range(RANKS)], 400)
+    run_ranks(refuse, RANKS, tmp_path)
 
 
 def test_ranks_with_other_settings_than_rank_0_are_refused_by_every_rank(tmp_path: Path):
     save_tiny_model(tmp_path / "model")
-    context = multiprocessing.get_context("forkserver")
-    run_all([context.Process(target=differ, args=(rank, RANKS, tmp_path)) for rank in range(RANKS)], 400)
+    run_ranks(differ, RANKS, tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tba.tests.optional_packages import extras, without
-from tba.tests.process.conftest import arithmetic
+from tba.tests.process.conftest import arithmetic, changed
 from tba.tests.runner import size
 
 ROOT = Path(__file__).parents[2]
@@ -59,8 +59,9 @@ def test_a_missing_extra_is_reported_in_one_sentence(module, extra, command, set
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward_mean": 1}\n')
-    sets = [part for one in settings for part in ("--set", one)]
-    configured = [] if command[0] in {"ui", "report"} else ["--config", make_config(**arithmetic()).file, *sets]
+    configured = (
+        [] if command[0] in {"ui", "report"} else ["--config", make_config(**arithmetic()).file, *changed(*settings)]
+    )
     modules = TRAIN if module in {"torch", "transformers"} else (module,)
     done = hidden(modules, "-m", "tba", *command, *configured, cwd=tmp_path)
     assert done.returncode == 78, done.stderr
@@ -84,7 +85,8 @@ ALONE = [("jinja2", *TRAIN) if module == "jinja2" else (module,) for module in O
 @pytest.mark.parametrize("modules", [TRAIN, *size([], ALONE)], ids=lambda modules: modules[0])
 def test_tests_of_what_is_not_installed_are_skipped_with_a_reason(modules, tmp_path):
     """`make test-all` also hides each other package, and runs all quick tests."""
-    files = size(["tests/unit/trainer", "tests/unit/deploy"], ["tests/unit"])
+    # Of the first no module can be imported, of the second some tests.
+    files = size(["tests/unit/trainer", "tests/unit/deploy/test_doctor.py"], ["tests/unit"])
     options = ("-q", "-m", "not slow", "-o", f"cache_dir={tmp_path / 'cache'}", f"--basetemp={tmp_path / 'tests'}")
     done = hidden(modules, "-m", "pytest", *options, *files, cwd=ROOT)
     broken = [line for line in done.stdout.splitlines() if re.match(r"(FAILED|ERROR|INTERNALERROR)\b", line)]

@@ -1,36 +1,21 @@
 """The package, from a clean copy of the repository in a folder of another name."""
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
 
 import pytest
 
-from tba.tests.helpers.source_files import ROOT, source_files
+from tba.tests.helpers.source_files import copy_sources
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Return a wheel built from a copy of the sources."""
-    copy = tmp_path_factory.mktemp("build") / "a folder of any name"
-    for file in source_files("*"):
-        target = copy / file.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, target)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(copy / "dist"),
-        str(copy),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    copy = copy_sources(tmp_path_factory.mktemp("build") / "a folder of any name")
+    options = ["--quiet", "--no-deps", "--wheel-dir", str(copy / "dist")]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(copy)], check=True, capture_output=True)
     return next((copy / "dist").glob("tba-*.whl"))
 
 

@@ -3,7 +3,6 @@
 Four of them are two nodes of two: each node has a whole model, sharded over its ranks (HSDP).
 """
 
-import multiprocessing
 import shutil
 from functools import cache
 from pathlib import Path
@@ -19,16 +18,13 @@ from tba.tests.process.conftest import free_port
 # Some of the scenarios that the same processes run have adapters.
 pytestmark = pytest.mark.needs("peft")
 RESUMED = ("all", "tied", "learned_z", "lora", "reset", "ema", "offload")
+ON_THREE = ["plain", "one_prompt", "lora"]
 ON_NODES = ["plain", "small_chunks", "recomputed", "packed_gathered", "offload_tied", "stale", "packed_lora"]
 
 
 def train_over(ranks: int, directory: Path, scenarios: list[str]) -> None:
     """Run scenarios in `ranks` processes, which write their results to the directory."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tba.tests.helpers.ranks", "torch.distributed.fsdp", "peft"])
-    port = free_port() if ranks == 4 else 0
-    each = [(rank, ranks, directory, scenarios, port) for rank in range(ranks)]
-    helper.run_all([context.Process(target=helper.main, args=arguments) for arguments in each], 400)
+    helper.run_ranks(helper.main, ranks, directory, scenarios, free_port() if ranks == 4 else 0)
 
 
 class Trained:
@@ -44,7 +40,7 @@ class Trained:
         directory = self.root / f"ranks{ranks}"
         directory.mkdir()
         if ranks == 3:
-            train_over(3, directory, ["plain", "one_prompt", "lora"])
+            train_over(3, directory, ON_THREE)
         elif ranks > 1:
             self.copy_checkpoints(directory, after=1)
             scenarios = helper.SCENARIOS if ranks == 2 else ON_NODES
@@ -89,19 +85,18 @@ def tolerance_of(scenario: str) -> float:
     return 1e-6 if "learned_z" in scenario else 1e-9
 
 
-@pytest.mark.parametrize("scenario", [name for name in helper.SCENARIOS if "half" not in name])
-def test_two_ranks_make_the_same_steps_as_one(trained, scenario):
-    assert_same(trained.result(scenario, 2), trained.result(scenario, 1), tolerance=tolerance_of(scenario))
-
-
-@pytest.mark.parametrize("scenario", ["plain", "one_prompt", "lora"])
-def test_three_ranks_some_without_rows_make_the_same_steps_as_one(trained, scenario):
-    assert_same(trained.result(scenario, 3), trained.result(scenario, 1), tolerance=1e-9)
-
-
-@pytest.mark.parametrize("scenario", ON_NODES)
-def test_two_nodes_that_hold_a_model_each_make_the_same_steps_as_one_process(trained, scenario):
-    assert_same(trained.result(scenario, 4), trained.result(scenario, 1), tolerance=tolerance_of(scenario))
+@pytest.mark.parametrize(
+    ("ranks", "scenario"),
+    [
+        *((2, name) for name in helper.SCENARIOS if "half" not in name),
+        # Some of three have no rows.
+        *((3, name) for name in ON_THREE),
+        # Two nodes, of which each has a whole model.
+        *((4, name) for name in ON_NODES),
+    ],
+)
+def test_ranks_make_the_same_steps_as_one_process(trained, ranks, scenario):
+    assert_same(trained.result(scenario, ranks), trained.result(scenario, 1), tolerance=tolerance_of(scenario))
 
 
 @pytest.mark.parametrize("scenario", ["packed", "packed_gathered"])

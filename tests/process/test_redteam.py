@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from tba.common.config import TaskSection
-from tba.common.errors import EXIT_CONFIG, HttpRefused, TaskError
+from tba.common.errors import HttpRefused, TaskError
 from tba.common.system.orphan_guard import session_of
 from tba.searcher.scoring.rewards import Rewards
-from tba.searcher.scoring.scoring import Scored, score
+from tba.searcher.scoring.scoring import score
 from tba.searcher.tasks import _find_own, load_task
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.reward_server import serving
-from tba.tests.helpers.source_files import ROOT
-from tba.tests.process.conftest import RunConfig, arithmetic
+from tba.tests.process.conftest import ROOT, RunConfig, arithmetic, collect, submit
 
 REDTEAM = ROOT / "examples/redteam/redteam.py"
 NULLS = '{"choices": [{"text": null}, {"text": "a"}]}'
@@ -90,14 +89,12 @@ def test_a_failure_of_a_server_is_an_error_of_the_row_that_the_workers_report(se
     config = section(server)
     rewards = Rewards(load_task(config), config)
     try:
-        for ticket, fault in enumerate(["400", '{"choices": []}', '{"choices": [{"text": 1}, {}]}', NULLS]):
+        for fault in ("400", '{"choices": []}', '{"choices": [{"text": 1}, {}]}', NULLS):
             server.fail(fault)
-            rewards.submit(ticket, load_task(config).prompts()[0], "1", True)
-            found: list[Scored] = []
-            while not found:
-                found = rewards.wait(1.0)
-            assert found[0].reward.total == 0.0
-            assert (found[0].error or "").startswith("reward of redteam: HttpRefused: http://127.0.0.1")
+            submit(rewards, [(load_task(config).prompts()[0], "1")])
+            (scored,) = collect(rewards)
+            assert scored.reward.total == 0.0
+            assert (scored.error or "").startswith("reward of redteam: HttpRefused: http://127.0.0.1")
     finally:
         rewards.close()
 
@@ -193,11 +190,3 @@ def test_workers_and_programs_that_a_reward_started_end_with_the_killed_searcher
     searcher.kill()
     searcher.wait()
     wait_until(lambda: session_of(worker) is None and session_of(program) is None)
-
-
-def test_a_task_that_does_not_load_in_a_worker_ends_the_searcher_with_an_error(search, tmp_path):
-    assert search("HeldBack")[1].wait(240) == EXIT_CONFIG
-    *_, sentence = [line for line in (tmp_path / "tba1.log").read_text().splitlines() if "no licence server" in line]
-    assert (
-        "in a reward worker: task.name hostile_task:HeldBack cannot be loaded: OSError: no licence server" in sentence
-    )

@@ -1,12 +1,16 @@
-"""A searcher process that gets announcements of snapshots it must not serve; tests/vllm has the engines."""
+"""A searcher of another run, and one that gets snapshots it must not serve; tests/vllm has the engines."""
 
 from tba.tests.helpers.checks import wait_until
-from tba.tests.process.conftest import arithmetic
+from tba.tests.process.conftest import arithmetic, changed
 
 
-def test_a_searcher_continues_with_the_old_weights_and_loads_the_next_good_ones(make_config, serve_weights, start_tba):
+def test_a_searcher_continues_with_the_old_weights_and_loads_the_next_good_ones(
+    make_config, serve_weights, start_tba, tba_here
+):
     run = make_config(**arithmetic(train={"prompts_per_step": 1}))
     announcer = serve_weights(run)
+    other = tba_here("search", "--config", run.file, *changed("run.name=other"))
+    assert (other.exit_code, "belongs to run test, and run.name is other" in other.message) == (78, True)
     start_tba("search", "--config", run.file)
     announcer.wait_for(lambda s: s.weights_version == 0 and s.trajectories > 0)
     announcer.announce(1, flip_a_byte=True)

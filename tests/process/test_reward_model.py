@@ -14,12 +14,12 @@ from tba.common.config import Config
 from tba.common.errors import EXIT_FAILED, WorkerLost
 from tba.searcher.scoring.classifier import RewardModel
 from tba.searcher.scoring.rewards import ModelScorer, Rewards
-from tba.searcher.scoring.scoring import Scored
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Reward
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.classifiers import make_classifier
 from tba.tests.helpers.whole_run import small_sections
+from tba.tests.process.conftest import collect, submit
 
 WEIGHT = 0.25
 # Runs in every Python process that is started: a worker fails when it opens the configuration of the model.
@@ -70,16 +70,8 @@ def prompts():
     return load_task(Config().task).prompts()
 
 
-def submit(rewards, texts, first=0):
-    for n, text in enumerate(texts, first):
-        rewards.submit(n, prompts()[n], text, True)
-
-
-def collect(rewards):
-    answers: dict[int, Scored] = {}
-    while rewards.waiting:
-        answers |= {scored.ticket: scored for scored in rewards.wait(1.0)}
-    return [answers[ticket] for ticket in sorted(answers)]
+def ask(rewards, texts, first=0):
+    submit(rewards, zip(prompts()[first:], texts, strict=False), first)
 
 
 def worker_of(rewards):
@@ -90,7 +82,7 @@ def worker_of(rewards):
 
 def send_all(rewards, texts, first=0):
     """Submit, and return when the worker has been sent all of it."""
-    submit(rewards, texts, first)
+    ask(rewards, texts, first)
     while not worker_of(rewards).items:
         rewards.wait(0.05)
 
@@ -98,7 +90,7 @@ def send_all(rewards, texts, first=0):
 def test_a_reward_is_the_sum_of_the_task_and_the_weighted_logit(rewards, classifier):
     texts = [str(n) * (1 + n % 7) for n in range(100)]
     rewards = rewards()
-    submit(rewards, texts)
+    ask(rewards, texts)
     model, task = RewardModel(classifier, rewards._model.config, "cpu"), load_task(Config().task)
     for scored, prompt, text in zip(collect(rewards), prompts(), texts, strict=False):
         (logit,) = model.score([model.encode(prompt.text, text)], lambda *_: None)
@@ -114,7 +106,7 @@ def test_a_model_that_hangs_or_is_killed_fails_one_response_and_scores_again_aft
     rewards = rewards(time_limit_seconds=5.0)
     os.kill(worker_of(rewards).process.pid, signal.SIGSTOP)
     send_all(rewards, ["1", "2"])
-    submit(rewards, ["3"], first=2)
+    ask(rewards, ["3"], first=2)
     first, *others = [scored.error for scored in collect(rewards)]
     assert first == "reward: model: timed out after 5 s"
     # Scored by the next process, unless it takes too long to load.
@@ -128,7 +120,7 @@ def test_a_model_that_hangs_or_is_killed_fails_one_response_and_scores_again_aft
     assert collect(rewards)[0].error == "reward: model: the worker was killed by SIGKILL"
     while not rewards._model.ready:
         rewards.wait(0.05)
-    submit(rewards, ["5"], first=4)
+    ask(rewards, ["5"], first=4)
     assert collect(rewards)[0].error is None
 
 
@@ -138,13 +130,13 @@ def test_a_pair_that_needs_too_much_memory_fails_alone(rewards, tmp_path):
         tmp_path / "wide", num_hidden_layers=1, intermediate_size=1 << 14, max_position_embeddings=1 << 14
     )
     rewards = rewards(path=str(wide))
-    submit(rewards, ["1"])
+    ask(rewards, ["1"])
     assert collect(rewards)[0].error is None
     pid = worker_of(rewards).process.pid
     (data_kib,) = re.findall(r"VmData:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     limit = (int(data_kib) << 10) + (200 << 20)
     resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
-    submit(rewards, ["2", "3" * 8_000, "4"], first=1)
+    ask(rewards, ["2", "3" * 8_000, "4"], first=1)
     found = collect(rewards)
     assert [scored.error for scored in found] == [None, "reward: model: out of memory on cpu with 8006 tokens", None]
     assert [scored.error_kind for scored in found] == [None, "reward_model", None]

@@ -12,11 +12,12 @@ import psutil
 import pytest
 
 from tba.common.config import TaskSection
-from tba.common.errors import TaskError
+from tba.common.errors import EXIT_CONFIG, TaskError
 from tba.searcher.scoring import task_scorer
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt
+from tba.tests.process.conftest import collect, submit
 
 MISDEEDS = {
     "raises": "reward of hostile: ValueError: lone ? surrogate",
@@ -37,43 +38,40 @@ MISDEEDS = {
 # All others are errors of the reward itself.
 KINDS = {"hangs": "reward_timeout", "exits": "worker", "segfaults": "worker", "writes": "worker"}
 
-
-@pytest.fixture
-def hostile(monkeypatch, tmp_path):
-    """Make the hostile tasks importable, here and in the processes that are started."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"), prepend=os.pathsep)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "helpers"))
-    folder = tmp_path / "misdeeds"
-    folder.mkdir()
-    monkeypatch.setenv("HOSTILE_FOLDER", str(folder))
-    return folder
+SECONDS = 5.0
+HELPERS = str(Path(__file__).parents[1] / "helpers")
 
 
 @pytest.fixture
-def scorer(hostile):
-    scorer = make_scorer("HostileTask", reward_workers=2, reward_seconds=5.0, reward_memory_mib=256)
-    yield scorer
-    scorer.close()
+def make(monkeypatch, tmp_path):
+    """Make Rewards of a task of hostile_task.py or hostile_environments.py; at the end they leave no process."""
+    monkeypatch.setenv("PYTHONPATH", HELPERS, prepend=os.pathsep)
+    monkeypatch.syspath_prepend(HELPERS)
+    monkeypatch.setenv("HOSTILE_FOLDER", str(tmp_path))
+    mark, opened = f"{os.getpid()}-{time.monotonic_ns()}", []
+    # Processes of other tests run the same programs.
+    monkeypatch.setenv("HOSTILE_MARK", mark)
 
+    def make(name, **keys):
+        limits = {"reward_workers": 1, "reward_seconds": SECONDS, "reward_memory_mib": 256} | keys
+        config = TaskSection(name=name, **limits)
+        opened.append(Rewards(load_task(config), config))
+        return opened[-1]
 
-def make_scorer(name, **keys):
-    config = TaskSection(name=f"hostile_task:{name}", **keys)
-    return Rewards(load_task(config), config)
+    yield make
+    for rewards in opened:
+        rewards.close()
+    assert not [one for one in psutil.process_iter(["environ"]) if mark in (one.info["environ"] or {}).values()]
 
 
 def score_all(scorer, texts):
     prompt = load_task(TaskSection()).prompts()[0]
-    for ticket, text in enumerate(texts):
-        scorer.submit(ticket, prompt, text, True)
-    answers = {}
-    while scorer.waiting:
-        for scored in scorer.wait(1.0):
-            assert scored.ticket not in answers
-            answers[scored.ticket] = scored
-    return [answers[ticket] for ticket in range(len(texts))]
+    submit(scorer, [(prompt, text) for text in texts])
+    return collect(scorer)
 
 
-def test_every_misdeed_fails_alone_and_the_rest_of_its_batch_is_scored(scorer):
+def test_every_misdeed_fails_alone_and_the_rest_of_its_batch_is_scored(make):
+    scorer = make("hostile_task:HostileTask", reward_workers=2)
     texts = [text for misdeed in MISDEEDS for text in ("good", misdeed, "good")]
     for text, scored in zip(texts, score_all(scorer, texts), strict=True):
         assert scored.error == MISDEEDS.get(text), text
@@ -83,44 +81,47 @@ def test_every_misdeed_fails_alone_and_the_rest_of_its_batch_is_scored(scorer):
     assert scorer.errors == sum(error is not None for error in MISDEEDS.values())
 
 
-def test_a_worker_that_is_killed_while_it_starts_is_started_again(hostile):
-    scorer = make_scorer("Unsteady", reward_workers=1)
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(make, tmp_path):
+    scorer = make("hostile_task:Unsteady")
     assert [scored.error for scored in score_all(scorer, ["good", "raises"])] == [None, MISDEEDS["raises"]]
-    assert (hostile / "killed").exists()
-    scorer.close()
+    assert (tmp_path / "killed").exists()
 
 
-def test_a_worker_that_is_not_ready_in_time_is_started_again(hostile, caplog, monkeypatch):
+def test_a_worker_that_is_not_ready_in_time_is_started_again(make, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(task_scorer, "LOAD_SECONDS", 3.0)
-    scorer = make_scorer("SlowOnce", reward_workers=1)
+    scorer = make("hostile_task:SlowOnce")
     assert [scored.error for scored in score_all(scorer, ["good", "raises"])] == [None, MISDEEDS["raises"]]
-    assert (hostile / "slow").exists()
+    assert (tmp_path / "slow").exists()
     assert "reward worker did not start" in caplog.text
-    scorer.close()
 
 
-def test_the_error_of_a_task_that_does_not_fit_in_its_memory_names_the_setting(hostile):
-    scorer = make_scorer("Hungry", reward_workers=1, reward_memory_mib=256)
-    with pytest.raises(TaskError, match=r"hostile_task:Hungry does not load in task\.reward_memory_mib = 256: out of"):
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        ("Hungry", r"hostile_task:Hungry does not load in task\.reward_memory_mib = 256: out of"),
+        ("HeldBack", "in a reward worker: .* hostile_task:HeldBack cannot be loaded: OSError: no licence server"),
+    ],
+)
+def test_a_task_that_does_not_load_in_a_worker_is_an_error_of_the_configuration(make, task, sentence):
+    scorer = make(f"hostile_task:{task}")
+    with pytest.raises(TaskError, match=sentence) as raised:
         score_all(scorer, ["good"])
-    scorer.close()
+    assert raised.value.exit_code == EXIT_CONFIG
 
 
-def test_without_workers_the_searcher_scores_immediately(hostile):
-    scorer = make_scorer("HostileTask", reward_workers=0)
-    prompt = load_task(TaskSection()).prompts()[0]
-    for ticket, text in enumerate(["good", "raises"]):
-        scorer.submit(ticket, prompt, text, True)
-    assert [(scored.reward.total, scored.error, scored.error_kind) for scored in scorer.wait(0.0)] == [
+def test_without_workers_the_searcher_scores_and_plays_itself(make):
+    found = score_all(make("hostile_task:HostileTask", reward_workers=0), ["good", "raises"])
+    assert [(scored.reward.total, scored.error, scored.error_kind) for scored in found] == [
         (1.0, None, None),
         (0.0, MISDEEDS["raises"], "reward"),
     ]
-    assert scorer.waiting == 0
-    scorer.close()
+    played = play(make(ENVIRONMENTS, reward_workers=0), ["good", "step raises"])
+    assert answers(played["good"]) == expected("good")
+    assert played["step raises"][-1].error == "environment of hostile: step(): ValueError: no such move"
 
 
-def test_a_coroutine_scores_several_responses_and_each_fails_alone(hostile):
-    scorer = make_scorer("Judge", reward_workers=1, reward_seconds=5.0, reward_concurrency=3)
+def test_a_coroutine_scores_several_responses_and_each_fails_alone(make):
+    scorer = make("hostile_task:Judge", reward_concurrency=3)
     texts = ["together", "together", "together", "late", "raises", "good", "text"]
     found = score_all(scorer, texts)
     errors = {"late": MISDEEDS["hangs"], "raises": MISDEEDS["raises"], "text": MISDEEDS["text"]}
@@ -131,18 +132,16 @@ def test_a_coroutine_scores_several_responses_and_each_fails_alone(hostile):
     assert scorer.timeouts == 1
     # As many as allowed, and no more, were under way.
     assert score_all(scorer, ["most"])[0].reward.total == 3.0
-    scorer.close()
 
 
-def test_a_coroutine_that_blocks_its_worker_is_an_error_and_the_others_are_scored(hostile):
-    scorer = make_scorer("Judge", reward_workers=1, reward_seconds=3.0, reward_concurrency=1)
+def test_a_coroutine_that_blocks_its_worker_is_an_error_and_the_others_are_scored(make):
+    scorer = make("hostile_task:Judge", reward_seconds=3.0, reward_concurrency=1)
     found = score_all(scorer, ["good", "hangs", "good"])
     assert [scored.error for scored in found] == [None, "reward of hostile: timed out after 8 s", None]
     assert [scored.interrupted for scored in found] == [False, True, False]
-    scorer.close()
 
 
-SECONDS = 5.0
+ENVIRONMENTS = "hostile_environments:HostileEnvironments"
 REPLIES = ["a", "b", "c", "stop"]
 # By the key of its prompt, what an episode ends with: the kind of error, and the sentence on it.
 ENVIRONMENT_MISDEEDS = {
@@ -179,28 +178,6 @@ ENVIRONMENT_MISDEEDS = {
 }
 
 
-@pytest.fixture
-def make(monkeypatch):
-    """Make Rewards of a class of hostile_environments.py; they are closed at the end, and leave no process."""
-    helpers = str(Path(__file__).parents[1] / "helpers")
-    monkeypatch.setenv("PYTHONPATH", helpers, prepend=os.pathsep)
-    monkeypatch.syspath_prepend(helpers)
-    mark, opened = f"{os.getpid()}-{time.monotonic_ns()}", []
-    # Processes of other tests run the same programs.
-    monkeypatch.setenv("HOSTILE_MARK", mark)
-
-    def make(name="HostileEnvironments", **keys):
-        limits = {"reward_workers": 1, "reward_seconds": SECONDS, "reward_memory_mib": 256} | keys
-        config = TaskSection(name=f"hostile_environments:{name}", **limits)
-        opened.append(Rewards(load_task(config), config))
-        return opened[-1]
-
-    yield make
-    for rewards in opened:
-        rewards.close()
-    assert not [one for one in psutil.process_iter(["environ"]) if mark in (one.info["environ"] or {}).values()]
-
-
 def play(rewards, keys, replies=REPLIES):
     """Play an episode for each key, all at the same time, until it is done or fails. Returns the results by key."""
     tickets = dict(enumerate(keys))
@@ -227,7 +204,7 @@ def expected(key):
 
 
 def test_each_misdeed_fails_its_own_episode_and_names_the_call(make):
-    rewards = make(reward_workers=2)
+    rewards = make(ENVIRONMENTS, reward_workers=2)
     good = [f"good{n}" for n in range(6)]
     found = play(rewards, [*good, *ENVIRONMENT_MISDEEDS, "step forks"])
     for key, (kind, sentence) in ENVIRONMENT_MISDEEDS.items():
@@ -241,7 +218,7 @@ def test_each_misdeed_fails_its_own_episode_and_names_the_call(make):
 
 
 def test_a_worker_that_ran_out_of_memory_retires_and_its_other_episodes_go_on(make):
-    rewards = make()
+    rewards = make(ENVIRONMENTS)
     first = [worker.process.pid for worker in rewards._task.workers]
     found = play(rewards, ["one", "step eats", "two"])
     assert found["step eats"][-1].error.endswith("step(): out of memory (limit 256 MiB)")
@@ -250,19 +227,19 @@ def test_a_worker_that_ran_out_of_memory_retires_and_its_other_episodes_go_on(ma
 
 
 def test_an_environment_with_shared_state_is_told_apart_when_it_is_repeated(make):
-    found = play(make("Shared"), ["shared", "step kills"])["shared"][-1]
+    found = play(make("hostile_environments:Shared"), ["shared", "step kills"])["shared"][-1]
     assert found.error_kind == "environment"
     assert "step(): another answer than before when the episode was repeated in another worker" in found.error
 
 
 def test_a_random_environment_is_not_repeated(make):
-    found = play(make("Luck"), ["shared", "step kills"])["shared"][-1]
+    found = play(make("hostile_environments:Luck"), ["shared", "step kills"])["shared"][-1]
     assert (found.error_kind, found.interrupted) == ("worker", True)
     assert found.error.endswith("its worker was replaced, and a random environment cannot be repeated")
 
 
 def test_coroutines_of_several_environments_run_together_and_each_has_its_deadline(make):
-    rewards = make("Coroutines")
+    rewards = make("hostile_environments:Coroutines")
     for ticket, key in enumerate(play(rewards, ["one", "two", "three"], replies=[])):
         rewards.play(ticket, Prompt(key, "question"), [("3", True)])
     found = []
@@ -275,7 +252,7 @@ def test_coroutines_of_several_environments_run_together_and_each_has_its_deadli
 
 
 def test_a_call_that_waits_holds_up_no_other_episode(make):
-    rewards = make("Coroutines")
+    rewards = make("hostile_environments:Coroutines")
     play(rewards, ["one", "two"], replies=[])
     rewards.play(0, Prompt("one", "question"), [("2", True)])
     # Sent, and begun in the only worker.
@@ -288,7 +265,7 @@ def test_a_call_that_waits_holds_up_no_other_episode(make):
 
 
 def test_an_episode_can_end_with_a_last_turn_or_by_closing_it(make):
-    rewards = make()
+    rewards = make(ENVIRONMENTS)
     for ticket, how in enumerate([{"last": True}, {"close": True}]):
         prompt = Prompt("close raises", "question")
         rewards.play(ticket, prompt, [])
@@ -302,12 +279,6 @@ def _next(rewards):
     while not (found := rewards.wait(600.0)):
         pass
     return found[0]
-
-
-def test_without_workers_the_searcher_plays_itself(make):
-    found = play(make(reward_workers=0), ["good", "step raises"])
-    assert answers(found["good"]) == expected("good")
-    assert found["step raises"][-1].error == "environment of hostile: step(): ValueError: no such move"
 
 
 def test_a_worker_ends_without_a_traceback_when_its_searcher_was_killed():

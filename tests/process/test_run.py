@@ -1,8 +1,10 @@
-"""Whole runs as real processes: they finish, end and go on, and no data is lost. test_game.py kills each role."""
+"""Whole runs as real processes: they finish, end and go on, and no data is lost.
+
+test_game.py kills each role, and test_hang.py the launcher.
+"""
 
 import dataclasses
 import json
-import os
 import re
 import shlex
 import shutil
@@ -17,6 +19,7 @@ from tba.common.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 from tba.tests.conftest import EXAMPLE_MODEL
 from tba.tests.helpers.checks import wait_until
 from tba.tests.helpers.whole_run import STEPS, check_history, children_of, log_of, small_sections
+from tba.tests.process.conftest import changed
 
 
 @pytest.fixture
@@ -25,29 +28,50 @@ def small_run(make_config):
     return lambda **sections: make_config(**small_sections(**sections))
 
 
-def changed(*changes: str) -> list[str]:
-    return [part for change in changes for part in ("--set", change)]
+JUDGED = """import os
+from tba.searcher.tasks.arithmetic import ArithmeticTask
+class Judged(ArithmeticTask):
+    def score(self, prompt, response, finished):
+        if os.path.exists("down") and prompt in self.held_out()[:32]:
+            raise ConnectionError("the judge does not answer")
+        return super().score(prompt, response, finished)
+"""
 
 
-def test_a_run_ends_with_a_complete_history_and_goes_on_elsewhere_with_its_own_task_only(
+def test_a_run_whose_judge_is_down_at_its_end_is_evaluated_later_and_goes_on_elsewhere_with_its_own_task_only(
     small_run, start_tba, tba, tba_here, tmp_path
 ):
     model = shutil.copytree(EXAMPLE_MODEL, tmp_path / "model")
-    run = small_run(model={"path": str(model), "dtype": "float32"}, eval={"at_end": True})
+    (tmp_path / "judged.py").write_text(JUDGED)
+    task = {"name": "judged:Judged", "held_out_limit": 40}
+    evaluated = {"at_end": True, "samples": 1}
+    run = small_run(model={"path": str(model), "dtype": "float32"}, task=task, eval=evaluated)
     launcher = start_tba("run", run.file)
     wait_until(lambda: children_of(launcher, " eval "))
     evaluation = children_of(launcher, " eval ")[0]
     evaluation.suspend()
-    second = tba("run", run.file, "--resume")
-    evaluation.resume()
+    second = tba_here("run", run.file, "--resume")
     # A launcher that still evaluates is not about to end, so the second one does not wait.
-    assert (second.returncode, "is in use by another `tba run`" in second.stderr) == (1, True)
-    assert launcher.wait(400) == 0
+    assert (second.exit_code, "is in use by another `tba run`" in second.message) == (1, True)
+    (tmp_path / "down").touch()
+    evaluation.resume()
+    assert launcher.wait(400) == 1
     check_history(run)
-    assert "held-out greedy accuracy:" in log_of(tmp_path)
-    assert "evaluates snapshot 2 of" in log_of(tmp_path)
-    assert (run.directory / "run.png").stat().st_size > 10_000
-    assert run.lines("eval.jsonl")[0]["step"] == 0
+    # A few of its answers have no score, which is more than 2 %.
+    reason = "32 of 40 responses could not be scored: reward of arithmetic: ConnectionError: the judge does not answer"
+    log = log_of(tmp_path)
+    assert all(
+        said in log for said in (f"not measured: {reason}", f"not measured ({reason}", "evaluates snapshot 2 of")
+    )
+    stored = "SELECT accuracy, not_measured, json_extract(metrics, '$.failed') FROM evaluations ORDER BY version"
+    for accuracy, why, failed in run.query(stored):
+        assert (accuracy, why.startswith(reason), failed) == (None, True, 0.8)
+    assert f"last evaluation not measured: {reason}" in tba_here("runs", tmp_path, "--json").output
+    (tmp_path / "down").unlink()
+    again = tba_here("eval", "--config", run.file, "--all", "--json")
+    assert again.exit_code == 0, again.message
+    assert all(accuracy is not None and why is None for accuracy, why, _ in run.query(stored))
+    check_wrong_answers(run, tba_here, max(again.json, key=lambda row: row["step"])["accuracy"])
     assert list(run.directory.glob("tensorboard/events*"))
     check_references(run)
     check_that_another_task_is_refused(run, tba_here)
@@ -65,6 +89,14 @@ def test_a_run_ends_with_a_complete_history_and_goes_on_elsewhere_with_its_own_t
     assert re.search(rf"train.steps +{STEPS} +{STEPS + 3}\n", more.stdout), "what differs from the last start"
     assert "learning_rate" in more.stdout
     check_history(run, steps=STEPS + 3)
+
+
+def check_wrong_answers(run, tba_here, accuracy: float) -> None:
+    """Check that the wrong answers of the last evaluation are shown with their prompts and the right ones."""
+    rows = tba_here("eval", "--config", run.file, "--wrong", "--json").json
+    assert len(rows) == round(40 * (1 - accuracy)) > 0
+    assert all(row["prompt"].endswith("=") and row["answer"] != row["response"] for row in rows)
+    assert run.query("SELECT answer FROM trajectories WHERE answer IS NULL") == []
 
 
 def check_references(run) -> None:
@@ -91,45 +123,6 @@ def check_that_another_task_is_refused(run, tba_here) -> None:
         assert refused.exit_code == EXIT_CONFIG, command
         assert "task.options was {} and is" in refused.message + refused.output, command
     assert (run.query("SELECT COUNT(*) FROM starts"), run.lines(), run.lines("eval.jsonl")) == before
-
-
-JUDGED = """import os
-from tba.searcher.tasks.arithmetic import ArithmeticTask
-class Judged(ArithmeticTask):
-    def score(self, prompt, response, finished):
-        if os.path.exists("down") and prompt in self.held_out()[:32]:
-            raise ConnectionError("the judge does not answer")
-        return super().score(prompt, response, finished)
-"""
-
-
-def test_a_judge_that_is_down_in_the_last_evaluation_is_no_accuracy_and_is_asked_again(
-    small_run, tba, tba_here, tmp_path
-):
-    """A few of its answers have no score, which is more than 2 %."""
-    (tmp_path / "judged.py").write_text(JUDGED)
-    (tmp_path / "down").touch()
-    task = {"name": "judged:Judged", "held_out_limit": 40}
-    run = small_run(task=task, train={"steps": 1}, eval={"at_end": True, "samples": 1})
-    done = tba("run", run.file)
-    reason = "32 of 40 responses could not be scored: reward of arithmetic: ConnectionError: the judge does not answer"
-    assert (done.returncode, f"not measured: {reason}" in done.stderr) == (1, True), done.stderr
-    assert f"not measured ({reason}" in done.stdout
-    stored = "SELECT accuracy, not_measured, json_extract(metrics, '$.failed') FROM evaluations ORDER BY version"
-    for accuracy, why, failed in run.query(stored):
-        assert (accuracy, why.startswith(reason), failed) == (None, True, 0.8)
-    assert f"last evaluation not measured: {reason}" in tba_here("runs", tmp_path, "--json").output
-    (tmp_path / "down").unlink()
-    again = tba_here("eval", "--config", run.file, "--all", "--json")
-    assert again.exit_code == 0, again.message
-    assert all(accuracy is not None and why is None for accuracy, why, _ in run.query(stored))
-    assert run.query("SELECT answer FROM trajectories WHERE answer IS NULL") == []
-    rows = tba_here("eval", "--config", run.file, "--wrong", "--json").json
-    last = max(again.json, key=lambda row: row["step"])
-    assert len(rows) == round(40 * (1 - last["accuracy"])) > 0
-    for row in rows:
-        assert row["prompt"].endswith("=")
-        assert row["answer"] != row["response"]
 
 
 @pytest.mark.parametrize(
@@ -172,71 +165,41 @@ def test_deltas_and_adapters_are_served_through_the_socket_to_searchers_of_which
     assert not node.exists(), "an evaluation leaves no weights on the node"
 
 
-def check_no_child_outlives(launcher) -> None:
-    """Kill a launcher, and check that its children end."""
-    roles = psutil.Process(launcher.pid).children()
-    assert len(roles) == 4, "three roles and the guard"
-    # These include the processes that the roles have started.
-    children = psutil.Process(launcher.pid).children(recursive=True)
-    os.kill(launcher.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert alive == []
-
-
-def test_a_second_run_neither_joins_nor_harms_the_first_which_when_killed_leaves_no_child(
-    small_run, start_tba, tba, tba_here
+def test_of_runs_at_one_address_one_trains_and_the_next_one_of_its_directory_waits_for_its_end(
+    small_run, start_tba, tba, tba_here, tmp_path
 ):
-    run = small_run(train={"steps": 100_000})
-    first = start_tba("run", run.file)
-    wait_until(lambda: run.steps_trained() >= 2)
-    other = tba_here("run", run.file, "--set", f"run.dir={run.directory}-other", "--set", "run.name=other")
-    assert (other.exit_code, "is in use: a buffer serves run test" in other.message) == (1, True)
-    assert not run.directory.with_name(f"{run.directory.name}-other").exists(), "a refused start leaves nothing"
-    same = tba_here("run", run.file, "--resume")
-    assert (same.exit_code, f"another `tba run` (pid {first.pid} on " in same.message) == (1, True)
-    trainer = tba("train", "--cpu", "--config", run.file, "--set", f"run.dir={run.directory}-other", timeout=300)
-    assert (trainer.returncode, "is at work on run test" in trainer.stderr) == (78, True)
-    check_no_child_outlives(first)
-
-
-def test_of_two_runs_that_start_together_one_starts_only_its_buffer_and_ctrl_c_ends_all_children_of_the_other(
-    small_run, start_tba
-):
-    """Both find the address free. Only the launcher whose buffer binds it starts the other roles."""
-    run = small_run(train={"steps": 100_000}, launch={"max_restarts": 1})
+    run = small_run(train={"steps": 100_000}, launch={"max_restarts": 1, "drain_seconds": 8.0})
+    # Both find the address free. Only the launcher whose buffer binds it starts the other roles.
     folders = [run.directory.with_name(name) for name in ("one", "two")]
     launchers = [start_tba("run", run.file, "--set", f"run.dir={folder}") for folder in folders]
     wait_until(lambda: any(launcher.poll() is not None for launcher in launchers))
     assert sorted(launcher.poll() is None for launcher in launchers) == [False, True]
     refused = [launcher.poll() for launcher in launchers].index(1)
     assert {path.name for path in folders[refused].glob("logs/*")} <= {"buffer.log"}
-    assert "is in use" in (folders[0].parent / f"tba{refused}.log").read_text()
-    launcher, run = launchers[1 - refused], dataclasses.replace(run, directory=folders[1 - refused])
-    wait_until(lambda: run.steps_trained() >= 2)
-    children = psutil.Process(launcher.pid).children(recursive=True)
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(60) == EXIT_INTERRUPTED
-    assert [child for child in children if child.is_running()] == []
+    assert "is in use" in (tmp_path / f"tba{refused}.log").read_text()
 
-
-def test_a_run_waits_for_the_previous_one_to_end_and_a_stopped_trainer_does_not_finish_it(
-    small_run, start_tba, tmp_path
-):
-    run = small_run(launch={"drain_seconds": 8.0}, train={"steps": 100_000})
-    previous = start_tba("run", run.file)
+    first, run = launchers[1 - refused], dataclasses.replace(run, directory=folders[1 - refused])
     wait_until(lambda: run.steps_trained() >= 4)
+    own, elsewhere = changed(f"run.dir={run.directory}"), changed(f"run.dir={run.directory}-other")
+    other = tba_here("run", run.file, *elsewhere, *changed("run.name=other"))
+    assert (other.exit_code, "is in use: a buffer serves run test" in other.message) == (1, True)
+    assert not run.directory.with_name(f"{run.directory.name}-other").exists(), "a refused start leaves nothing"
+    same = tba_here("run", run.file, "--resume", *own)
+    assert (same.exit_code, f"another `tba run` (pid {first.pid} on " in same.message) == (1, True)
+
     # It cannot save, so the launcher waits for its whole drain time.
-    children_of(previous, " train ")[0].suspend()
-    previous.terminate()
+    children_of(first, " train ")[0].suspend()
+    first.terminate()
     wait_until(lambda: "ending" in (run.directory / "launcher.lock").read_text())
-    launcher = start_tba("run", "--config", run.file, "--resume")
-    assert previous.wait(60) == 0
+    launcher = start_tba("run", "--config", run.file, "--resume", *own)
+    assert first.wait(60) == 0
     reached = run.steps_trained()
     wait_until(lambda: run.steps_trained() > reached)
+    # A stopped trainer does not finish the run.
     children_of(launcher, " train ")[0].terminate()
     assert launcher.wait(60) == 0, log_of(tmp_path)
-    output = (tmp_path / "tba1.log").read_text()
-    assert f"the previous `tba run` (pid {previous.pid} on " in output
+    output = (tmp_path / "tba2.log").read_text()
+    assert f"the previous `tba run` (pid {first.pid} on " in output
     assert "--resume" in output
     assert run.query("SELECT finished_step FROM runs") == [(None,)]
     check_history(run, steps=run.steps_trained())
@@ -248,8 +211,10 @@ def test_ctrl_c_while_the_trainer_loads_ends_immediately_and_announces_no_checkp
     wait_until(lambda: children_of(launcher, " train "))
     # It does not end by itself, so a launcher that waits for it would time out.
     children_of(launcher, " train ")[0].suspend()
+    children = psutil.Process(launcher.pid).children(recursive=True)
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(60) == EXIT_INTERRUPTED, log_of(tmp_path)
+    assert [child for child in children if child.is_running()] == []
     output = (tmp_path / "tba0.log").read_text()
     assert "stopping: nothing was trained yet" in output
     again = shlex.join([sys.executable, "-m", "tba", "run", run.file])

@@ -1,46 +1,32 @@
 """A real buffer server process with real sockets: restarts, kills and a second server."""
 
 import json
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tba.common.wire import fields, messages
-from tba.common.wire.messages import GetStatus, Status
-from tba.tests.helpers.puts import connected, prepare, put_message
+from tba.common.wire import messages
+from tba.tests.helpers.puts import connected, prepare, put_message, status_of
 
 
 @pytest.fixture
 def server(start_tba, run_config):
     """A running server."""
     process = start_tba("buffer", "serve", "--config", run_config.file)
-    with connect(run_config) as client:
-        client.call(GetStatus(), Status, deadline_seconds=120)
+    status_of(run_config.address)
     return process
-
-
-def connect(run_config, role: fields.Role = "monitor"):
-    return connected(run_config.address, role)
 
 
 def put_of(trajectory, count: int, first: int):
     return put_message([trajectory(tokens=[first + k]) for k in range(count)], first)
 
 
-def status_of(run_config) -> Status:
-    with connect(run_config) as client:
-        return client.call(GetStatus(), Status, deadline_seconds=120)[0]
-
-
 def test_a_server_records_what_set_each_value(start_tba, run_config):
     arguments = ("buffer", "serve", Path(run_config.file).name, "--set", "train.steps=7", "--insecure")
     start_tba(*arguments, TBA_TRAIN__LEARNING_RATE="0.5")
-    assert status_of(run_config).run_name == "test"
-    with closing(sqlite3.connect(run_config.database)) as database:
-        ((origins,),) = database.execute("SELECT origins FROM starts").fetchall()
+    assert status_of(run_config.address).run_name == "test"
+    ((origins,),) = run_config.query("SELECT origins FROM starts")
     keys = ("run.name", "train.learning_rate", "train.steps", "security.insecure", "train.warmup_steps")
     found = json.loads(origins)
     expected = ["run.toml", "TBA_TRAIN__LEARNING_RATE", "--set", "command line", None]
@@ -48,7 +34,8 @@ def test_a_server_records_what_set_each_value(start_tba, run_config):
 
 
 def test_a_parked_request_is_answered_when_the_data_arrives(server, run_config, trajectory):
-    with connect(run_config, "searcher") as searcher, connect(run_config, "trainer") as trainer:
+    address = run_config.address
+    with connected(address, "searcher") as searcher, connected(address, "trainer") as trainer:
         prepare(searcher)
         asked = trainer.post(messages.SampleBatch(step=0, prompts=1, samples=2, reference="r", wait_seconds=20.0))
         assert trainer.poll(0.3) == []
@@ -78,8 +65,7 @@ def ipc_config(make_config, tmp_path):
 def test_the_socket_file_of_a_killed_server_is_replaced(start_tba, ipc_config, tmp_path):
     for _ in range(2):
         server = start_tba("buffer", "serve", "--config", ipc_config.file)
-        with connect(ipc_config) as client:
-            client.call(GetStatus(), Status, deadline_seconds=120)
+        status_of(ipc_config.address)
         server.kill()
         server.wait()
         assert (tmp_path / "socket").is_socket()
@@ -89,7 +75,6 @@ def test_other_users_have_no_access_to_the_files_and_the_socket_of_a_run(start_t
     config = make_config(buffer={"address": "auto"}, train={"prompts_per_step": 1})
     start_tba("buffer", "serve", "--config", config.file)
     with connected(f"ipc://{config.directory}/buffer.socket", "searcher") as client:
-        client.call(GetStatus(), Status, deadline_seconds=120)
         prepare(client)
         client.post(*put_of(trajectory, 4, 0))
         assert client.poll(60)[0].message.stored == 4  # type: ignore[attr-defined]

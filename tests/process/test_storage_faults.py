@@ -25,7 +25,8 @@ from tba.common.wire.messages import GetStatus, Status
 from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.faults import BYTES_PER_TOKEN, ROWS, assert_all_is_stored_once, producing, stored
 from tba.tests.helpers.publisher import PublisherHarness
-from tba.tests.helpers.puts import connected, prepare
+from tba.tests.helpers.puts import connected, prepare, status_of
+from tba.tests.process.conftest import changed
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.publishing.snapshot_writer import Publication, SnapshotWriter, is_full_disk
@@ -103,10 +104,9 @@ def serve(start_tba, make_config):
 
     def start(**buffer):
         config = make_config(train={"prompts_per_step": 1})
-        settings = [part for key, value in buffer.items() for part in ("--set", f"buffer.{key}={value}")]
+        settings = changed(*(f"buffer.{key}={value}" for key, value in buffer.items()))
         process = start_tba("buffer", "serve", "--config", config.file, *settings)
-        with connected(config.address) as client:
-            client.call(GetStatus(), Status, deadline_seconds=120)
+        status_of(config.address)
         return config, process
 
     return start
@@ -167,8 +167,7 @@ def test_too_little_free_space_refuses_only_puts_and_names_a_remedy(serve, small
         prepare(searcher)
         lease = messages.LeasePrompts(want=1, held=[], weights_version=0, wait_seconds=0.0)
         assert len(searcher.call(lease, messages.Leases, deadline_seconds=120)[0].visits) == 1
-        with connected(config.address) as monitor:
-            status = monitor.call(GetStatus(), Status, deadline_seconds=120)[0]
+        status = status_of(config.address)
         assert (status.trajectories, set(status.rejected)) == (0, {"storage"})
         stall = not_none(status.stall)
         assert (stall.reason, "% of its disk is free" in stall.sentence) == ("buffer_refuses", True)
@@ -222,51 +221,62 @@ def resident_mib(process) -> float:
 
 
 @pytest.fixture
-def lab(small_disk):
-    """A model of half a megabyte, whose run writes to a small disk."""
-    lab = PublisherHarness(small_disk.path, hidden=128, min_free_mib=12)
-    lab.disk = small_disk  # type: ignore[attr-defined]
-    yield lab
-    lab.close()
+def make_lab(small_disk):
+    """Makes models whose run writes to a small disk; `hidden` 128 is half a megabyte."""
+    made = []
+
+    def make(**settings: Any) -> PublisherHarness:
+        made.append(PublisherHarness(small_disk.path, **{"hidden": 128, "min_free_mib": 12, "steps": 99} | settings))
+        return made[-1]
+
+    yield make
+    for lab in made:
+        lab.close()
+
+
+LORA = {"rank": 1, "publish": "adapter"}
+# The small disk is also the memory.
+MEMORY: dict[str, Any] = {"snapshots_in": "memory", "keep_snapshot_every": 2}
 
 
 def steps(lab) -> list[int]:
     return [read(path).manifest.step for path in list_snapshots(lab.config.snapshots)]
 
 
-def test_snapshots_wait_for_disk_space_and_only_the_newest_is_published_afterwards(lab):
+def test_snapshots_wait_for_disk_space_and_only_the_newest_is_published_afterwards(make_lab, small_disk):
+    lab = make_lab()
     publisher = lab.publisher()
     publisher.publish(0)
     assert publisher.flush(60)
-    lab.disk.fill()
+    small_disk.fill()
     for step in range(1, 6):
         publisher.publish(step)  # returns: training continues
     wait_until(lambda: publisher.reason.startswith("v5 waits for disk space"), what=publisher.reason)
     assert "train.min_free_mib = 12" in publisher.reason
     assert not publisher.flush(0.1)
-    lab.disk.relieve()
+    small_disk.relieve()
     assert publisher.flush(60)
     assert steps(lab) == [0, 5]
     assert publisher.reason == ""
     assert lab.announced().manifest.step == 5
 
 
-def test_a_disk_that_fills_during_a_write_is_recognised_and_no_file_is_left(lab):
+def test_a_disk_that_fills_during_a_write_is_recognised_and_no_file_is_left(make_lab, small_disk):
+    lab = make_lab()
     copies = HostBuffers(torch.device("cpu"))
     publication = Publication(0, 0, copies.copy(lab.weights().items()))
     config = lab.config.model_copy(update={"train": lab.config.train.model_copy(update={"min_free_mib": 0})})
     writer = SnapshotWriter(config, lab.model, copies, unwrapped=lab.model, model_files=lab.files)
     lab.config.snapshots.mkdir(parents=True, exist_ok=True)
-    lab.disk.leave(128 << 10)
+    small_disk.leave(128 << 10)
     with pytest.raises((OSError, SafetensorError)) as caught:
         writer.write(publication)
     assert is_full_disk(caught.value)
     assert list(lab.config.snapshots.iterdir()) == []
 
 
-def test_adapters_are_published_while_a_full_snapshot_waits_for_space(small_disk):
-    lora = {"rank": 1, "publish": "adapter"}
-    lab = PublisherHarness(small_disk.path, hidden=256, min_free_mib=12, lora=lora, keep_snapshot_every=5, steps=99)
+def test_adapters_are_published_while_a_full_snapshot_waits_for_space(make_lab, small_disk):
+    lab = make_lab(hidden=256, lora=LORA, keep_snapshot_every=5)
     publisher = lab.publisher()
     publisher.publish(0)
     assert publisher.flush(60)
@@ -278,13 +288,11 @@ def test_adapters_are_published_while_a_full_snapshot_waits_for_space(small_disk
     small_disk.relieve()
     assert publisher.flush(60)
     assert steps(lab) == [0, 1, 5]
-    lab.close()
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_the_base_of_a_dropped_snapshot_is_published_with_the_next_one(small_disk, first):
-    lora = {"rank": 1, "publish": "adapter"}
-    lab = PublisherHarness(small_disk.path, hidden=128, min_free_mib=12, lora=lora, steps=99)
+def test_the_base_of_a_dropped_snapshot_is_published_with_the_next_one(make_lab, small_disk, first):
+    lab = make_lab(lora=LORA)
     small_disk.fill()
     publisher = lab.publisher()
     publisher.publish(first)
@@ -297,47 +305,38 @@ def test_the_base_of_a_dropped_snapshot_is_published_with_the_next_one(small_dis
     assert publisher.flush(60)
     assert steps(lab) == [0, first + 1, first + 2]
     assert lab.announced().manifest.base == number - 1
-    lab.close()
 
 
-@pytest.fixture
-def memory_lab(small_disk):
-    """The same, with snapshots in memory, which is the small disk as well."""
-    train: dict[str, Any] = {"min_free_mib": 12, "snapshots_in": "memory", "keep_snapshot_every": 2, "steps": 99}
-    lab = PublisherHarness(small_disk.path, hidden=128, **train)
-    lab.disk = small_disk  # type: ignore[attr-defined]
-    yield lab
-    lab.close()
-
-
-def test_without_room_for_one_more_copy_training_continues_and_the_next_attempt_is_published(memory_lab):
-    publisher = memory_lab.publisher()
-    memory_lab.disk.fill()
+def test_without_room_for_one_more_copy_training_continues_and_the_next_attempt_is_published(make_lab, small_disk):
+    lab = make_lab(**MEMORY)
+    publisher = lab.publisher()
+    small_disk.fill()
     assert publisher.publish(0) is None
     assert publisher.missed
     assert "train.min_free_mib = 12" in publisher.reason
     assert publisher.flush(1)
-    memory_lab.disk.relieve()
+    small_disk.relieve()
     assert publisher.publish(0) == 0
     assert publisher.flush(60)
     assert (publisher.missed, publisher.reason) == (False, "")
-    assert memory_lab.announced().manifest.step == 0
+    assert lab.announced().manifest.step == 0
 
 
-def test_a_kept_snapshot_waits_for_the_disk_while_newer_ones_are_published(memory_lab):
-    publisher = memory_lab.publisher()
+def test_a_kept_snapshot_waits_for_the_disk_while_newer_ones_are_published(make_lab, small_disk):
+    lab = make_lab(**MEMORY)
+    publisher = lab.publisher()
     publisher.publish(0)
     assert publisher.flush(60)
-    memory_lab.disk.fill()
+    small_disk.fill()
     for version, step in enumerate((2, 3), 1):
         publisher.publish(step)
-        wait_until(lambda: memory_lab.announced_ref().version == version, what="it is announced")  # noqa: B023
+        wait_until(lambda: lab.announced_ref().version == version, what="it is announced")  # noqa: B023
         wait_until(lambda: not publisher._busy, what="the file of the one before is free")
     wait_until(lambda: publisher.reason.startswith("v1 waits for disk space"), what=publisher.reason)
     assert not publisher.flush(0.1)
-    memory_lab.disk.relieve()
+    small_disk.relieve()
     assert publisher.flush(60)
-    assert steps(memory_lab) == [0, 2]
+    assert steps(lab) == [0, 2]
 
 
 # No divisor of a page, so that the disk is full in the middle of a line.

@@ -58,26 +58,29 @@ class Sharing:
 
 
 @pytest.fixture
-def checked(tba):
-    """Run `tba task check` and return its exit code, the findings by check, and its log."""
+def checked(tba_here, capfd):
+    """Run `tba task check` and return its exit code, the findings by check, and the log of its workers."""
 
     def run(*arguments):
-        result = tba("task", "check", *map(str, arguments), "--json", timeout=200)
-        assert result.stdout, result.stderr
-        return result.returncode, {one["check"]: one for one in json.loads(result.stdout)}, result.stderr
+        result = tba_here("task", "check", *arguments, "--json")
+        assert result.output, result.message
+        return result.exit_code, {one["check"]: one for one in result.json}, capfd.readouterr().err
 
     return run
 
 
-def test_a_new_task_passes_its_check_and_scores(tba_here, tmp_path):
+@pytest.fixture
+def doubling(tba_here, tmp_path):
+    """The file that `tba task new` writes."""
     assert tba_here("task", "new", "doubling", "--dir", tmp_path).exit_code == 0
-    file = tmp_path / "doubling.py"
-    result = tba_here("task", "check", file, "--set", f"model.path={EXAMPLE_MODEL}", "--json")
-    assert result.exit_code == 0, result.message
-    findings = {one["check"]: one for one in result.json}
-    assert {one["result"] for one in findings.values()} == {"ok"}
+    return tmp_path / "doubling.py"
+
+
+def test_a_new_task_passes_its_check_and_scores(tba_here, checked, doubling, tmp_path):
+    code, findings, _ = checked(doubling, "--set", f"model.path={EXAMPLE_MODEL}")
+    assert (code, {one["result"] for one in findings.values()}) == (0, {"ok"})
     assert "reads the first prompt as '10+10='" in findings["rendering"]["detail"]
-    shown = tba_here("task", "check", file, "--key", "10", "-r", "20", "-r", "21", "--json")
+    shown = tba_here("task", "check", doubling, "--key", "10", "-r", "20", "-r", "21", "--json")
     assert [(row["reward"], row["parts"]) for row in shown.json] == [
         (1.0, "correct 1, is_number 1"),
         (0.0, "correct 0, is_number 1"),
@@ -86,15 +89,12 @@ def test_a_new_task_passes_its_check_and_scores(tba_here, tmp_path):
     assert (again.exit_code, "exists: choose another name" in again.message) == (2, True)
 
 
-def test_a_check_shows_what_the_ids_of_a_prompt_spell_and_not_its_text(tba_here, tmp_path):
+def test_a_check_shows_what_the_ids_of_a_prompt_spell_and_not_its_text(checked, doubling):
     """The example's tokenizer knows digits and signs: each other character is an unknown token."""
-    assert tba_here("task", "new", "doubling", "--dir", tmp_path).exit_code == 0
-    file = tmp_path / "doubling.py"
-    file.write_text(file.read_text().replace('+{number}="', '+{number} is?"'))
-    shown = tba_here("task", "check", file, "--set", f"model.path={EXAMPLE_MODEL}", "--json")
-    (found,) = [one for one in shown.json if one["check"] == "rendering"]
-    assert found["result"] == "warn"
-    assert found["detail"].endswith("reads the first prompt as '10+10<unk><unk><unk><unk>'")
+    doubling.write_text(doubling.read_text().replace('+{number}="', '+{number} is?"'))
+    _, findings, _ = checked(doubling, "--set", f"model.path={EXAMPLE_MODEL}")
+    assert findings["rendering"]["result"] == "warn"
+    assert findings["rendering"]["detail"].endswith("reads the first prompt as '10+10<unk><unk><unk><unk>'")
 
 
 def test_the_example_of_a_custom_task_passes_its_check(checked):
@@ -104,11 +104,9 @@ def test_the_example_of_a_custom_task_passes_its_check(checked):
     assert findings["prompts"]["detail"] == "5 for training, 1 held out"
 
 
-def test_a_check_warns_of_an_accuracy_that_is_neither_0_nor_1(tba_here, checked, tmp_path):
-    assert tba_here("task", "new", "doubling", "--dir", tmp_path).exit_code == 0
-    file = tmp_path / "doubling.py"
-    file.write_text(file.read_text().replace("{CORRECT: correct,", "{CORRECT: correct / 4,"))
-    code, findings, _ = checked(file)
+def test_a_check_warns_of_an_accuracy_that_is_neither_0_nor_1(checked, doubling):
+    doubling.write_text(doubling.read_text().replace("{CORRECT: correct,", "{CORRECT: correct / 4,"))
+    code, findings, _ = checked(doubling)
     assert (code, findings["rewards"]["result"]) == (0, "warn")
     assert findings["rewards"]["detail"].endswith("; the part 'correct' is 0.25, and accuracy needs 1 or 0")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tba.tests.helpers.buffer import ask
-from tba.tests.process.conftest import arithmetic
+from tba.tests.process.conftest import arithmetic, changed
 
 STEPS = 8
 
@@ -39,7 +39,7 @@ def offline(recorded, tba_here, tmp_path):
 
     def train(name: str, *flags: str, **settings: object):
         run = dataclasses.replace(recorded, directory=tmp_path / name)
-        sets = [part for key, value in settings.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
+        sets = changed(*(f"{key.replace('__', '.')}={value}" for key, value in settings.items()))
         where = ("--config", run.file, "--set", f"run.dir={run.directory}", *sets)
         done = tba_here("train", "--cpu", *where, "--offline", "--buffer", recorded.database, *flags)
         assert done.exit_code == 0, done.message
@@ -66,8 +66,7 @@ def test_a_replay_of_archived_tokens_reproduces_the_losses_bit_for_bit(recorded,
     (tmp_path / "copy").mkdir()
     copy = tmp_path / "copy/buffer.sqlite"
     assert tba_here("buffer", "backup", copy, "-b", recorded.database).exit_code == 0
-    few = ("search.samples_per_prompt=4", "buffer.max_trajectories=32", "buffer.min_fill=0")
-    sets = [part for one in few for part in ("--set", one)]
+    sets = changed("search.samples_per_prompt=4", "buffer.max_trajectories=32", "buffer.min_fill=0")
     moved = tba_here("buffer", "archive", "old", "-b", copy, *sets, "--keep-steps", 0)
     assert moved.exit_code == 0, moved.message
     used = "SELECT COUNT(*) FROM consumption c JOIN trajectories t ON t.id = c.trajectory WHERE t.archive IS NOT NULL"

@@ -4,35 +4,15 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tba.tests.helpers.hub import Hub, serve_hub
 from tba.tests.process.conftest import ROOT, free_port
 
 NO_DRIVER = pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="this machine has an NVIDIA driver")
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def index(tmp_path):
-    """The address of a package index that has torch."""
-    (tmp_path / "index/torch").mkdir(parents=True)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "index")))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 @pytest.fixture
@@ -53,10 +33,13 @@ def options(tmp_path):
 
 
 @NO_DRIVER
-def test_a_machine_without_a_driver_gets_the_cpu_build_if_its_index_answers(options, index):
-    assert options(index) == f"--extra-index-url {index}"
-    assert options(f"http://127.0.0.1:{free_port()}") == options(f"{index}/no-such-index") == ""
-    assert options(index, driver=True) == ""
+def test_a_machine_without_a_driver_gets_the_cpu_build_if_its_index_answers(options, tmp_path):
+    # A hub of models answers like an index of packages, of which it has torch.
+    with serve_hub(Hub({"torch": tmp_path})) as hub:
+        index = hub.address
+        assert options(index) == f"--extra-index-url {index}"
+        assert options(f"http://127.0.0.1:{free_port()}") == options(f"{index}/no-such-index") == ""
+        assert options(index, driver=True) == ""
 
 
 @NO_DRIVER

@@ -21,17 +21,23 @@ from tba.tests.process.conftest import clean_environment
 
 # Of these, a test waits for eight before it stops or kills something, which must not come after the last.
 STEPS = 36
+TRAIN: dict[str, Any] = {
+    "steps": STEPS,
+    "prompts_per_step": 3,
+    "learning_rate": 1e-4,
+    "publish_every": 12,
+    "checkpoint_every": 3,
+    "micro_batch_tokens": 30,
+}
 
 
 @pytest.fixture
 def make_run(tmp_path, make_config_in, start_tba) -> Iterator[Callable[..., TrainRun]]:
     """Makes runs with trajectories for all steps; keyword arguments are keys of [lora]."""
     made: list[TrainRun] = []
-    train: dict[str, Any] = {"prompts_per_step": 3, "learning_rate": 1e-4, "publish_every": 12, "checkpoint_every": 3}
 
     def make(name: str, **lora: Any) -> TrainRun:
-        sizes: dict[str, Any] = {"steps": STEPS, "micro_batch_tokens": 30}
-        made.append(TrainRun(tmp_path / name, make_config_in, start_tba, lora=lora, **train | sizes))
+        made.append(TrainRun(tmp_path / name, make_config_in, start_tba, lora=lora, **TRAIN))
         return made[-1]
 
     yield make

@@ -1,4 +1,4 @@
-"""The tutorials, typed as printed; `make test` types fewer steps."""
+"""The tutorial, typed as printed; `make test` types fewer steps. test_game.py types the page on episodes."""
 
 import json
 import re
@@ -11,12 +11,13 @@ from urllib.request import urlopen
 import pytest
 
 from tba.common.system.process import PARENT_VARIABLE
-from tba.tests.helpers.buffer import ask
 from tba.tests.helpers.checks import wait_until
 from tba.tests.process.conftest import ROOT, clean_environment, free_port
 from tba.tests.runner import FULL_SIZE
 
 BLOCK = re.compile(r"^```\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# A command that starts no other. It is called in this process, which has torch already.
+ALONE = re.compile(r"^(tba (?!run|ui|config).*\n)", re.MULTILINE)
 SECONDS = 900
 # What `make test` types in place of numbers of steps.
 FEWER = {
@@ -52,7 +53,7 @@ def shell(tmp_path):
     return start
 
 
-def test_the_commands_of_the_tutorial_train_a_model(shell, tmp_path):
+def test_the_commands_of_the_tutorial_train_a_model(shell, tba_here, tmp_path, monkeypatch):
     text, shown = (ROOT / "docs/tutorial.md").read_text(), ""
     for printed, fewer in () if FULL_SIZE else FEWER.items():
         assert printed in text
@@ -61,7 +62,8 @@ def test_the_commands_of_the_tutorial_train_a_model(shell, tmp_path):
         if block.startswith("tba ui"):
             check_browser(shell, block)
             continue
-        shown += typed(shell, block)
+        shown += "".join(typed(shell, tba_here, commands) for commands in ALONE.split(block) if commands)
+        monkeypatch.chdir(tmp_path / "tba-tutorial")
     assert "the model is in models/warm" in shown
     # `tba config show` shows what the reader has just changed.
     assert re.search(r"train\.steps +60? +tba\.toml", shown)
@@ -78,28 +80,16 @@ def test_the_commands_of_the_tutorial_train_a_model(shell, tmp_path):
     assert (tmp_path / "tba-tutorial/models/reverse/model.safetensors").is_file()
 
 
-def typed(shell, block: str) -> str:
-    """Type a block of commands. Returns what they print."""
-    process = shell(block)
+def typed(shell, tba_here, commands: str) -> str:
+    """Type commands. Returns what they print."""
+    if ALONE.match(commands):
+        done = tba_here(*shlex.split(commands)[1:])
+        assert done.exit_code == 0, f"{commands}{done.message}"
+        return done.output + done.message
+    process = shell(commands)
     output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, f"{block}{output}"
+    assert process.returncode == 0, f"{commands}{output}"
     return output
-
-
-def test_the_commands_of_your_own_environment_train_on_its_episodes(shell, tmp_path):
-    page = (ROOT / "docs/episodes.md").read_text()
-    code, commands = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "bash"))
-    (tmp_path / "hotter.py").write_text(code)
-    lines = commands.replace("DIR", "runs/demo-game-start").splitlines()
-    assert [line.split()[1] for line in lines] == ["task", "init", "generate", "run"]
-    if not FULL_SIZE:
-        lines[-1] += " --set train.steps=3"
-    shown = typed(shell, "\n".join(["python examples/game/prepare.py --out runs/demo-game-start", *lines]))
-    assert "turns per second" in shown
-    assert re.search(r"\nend: (completed|max_turns|parse_error) after [123] turns?: reward [01]\n", shown)
-    assert re.search(r"held-out greedy accuracy: \S+% before, \S+% after", shown)
-    (database,) = tmp_path.glob("runs/*/buffer.sqlite")
-    assert ask(database, "SELECT MAX(turns), COUNT(error) FROM trajectories") == [(3, 0)]
 
 
 def check_browser(shell, command: str) -> None:

@@ -190,8 +190,6 @@ class Lab:
 
     def logits(self, model: Any, ids: Sequence[int], past: Any = None) -> np.ndarray:
         """Return transformers' logits [T, V]."""
-        import torch
-
         from tba.searcher.engines.kv_cache import cache_argument
 
         with torch.no_grad():
@@ -216,10 +214,40 @@ class Lab:
         """Select from each row the entry of its token."""
         return logprobs[np.arange(len(ids)), np.asarray(ids)]
 
+    def assert_scores(self, engine: Any, model: Any, *, atol: float = 1e-4) -> None:
+        """Check that the log-probabilities of an engine are those of transformers."""
+        ids = self.tokens(3, 40)
+        np.testing.assert_allclose(engine.score([ids])[0], self.logprobs(model, ids), atol=atol)
+
+    def assert_serves(self, engine: Any, model: Any) -> None:
+        """Check that log-probabilities and greedy tokens are those of transformers."""
+        self.assert_scores(engine, model)
+        prompt = self.tokens(2, 12)
+        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, 12:]
+        assert self.generate(engine, prompt).response_ids.tolist() == expected.tolist()
+
+    def assert_sampled_by(
+        self, model: Any, prompt: Sequence[int], generation: Generation, *, atol: float = 1e-4
+    ) -> None:
+        """Check that the recorded log-probabilities of a response are those of transformers."""
+        expected = self.response_logprobs(model, prompt, generation.response_ids.tolist())
+        np.testing.assert_allclose(generation.logprobs, expected, atol=atol)
+
     def close(self) -> None:
         """Close every engine."""
         for engine in self._engines:
             engine.close()
+
+
+def worker_of(engine: Any) -> Any:
+    """Return the only worker of an engine, in this process."""
+    return engine._llm.model_executor.driver_worker.worker
+
+
+def addresses(engine: Any) -> dict[str, int]:
+    """Return those of all parameters and buffers: what CUDA graphs depend on."""
+    model = worker_of(engine).get_model()
+    return {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 @pytest.fixture(scope="module")

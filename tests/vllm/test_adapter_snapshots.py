@@ -70,8 +70,7 @@ def test_adapters_of_a_trainer_are_swapped_in_flight_and_a_wrong_one_is_refused(
         engine.prepare(found)
         engine.step()
         assert engine.load_weights(found).way == expected.get(step, "adapter")
-        reference = lab.logprobs(policy(base, trainer), ids)
-        np.testing.assert_allclose(engine.score([ids])[0], reference, atol=1e-3)
+        lab.assert_scores(engine, policy(base, trainer), atol=1e-3)
     generation = lab.finish(engine)[request]
     # Scoring a canary steps the engine as well: one or two tokens of each version.
     assert generation.version_runs[:, 0].tolist() == list(range(7))
@@ -94,10 +93,9 @@ def test_adapters_of_a_trainer_are_swapped_in_flight_and_a_wrong_one_is_refused(
 def test_the_transformers_engine_merges_an_adapter_and_vllm_without_adapters_names_the_setting(
     lab, base, trainer, tmp_path
 ):
-    engine, node, ids = lab.transformers_engine(base), Node(trainer, tmp_path / "node"), lab.tokens(2, 40)
+    engine, node = lab.transformers_engine(base), Node(trainer, tmp_path / "node")
     for step in range(3):
         engine.load_weights(found := node.step(step))
-        reference = lab.logprobs(policy(base, trainer), ids)
-        np.testing.assert_allclose(engine.score([ids])[0], reference, atol=1e-4)
+        lab.assert_scores(engine, policy(base, trainer))
     with pytest.raises(SnapshotError, match=r"started without adapters: set lora\.rank"):
         lab.engine(base).prepare(found)

@@ -107,6 +107,4 @@ def test_a_refused_snapshot_leaves_no_token_of_batches_computed_ahead(ahead, lab
         ahead.load_weights(lab.snapshot(old, saved=turned))
     generation = lab.finish(ahead)[request]
     assert generation.version_runs.tolist() == [[version, 20]]
-    np.testing.assert_allclose(
-        generation.logprobs, lab.response_logprobs(old, prompt, generation.response_ids), atol=1e-3
-    )
+    lab.assert_sampled_by(old, prompt, generation, atol=1e-3)

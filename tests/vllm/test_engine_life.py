@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 
-import numpy as np
 import psutil
 import pytest
 
@@ -84,8 +83,7 @@ def test_two_workers_swap_alike_also_if_one_cannot_swap_in_place_and_leave_no_pr
     assert engine.load_weights(snapshot).way == "in place"
     version = snapshot.manifest.version
     assert lab.finish(engine)[request].version_runs.tolist() == [[0, 5], [version, 15]]
-    ids = lab.tokens(2, 40)
-    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(new, ids), atol=1e-4)
+    lab.assert_scores(engine, new)
     # A failure of one leaves the replies of the other in order, and all reload then.
     engine._llm.collective_rpc(without_swap)
     for _ in range(2):
@@ -93,7 +91,7 @@ def test_two_workers_swap_alike_also_if_one_cannot_swap_in_place_and_leave_no_pr
             engine.call("tba_exchange")
         assert engine.call("tba_prepared") == [(True, None)] * 2
     assert engine.load_weights(lab.snapshot(old)).way == "reload"
-    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(old, ids), atol=1e-4)
+    lab.assert_scores(engine, old)
     # At the start one that cannot swap in place decides for both.
     assert engine.hot_reload._self_test([None, "told so"]) == "reload"
     engine.close()
@@ -106,6 +104,5 @@ def test_two_workers_swap_alike_also_if_one_cannot_swap_in_place_and_leave_no_pr
 def test_a_compiled_engine_swaps_too(lab):
     old, new = lab.model(seed=1), lab.model(seed=2)
     engine = lab.engine(old, enforce_eager=False)
-    snapshot, ids = lab.snapshot(new), lab.tokens(6, 40)
-    assert engine.load_weights(snapshot).way == "in place"
-    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(new, ids), atol=1e-4)
+    assert engine.load_weights(lab.snapshot(new)).way == "in place"
+    lab.assert_scores(engine, new)

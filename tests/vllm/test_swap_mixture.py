@@ -3,49 +3,24 @@
 In a file of its own: it needs separate process groups.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from tba.common.errors import CanaryMismatch, ConfigError
+from tba.tests.helpers.architectures import random_model
 from tba.tests.runner import size
-from tba.tests.vllm.conftest import cpu_backend
-from tba.tests.vllm.test_swap_self_test import addresses, assert_serves
+from tba.tests.vllm.conftest import addresses, cpu_backend
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
-SHAPE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 512}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-EXPERTS: dict[str, dict[str, Any]] = {
-    "Qwen3-MoE": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": None},
-    # With a shared expert, and a dense MLP of another width.
-    "Qwen2-MoE": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 128,
-        "intermediate_size": 128,
-    },
-}
-
-
-def mixture(seed, family="Qwen3-MoE"):
-    import transformers
-
-    name = family.replace("-", "").replace("MoE", "Moe")
-    torch.manual_seed(seed)
-    special = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
-    shape = SHAPE | HEADS | EXPERTS[family] | special
-    config = getattr(transformers, f"{name}Config")(**shape, initializer_range=0.2)
-    return getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+def mixture(seed, family="qwen3_moe"):
+    return random_model(family, seed).float().eval()
 
 
 @cpu_backend
-@pytest.mark.parametrize("family", size(["Mixtral", "Qwen2-MoE"], [*EXPERTS]))
+@pytest.mark.parametrize("family", size(["mixtral", "qwen2_moe"], ["mixtral", "qwen2_moe", "qwen3_moe"]))
 def test_packed_experts_are_reloaded_and_packed_again(lab, family):
     old, new = (mixture(seed, family) for seed in (1, 2))
     engine = lab.engine(old)
@@ -53,10 +28,10 @@ def test_packed_experts_are_reloaded_and_packed_again(lab, family):
     for model in (new, old, new):
         assert engine.load_weights(lab.snapshot(model)).way == "reload"
         assert addresses(engine) == before
-        assert_serves(lab, engine, model)
+        lab.assert_serves(engine, model)
     with pytest.raises(CanaryMismatch):
         engine.load_weights(lab.snapshot(old, canary_error=3.0))
-    assert_serves(lab, engine, new)
+    lab.assert_serves(engine, new)
     engine.close()
 
 
@@ -92,7 +67,7 @@ def test_experts_that_keep_the_layout_they_are_loaded_in_are_swapped_in_place(la
     for model in (new, old):
         assert engine.load_weights(lab.snapshot(model)).way == "in place"
         assert addresses(engine) == before
-        assert_serves(lab, engine, model)
+        lab.assert_serves(engine, model)
     ids = lab.tokens(3, 40)
     assert np.abs(engine.score([ids])[0] - lab.logprobs(new, ids)).max() > 0.1
     engine.close()

@@ -1,11 +1,10 @@
 """An engine tests at its start how it loads weights: by what zeroed weights are afterwards, not by names of layers."""
 
-import numpy as np
 import pytest
 import torch
 
 from tba.common.errors import ConfigError, EngineFaulty
-from tba.tests.vllm.conftest import cpu_backend
+from tba.tests.vllm.conftest import addresses, cpu_backend, worker_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -31,21 +30,6 @@ def dense_mla(seed):
     return model
 
 
-def addresses(engine):
-    """Of all parameters and buffers: what CUDA graphs depend on."""
-    model = engine._llm.model_executor.driver_worker.worker.get_model()
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.data_ptr() for name, tensor in tensors}
-
-
-def assert_serves(lab, engine, model, *, tolerance=1e-4):
-    """Log-probabilities and greedy tokens are those of transformers."""
-    ids, prompt = lab.tokens(3, 40), lab.tokens(2, 12)
-    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=tolerance)
-    expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, 12:]
-    assert lab.generate(engine, prompt).response_ids.tolist() == expected.tolist()
-
-
 # vLLM registers parts of kv_b_proj as parameters: they are views of it, and follow it. Packed, they are copies.
 @cpu_backend
 @pytest.mark.parametrize(("packed", "way"), [(False, "in place"), (True, "reload")])
@@ -54,11 +38,11 @@ def test_the_way_follows_from_the_self_test_and_serves_the_new_weights_at_the_sa
     # Where the CPU has AMX, vLLM would choose its kernels for MLA, which need bfloat16.
     engine = lab.engine(old, pack_weights=packed, vllm={"attention_backend": "CPU_MLA"})
     before = addresses(engine)
-    assert_serves(lab, engine, old)
+    lab.assert_serves(engine, old)
     for model in (new, old, new):
         assert engine.load_weights(lab.snapshot(model)).way == way
         assert addresses(engine) == before
-        assert_serves(lab, engine, model)
+        lab.assert_serves(engine, model)
     engine.close()
 
 
@@ -86,7 +70,7 @@ def test_a_layer_that_computes_with_a_copy_of_its_weight_is_not_swapped_in_place
     engine = lab.engine(old)
     for model in (new, old):
         assert engine.load_weights(lab.snapshot(model)).way == "reload"
-        assert_serves(lab, engine, model)
+        lab.assert_serves(engine, model)
     engine.close()
 
 
@@ -113,8 +97,7 @@ def test_a_reload_that_does_nothing_is_caught_though_no_sample_can_be_read_back(
     near = lab.rounded(lab.step(model, 1, changed=0.1))
     engine = lab.engine(model, dtype="bfloat16", canary_tolerance=0.5, pack_weights=True)
     assert engine.hot_reload.way == "reload"
-    worker = engine._llm.model_executor.driver_worker.worker
-    monkeypatch.setattr(type(worker), "reload_weights", lambda self, weights_iterator: None)
+    monkeypatch.setattr(type(worker_of(engine)), "reload_weights", lambda self, weights_iterator: None)
     with pytest.raises(EngineFaulty, match="left out by vLLM's reload"):
         engine.load_weights(lab.snapshot(near, saved=lab.as_bfloat16(near)))
     engine.close()

@@ -9,7 +9,7 @@ import torch
 
 from tba.common.errors import CanaryMismatch, ConfigError, EngineError, EngineFaulty, SnapshotError
 from tba.searcher.engines.vllm.weight_swap import WeightSwap
-from tba.tests.vllm.conftest import cpu_backend
+from tba.tests.vllm.conftest import cpu_backend, worker_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -47,8 +47,7 @@ def assert_reloaded(lab, engine, model, dtype):
     report = engine.load_weights(new)
     assert report.way == "reload"
     assert engine.weights_version == new.manifest.version
-    ids = lab.tokens(3, 40)
-    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=BOUNDS[dtype])
+    lab.assert_scores(engine, model, atol=BOUNDS[dtype])
 
 
 def leave_out(monkeypatch, names):
@@ -83,10 +82,6 @@ def test_in_bfloat16_the_canary_alone_would_not_have_detected_it(lab, engine, ol
     ids = lab.tokens(3, 40)
     difference = np.abs(engine.score([ids])[0] - lab.logprobs(near, ids)).max()
     assert (difference < BOUNDS[dtype]) == (dtype == "bfloat16")
-
-
-def worker_of(engine):
-    return engine._llm.model_executor.driver_worker.worker
 
 
 @cpu_backend
@@ -138,10 +133,9 @@ def test_a_lack_of_memory_refuses_the_snapshot_and_not_the_engine(lab, engine, o
 
     monkeypatch.setattr(WeightSwap, "exchange", exchanging)
     monkeypatch.setattr(type(worker_of(engine)), "reload_weights", reloading)
-    ids = lab.tokens(3, 40)
     with pytest.raises(SnapshotError, match="CUDA out of memory"):
         engine.load_weights(lab.snapshot(near, dtype=dtype))
-    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(old, ids), atol=BOUNDS[dtype])
+    lab.assert_scores(engine, old, atol=BOUNDS[dtype])
     assert next(failures, None) is next(reloads, None) is None
     engine.load_weights(lab.snapshot(near, dtype=dtype))
 
@@ -156,7 +150,7 @@ def test_a_model_whose_layout_is_not_found_is_reloaded_and_rolled_back_by_reload
     monkeypatch.setattr(worker, "record", fail)
     engine = lab.engine(old, dtype=dtype, canary_tolerance=BOUNDS[dtype])
     assert engine.call("tba_start") == ["EngineError: no layout"]
-    new, ids = lab.rounded(lab.model(seed=2, tied=True)), lab.tokens(3, 40)
+    new = lab.rounded(lab.model(seed=2, tied=True))
     for model, error in ((new, 0.0), (old, 0.0), (new, 2.0)):
         one = lab.snapshot(model, canary_error=error)
         if error:
@@ -164,4 +158,4 @@ def test_a_model_whose_layout_is_not_found_is_reloaded_and_rolled_back_by_reload
                 engine.load_weights(one)
         else:
             assert engine.load_weights(one).way == "reload"
-    np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(old, ids), atol=BOUNDS[dtype])
+    lab.assert_scores(engine, old, atol=BOUNDS[dtype])

@@ -1,6 +1,5 @@
 """After a swap vLLM computes with the snapshot's head, whatever config.json says of it, packed and in place."""
 
-import numpy as np
 import pytest
 
 from tba.tests.helpers.tied import DIRECTORIES, Saved, moved
@@ -31,10 +30,9 @@ def test_vllm_serves_the_snapshots_head(lab, case, packed, monkeypatch):
     monkeypatch.setattr("vllm.model_executor.models.transformers.base.Base._decorate_for_torch_compile", lambda _: None)
     files = Directory(DIRECTORIES[case][0])
     engine = lab.engine(files, pack_weights=packed)
-    ids = lab.tokens(3, 40)
     for seed in (1, 2):
         model = moved(files.path, seed)
         report = engine.load_weights(lab.snapshot(model, saved=Saved(model)))
         assert report.way == ("reload" if packed or "GPT-2" in case else "in place")
-        np.testing.assert_allclose(engine.score([ids])[0], lab.logprobs(model, ids), atol=1e-4)
+        lab.assert_scores(engine, model)
     engine.close()

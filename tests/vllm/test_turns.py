@@ -1,6 +1,5 @@
 """The next turn of an episode: its prefix is in the cache, unless other weights have computed it."""
 
-import numpy as np
 import pytest
 
 from tba.searcher.engines.engine import SamplingSettings
@@ -29,7 +28,7 @@ def test_the_next_turn_finds_its_prefix_in_the_cache(lab, engine, old, turns):
         generation = lab.generate(engine, context, SAMPLING)
         in_cache += (cached(engine) - before) if turn else 0
         sampled = generation.response_ids.tolist()
-        np.testing.assert_allclose(generation.logprobs, lab.response_logprobs(old, context, sampled), atol=1e-4)
+        lab.assert_sampled_by(old, context, generation)
         prefixes += len(context) + len(sampled) if turn < turns - 1 else 0
         context = [*context, *sampled, *lab.tokens(100 + turn, 5)]
     assert in_cache >= 0.9 * prefixes
@@ -43,5 +42,4 @@ def test_a_turn_after_a_swap_computes_its_prefix_again(lab, engine, old, new):
     generation = lab.generate(engine, context, SAMPLING)
     assert cached(engine) == before
     assert generation.version_runs.tolist() == [[version, 40]]
-    expected = lab.response_logprobs(new, context, generation.response_ids.tolist())
-    np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
+    lab.assert_sampled_by(new, context, generation)

@@ -1,5 +1,6 @@
 """`tba buffer prune --tokens`, `check` and `backup`."""
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -35,11 +36,29 @@ CAP = [*TEST_RUN, "--set", "buffer.prompt_cap=2"]
 LEFT = "SELECT trajectory FROM payloads ORDER BY trajectory"
 
 
-def test_prune_of_tokens_drops_tokens_that_cannot_be_sampled(capped, tba_buffer):
+@pytest.fixture
+def drop(tba_buffer, capped):
+    """Runs `tba buffer prune --tokens`, without steps that a trainer may repeat."""
+
+    def run(*arguments: object, keep_steps: int = 0):
+        return tba_buffer("prune", "--tokens", "-b", capped, "--keep-steps", keep_steps, "--json", *arguments)
+
+    return run
+
+
+def test_prune_of_tokens_drops_tokens_that_cannot_be_sampled(capped, tba_buffer, drop, harness, monkeypatch):
     change(
         capped, "INSERT INTO rescored_logprobs VALUES (1, 0, -1.0, NULL, NULL, x'00'), (9, 0, -1.0, NULL, NULL, x'00')"
     )
-    done = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0, "--json").json
+    said = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0, "--dry-run").output
+    assert said.startswith("would drop the tokens of 8 trajectories of run test, ")
+    assert said.endswith(" bytes, and keep those of 2; nothing was changed\n")
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+        refused = drop(*CAP)
+    assert (refused.exit_code, "nothing was changed" in refused.message) == (1, True)
+    assert len(ask(capped, LEFT)) == 10
+    done = drop(*CAP).json
     assert (done["trajectories_compacted"], done["trajectories_kept"]) == (8, 2)
     assert done["file_bytes_after"] < done["file_bytes_before"]
     assert ask(capped, LEFT) == [(9,), (10,)]
@@ -47,14 +66,19 @@ def test_prune_of_tokens_drops_tokens_that_cannot_be_sampled(capped, tba_buffer)
     # The log-ratios of tokens that are gone are dropped too, the numbers of the rows stay.
     assert ask(capped, "SELECT COUNT(*), COUNT(skipped), COUNT(token_log_ratios) FROM consumption_rows") == [(2, 2, 0)]
     assert ask(capped, "SELECT trajectory, logprobs FROM rescored_logprobs") == [(1, None), (9, b"\0")]
+    buffer = harness(capped, buffer={"prompt_cap": 2})
+    with pytest.raises(Refused, match="were dropped by `tba buffer prune --tokens`") as compacted:
+        buffer.sample(0, prompts=1, samples=2)
+    assert compacted.value.code == "compacted"
+    assert buffer.sample(1, prompts=1, samples=2) is not None
 
 
-def test_prune_of_tokens_keeps_batches_that_a_resumed_trainer_may_repeat(capped, tba_buffer, harness):
+def test_prune_of_tokens_keeps_batches_that_a_resumed_trainer_may_repeat(capped, drop, harness):
     """Those of the last steps, and those since the oldest checkpoint."""
     (capped.parent / "checkpoints" / "step_00000000").mkdir(parents=True)
-    assert tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0, "--json").json["token_bytes"] > 0
+    assert drop(*CAP).json["token_bytes"] > 0
     (capped.parent / "checkpoints" / "step_00000000").rmdir()
-    assert tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--json").json["trajectories_compacted"] == 0
+    assert drop(*CAP, keep_steps=1000).json["trajectories_compacted"] == 0
     assert ask(capped, "SELECT COUNT(compacted_at) FROM trajectories") == [(6,)]
     buffer = harness(capped, buffer={"prompt_cap": 2})
     assert len(buffer.sample(0, prompts=1, samples=2).frames) == len(ARRAY_KINDS) - 1
@@ -68,11 +92,6 @@ def test_prune_of_tokens_keeps_a_batch_that_is_not_trained_on_yet(harness, traje
     assert tba_buffer("prune", "--tokens", "-b", buffer.store.path, *CAP, "--json").json["trajectories_compacted"] == 0
 
 
-def sampleable_of(buffer):
-    index = buffer.service.state.index
-    return {entry.id for prompt in index.prompts() for entry in index.entries(prompt)}
-
-
 def test_a_sample_of_the_history_survives_that_the_tokens_of_the_others_are_dropped(harness, trajectory, tba_buffer):
     sampled: dict[str, dict[str, Any]] = {
         "buffer": {"max_trajectories": 6, "keep": "both"},
@@ -83,94 +102,63 @@ def test_a_sample_of_the_history_survives_that_the_tokens_of_the_others_are_drop
     for step in range(10):
         buffer.announce(step + 1, step + 1)
         buffer.put([trajectory(f"p{step % 4}", version=step + 1, tokens=[n]) for n in range(2)], 2 * step)
-    before = sampleable_of(buffer)
+    before = {*buffer.sampleable()}
     buffer.store.close()
-    keys = [f"{name}.{key}={value}" for name, section in sampled.items() for key, value in section.items()]
-    settings = [part for key in keys for part in ("--set", key)]
+    settings = [f"--set={name}.{key}={value}" for name, section in sampled.items() for key, value in section.items()]
     done = tba_buffer("prune", "--tokens", "-b", buffer.store.path, *TEST_RUN, *settings, "--keep-steps", 0, "--json")
     assert (done.json["trajectories_compacted"], done.json["trajectories_kept"]) == (14, 6)
-    assert (
-        before
-        == {id_ for (id_,) in ask(buffer.store.path, LEFT)}
-        == sampleable_of(harness(buffer.store.path, **sampled))
-    )
+    assert before == {id_ for (id_,) in ask(buffer.store.path, LEFT)}
+    assert before == {*harness(buffer.store.path, **sampled).sampleable()}
     assert before > {18, 19, 20}, "the newest half of the room"
     assert min(before) < 18 - 3, "older ones than those that would be left without a sample"
 
 
-def test_a_batch_with_compacted_tokens_is_refused_with_the_reason(capped, tba_buffer, harness):
-    tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0)
-    buffer = harness(capped, buffer={"prompt_cap": 2})
-    with pytest.raises(Refused, match="were dropped by `tba buffer prune --tokens`") as refused:
-        buffer.sample(0, prompts=1, samples=2)
-    assert refused.value.code == "compacted"
-    assert buffer.sample(1, prompts=1, samples=2) is not None
-
-
-def test_a_dry_run_says_what_would_be_dropped_and_changes_nothing(capped, tba_buffer):
-    said = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0, "--dry-run").output
-    assert said.startswith("would drop the tokens of 8 trajectories of run test, ")
-    assert said.endswith(" bytes, and keep those of 2; nothing was changed\n")
-    assert len(ask(capped, LEFT)) == 10
-
-
-def record_start(path, **sections) -> None:
-    """Record a start of the run, as a server does."""
+def record_start(path, name: str = "test", **sections) -> None:
+    """Record a start of a run, as a server does."""
     settings = Config.model_validate(sections).model_dump(mode="json")
-    store = Store(path, durability="process")
-    store.open_run("test", seed=0, config=settings, software={})
-    store.close()
+    with closing(Store(path, durability="process")) as store:
+        store.open_run(name, seed=0, config=settings, software={})
 
 
-def test_prune_of_tokens_uses_the_configuration_that_the_run_recorded_last_and_needs_no_secret(capped, tba_buffer):
+OVERRIDES = [([], 2), (["--set", "buffer.dedup=false"], 2), (["--set", "buffer.prompt_cap=4"], 4)]
+
+
+@pytest.mark.parametrize(("given", "kept"), OVERRIDES)
+def test_prune_of_tokens_uses_the_settings_recorded_last_below_its_options_and_needs_no_secret(
+    capped, drop, given, kept
+):
     record_start(capped, buffer={"prompt_cap": 5}, run={"name": "test"})
     record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"}, reward_model={"url": "http://a"})
     change(capped, "UPDATE starts SET config = json_set(config, '$.reward_model.api_key', '********** 188a')")
-    done = tba_buffer("prune", "--tokens", "-b", capped, "--keep-steps", 0, "--json").json
-    assert (done["run"], done["trajectories_compacted"], done["trajectories_kept"]) == ("test", 8, 2)
-
-
-@pytest.mark.slow
-def test_prune_of_tokens_is_of_the_run_that_is_named_whatever_the_configuration_says(capped, tba_buffer):
-    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
-    store = Store(capped, durability="process")
-    store.open_run("other", seed=0, config={}, software={})
-    store.close()
-    options = ["--set", "run.name=other", "--run", "test", "--keep-steps", 0, "--json"]
-    done = tba_buffer("prune", "--tokens", "-b", capped, *options).json
-    assert (done["run"], done["trajectories_kept"]) == ("test", 2)
-
-
-@pytest.mark.parametrize(("given", "kept"), [("buffer.dedup=false", 2), ("buffer.prompt_cap=4", 4)])
-def test_options_override_single_recorded_settings(capped, tba_buffer, given, kept):
-    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
-    done = tba_buffer("prune", "--tokens", "-b", capped, "--set", given, "--keep-steps", 0, "--json").json
+    done = drop(*given).json
     assert (done["run"], done["trajectories_kept"]) == ("test", kept)
 
 
-def test_recorded_settings_of_another_release_are_ignored_and_invalid_ones_named(capped, tba_buffer):
-    recorded = '{"buffer": {"prompt_cap": 0}, "train": {"old": 1}, "o": 2}'
-    change(capped, f"INSERT INTO starts (run, started_at, config, software) VALUES (1, 0.0, '{recorded}', '{{}}')")
-    refused = tba_buffer("prune", "--tokens", "-b", capped)
+def test_prune_of_tokens_is_of_the_run_that_is_named_whatever_the_configuration_says(capped, drop):
+    record_start(capped, "other")
+    record_start(capped, buffer={"prompt_cap": 2}, run={"name": "test"})
+    done = drop("--set", "run.name=other", "--run", "test").json
+    assert (done["run"], done["trajectories_kept"]) == ("test", 2)
+
+
+ADD_START = "INSERT INTO starts (run, started_at, config, software) VALUES (1, 0.0, '{}', '{{}}')"
+
+
+def test_recorded_settings_of_another_release_are_ignored_and_invalid_ones_named(capped, drop, tmp_path):
+    change(capped, ADD_START.format('{"buffer": {"prompt_cap": 0}, "train": {"old": 1}, "o": 2}'))
+    refused = drop()
     assert refused.exit_code == 78
     assert f"buffer.prompt_cap = 0 (recorded in {capped})" in refused.message
-    done = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0, "--json").json
-    assert done["trajectories_kept"] == 2
-
-
-def test_an_unknown_recorded_buffer_setting_needs_an_explicit_configuration(capped, tba_buffer, tmp_path):
-    change(
-        capped,
-        """INSERT INTO starts (run, started_at, config, software)
-           VALUES (1, 0.0, '{"run": {"name": "test"}, "buffer": {"old_cap": 2}}', '{}')""",
-    )
-    refused = tba_buffer("prune", "--tokens", "-b", capped, "--set", "buffer.dedup=false", "--keep-steps", 0)
+    # An unknown one of the buffer needs an explicit configuration.
+    change(capped, ADD_START.format('{"run": {"name": "test"}, "buffer": {"old_cap": 2}}'))
+    refused = drop("--set", "buffer.dedup=false")
     assert refused.exit_code == 2
     assert f"buffer.old_cap = 2 (recorded in {capped}) is not a setting of this release: pass" in refused.message
     assert len(ask(capped, LEFT)) == 10
     (tmp_path / "given.toml").write_text("[buffer]\nprompt_cap = 3\n")
-    done = tba_buffer("prune", "--tokens", "-b", capped, "--config", "given.toml", "--keep-steps", 0, "--json").json
-    assert done["trajectories_kept"] == 3
+    assert drop("--config", "given.toml").json["trajectories_kept"] == 3
+    change(capped, "DELETE FROM starts WHERE config LIKE '%old_cap%'")
+    assert drop(*CAP).json["trajectories_kept"] == 2
 
 
 @pytest.mark.parametrize("named", [("-b", "other/buffer.sqlite"), ("--set", "run.dir=other")])
@@ -183,22 +171,7 @@ def test_prune_of_tokens_ignores_the_local_configuration_if_the_database_is_name
     assert (done["run"], done["trajectories_kept"]) == ("test", 5)
 
 
-def test_prune_of_tokens_checks_the_free_disk_space_first(capped, tba_buffer, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    refused = tba_buffer("prune", "--tokens", "-b", capped, *CAP, "--keep-steps", 0)
-    assert refused.exit_code == 1
-    assert "nothing was changed" in refused.message
-    assert len(ask(capped, LEFT)) == 10
-
-
 # ---------------------------------------------------------------- check
-
-
-def test_a_sound_database_passes_every_check(filled, tba_buffer):
-    outcome = tba_buffer("check", "-b", filled, "--json")
-    assert outcome.exit_code == 0
-    assert {finding["result"] for finding in outcome.json} == {"ok"}
-    assert {finding["check"] for finding in outcome.json} >= set(check._RULES)
 
 
 NO_SUCH_ROW = check._REFERENCES
@@ -232,7 +205,11 @@ BREAKAGES = {
 }
 
 
-def test_every_rule_has_a_test_case():
+def test_a_sound_database_passes_every_check_and_each_has_a_test_case(filled, tba_buffer):
+    outcome = tba_buffer("check", "-b", filled, "--json")
+    assert outcome.exit_code == 0
+    assert {finding["result"] for finding in outcome.json} == {"ok"}
+    assert {finding["check"] for finding in outcome.json} >= set(check._RULES)
     assert set(BREAKAGES.values()) == {*check._RULES, NO_SUCH_ROW}
 
 
@@ -244,20 +221,14 @@ def test_check_finds_every_violation(breakage, rule, filled, tba_buffer):
     assert rule in [finding["check"] for finding in outcome.json if finding["result"] == "fail"]
 
 
-def test_a_gap_in_a_senders_sequence_numbers_is_a_note(filled, tba_buffer, harness, trajectory):
-    buffer = harness(filled)
-    buffer.put([trajectory(tokens=[8], lease=0)], first_sequence=20)
-    buffer.store.close()
+def test_gaps_in_a_senders_sequence_numbers_and_steps_that_a_backup_lacks_are_notes(filled, tba_buffer):
+    change(filled, "UPDATE trajectory_rows SET sequence = 19 WHERE id = 7", "UPDATE batches SET step = 5")
     outcome = tba_buffer("check", "-b", filled, "--json", "--quick")
     assert outcome.exit_code == 0
-    assert outcome.json[-1] == {"check": "sequence numbers have no gaps", "result": "note", "detail": "s.1: 13 missing"}
-
-
-def test_steps_that_a_backup_lacks_are_a_note(filled, tba_buffer):
-    change(filled, "UPDATE batches SET step = 5")
-    outcome = tba_buffer("check", "-b", filled, "--json")
-    assert outcome.exit_code == 0
-    assert {"check": "steps have no gaps", "result": "note", "detail": "step 4 is missing"} in outcome.json
+    assert outcome.json[-2:] == [
+        {"check": "steps have no gaps", "result": "note", "detail": "step 4 is missing"},
+        {"check": "sequence numbers have no gaps", "result": "note", "detail": "s.1: 13 missing"},
+    ]
 
 
 # ---------------------------------------------------------------- backup
@@ -295,22 +266,21 @@ def test_a_backup_replaces_a_file_only_with_force(filled, tba_buffer, tmp_path):
     assert "is the database itself" in tba_buffer("backup", filled, "-b", filled, "--force").message
 
 
-def test_a_damaged_file_fails_the_check_and_a_backup_of_it_leaves_no_file(filled, tba_buffer, tmp_path):
+def test_a_backup_that_fails_leaves_no_file_and_a_damaged_file_fails_its_check(
+    filled, tba_buffer, tmp_path, monkeypatch
+):
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tba.buffer.tools.backup.sync", no_room)
+        with pytest.raises(StorageError, match="No space left"):
+            backup(filled, tmp_path / "copy", force=False, progress=lambda *_: None)
     data = bytearray(filled.read_bytes())
     data[8 * 8192 : 9 * 8192] = b"\xff" * 8192
     filled.write_bytes(data)
     outcome = tba_buffer("check", "-b", filled)
     assert (outcome.exit_code, "fail" in outcome.output) == (1, True)
     with pytest.raises(StorageError, match="failed its integrity check"):
-        backup(filled, tmp_path / "copy", force=False, progress=lambda *_: None)
-    assert not list(tmp_path.glob("*copy*"))
-
-
-def test_a_backup_that_cannot_be_written_fails_and_leaves_no_file(filled, tmp_path, monkeypatch):
-    def no_room(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("tba.buffer.tools.backup.sync", no_room)
-    with pytest.raises(StorageError, match="No space left"):
         backup(filled, tmp_path / "copy", force=False, progress=lambda *_: None)
     assert not list(tmp_path.glob("*copy*"))

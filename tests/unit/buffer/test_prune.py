@@ -9,7 +9,7 @@ from tba.buffer.store.starts import choose_run
 from tba.buffer.store.store import Store
 from tba.buffer.tools.check import check
 from tba.common.errors import UsageError
-from tba.tests.helpers.buffer import ask
+from tba.tests.helpers.buffer import ask, change
 
 RECENT = {"recency_fraction": 1.0, "recency_window": 0}
 ADD_RESCORED = "INSERT INTO rescored_logprobs (trajectory, version, logprob, logprobs) VALUES (?, 0, -1.0, x'00')"
@@ -53,10 +53,7 @@ def test_old_trajectories_and_their_batches_are_deleted(prune, trained):
 
 
 def test_a_trajectory_that_a_kept_batch_uses_is_kept(prune, trained):
-    store = Store(trained, durability="process")
-    with store.transaction():
-        store.database.execute("UPDATE consumption_rows SET trajectory = 1 WHERE batch = 3 AND slot = 0")
-    store.close()
+    change(trained, "UPDATE consumption_rows SET trajectory = 1 WHERE batch = 3 AND slot = 0")
     prune(*OLD, "--yes")
     assert (1,) in ask(trained, "SELECT id FROM trajectories")
 
@@ -96,17 +93,20 @@ def test_a_pruned_run_repeats_its_kept_steps_and_continues(prune, trained, harne
     assert ask(trained, "SELECT MAX(id) FROM trajectories") == [(9,)]
 
 
-def test_what_a_checkpoint_may_repeat_is_never_deleted(prune, trained):
+def test_what_is_still_needed_or_not_confirmed_is_not_deleted(prune, trained, harness, tmp_path):
     refused = prune("--before-step", 3, "--keep-steps", 2, "--yes")
     assert (refused.exit_code, "steps from 2 on stay (--keep-steps 2 of 4" in refused.message) == (2, True)
-    (trained.parent / "checkpoints" / "step_00000001").mkdir(parents=True)
+    checkpoint = trained.parent / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
     assert "steps from 1 on stay (the oldest checkpoint next to it)" in prune(*OLD, "--yes").message
-    assert len(ask(trained, "SELECT id FROM trajectories")) == 8
-
-
-def test_nothing_is_deleted_without_an_export_or_a_yes(prune, trained):
+    checkpoint.rmdir()
     assert "--export FILE keeps" in prune(*OLD).message
     assert "name what to delete" in prune("--yes").message
+    (tmp_path / "old.jsonl").write_text("")
+    assert "exists" in prune(*OLD, "--export", "old.jsonl").message
+    assert prune(*OLD, "--dry-run").output.startswith("would delete 4 trajectories and 2 batches of run test, 4 stay")
+    harness(trained)
+    assert "a buffer server has" in prune(*OLD, "--yes").message
     assert len(ask(trained, "SELECT id FROM trajectories")) == 8
 
 
@@ -119,41 +119,20 @@ def test_an_export_holds_what_is_deleted_and_an_import_brings_it_back(prune, tra
     assert len(ask(trained, "SELECT id FROM trajectories")) == 8
 
 
-def test_a_failed_export_deletes_nothing(prune, trained, tmp_path):
-    (tmp_path / "old.jsonl").write_text("")
-    assert "exists" in prune(*OLD, "--export", "old.jsonl").message
-    assert len(ask(trained, "SELECT id FROM trajectories")) == 8
-
-
-def test_a_dry_run_of_prune_changes_nothing(prune, trained):
-    assert prune(*OLD, "--dry-run").output.startswith("would delete 4 trajectories and 2 batches of run test, 4 stay")
-    assert len(ask(trained, "SELECT id FROM trajectories")) == 8
-
-
 def test_a_whole_run_is_deleted_and_the_others_stay(prune, trained):
     assert "is the only run" in prune("--run", "test", "--yes").message
     store = Store(trained, durability="process")
     store.open_run("second", seed=0, config={}, software={})
     store.close()
+    change(trained, "UPDATE trajectory_rows SET run = 2 WHERE id > 6")
+    done = prune(*OLD, "--run", "test", "--dry-run", "--json").json
+    assert (done["trajectories"], done["trajectories_kept"]) == (4, 2), "only those of the run count as kept"
+    change(trained, "UPDATE trajectory_rows SET run = 1")
     assert prune("--run", "test", "--yes").exit_code == 0
     assert ask(trained, "SELECT name FROM runs") == [("second",)]
     for table in ("starts", "senders", "prompts", "visits", "trajectory_rows", "payloads", "kept_tokens", "batches"):
         assert ask(trained, f"SELECT COUNT(*) FROM {table} WHERE rowid != 2") == [(0,)]
     assert {finding["result"] for finding in check(trained)} == {"ok"}
-
-
-def test_only_trajectories_of_the_run_count_as_kept(prune, trained):
-    store = Store(trained, durability="process")
-    other = store.open_run("second", seed=0, config={}, software={})
-    store.database.execute("UPDATE trajectory_rows SET run = ? WHERE id > 6", (other.id,))
-    store.close()
-    done = prune(*OLD, "--run", "test", "--dry-run", "--json").json
-    assert (done["trajectories"], done["trajectories_kept"]) == (4, 2)
-
-
-def test_prune_needs_the_server_stopped(prune, trained, harness):
-    harness(trained)
-    assert "a buffer server has" in prune(*OLD, "--yes").message
 
 
 def test_a_run_is_named_or_the_only_one(tmp_path):

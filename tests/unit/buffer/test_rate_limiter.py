@@ -59,20 +59,13 @@ def refusal(**sections: Any) -> str:
     return str(caught.value)
 
 
-def test_a_slack_that_could_hold_back_both_sides_is_refused():
-    train, search = {"prompts_per_step": 4, "samples_per_prompt": 8}, {"samples_per_prompt": 8}
-    message = refusal(train=train, search=search, buffer={"samples_per_insert": 2, "samples_per_insert_slack": 24})
+def test_a_slack_that_could_hold_back_both_sides_and_a_ratio_too_low_for_staleness_are_refused():
+    sizes = {"train": {"prompts_per_step": 4, "samples_per_prompt": 8}, "search": {"samples_per_prompt": 8}}
+    message = refusal(**sizes, buffer={"samples_per_insert": 2, "samples_per_insert_slack": 24})
     assert "samples_per_insert_slack = 24 must be at least 25" in message
-    config = Config.model_validate({"train": train, "search": search, "buffer": {"samples_per_insert": 2}})
-    assert config.samples_per_insert_slack == 50
-
-
-def test_a_ratio_too_low_for_a_staleness_limit_is_refused():
-    buffer = {"samples_per_insert": 0.5, "max_staleness": 4}
-    groups = {"train": {"samples_per_prompt": 8}, "search": {"samples_per_prompt": 8}}
-    assert "must be at least train.samples_per_prompt / search.samples_per_prompt = 1" in refusal(
-        buffer=buffer, **groups
-    )
+    assert Config.model_validate({**sizes, "buffer": {"samples_per_insert": 2}}).samples_per_insert_slack == 50
+    message = refusal(**sizes, buffer={"samples_per_insert": 0.5, "max_staleness": 4})
+    assert "must be at least train.samples_per_prompt / search.samples_per_prompt = 1" in message
 
 
 def test_limits_smaller_than_a_batch_are_refused():
@@ -127,25 +120,13 @@ def test_the_trainer_waits_for_inserts(harness):
     assert reason == "6 of 8 trajectories for 1 sample per insert"
 
 
-def test_searchers_that_are_ahead_are_held_back(harness):
-    buffer = limited(harness, 20, samples_per_insert_slack=12)
-    assert len(buffer.lease(10).visits) == 3
-    assert buffer.lease(10, held=[1, 2, 3]) is None
-
-
-def test_visits_of_one_prompt_in_two_epochs_count_as_two(harness):
-    buffer = limited(harness, 2, samples_per_insert_slack=16)
-    assert len(buffer.lease(4).visits) == 4
-    assert buffer.lease(4, held=[1, 2, 3, 4]) is None
-
-
-def test_searchers_are_not_held_back_while_the_trainer_lacks_prompts(harness, trajectory):
-    """Trajectories of one prompt, however many, cannot fill a batch of two prompts."""
-    buffer = limited(harness, 20, samples_per_insert_slack=12)
-    buffer.put([trajectory(lease=0, tokens=[n]) for n in range(30)], 0)
-    assert buffer.lease(2) is None
-    assert buffer.sample(0, prompts=2, samples=2) is None
-    assert len(buffer.lease(2).visits) == 2
+@pytest.mark.parametrize(("prompts", "slack", "granted"), [(20, 12, 3), (2, 16, 4)], ids=["", "two epochs"])
+def test_searchers_that_are_ahead_are_held_back(harness, prompts, slack, granted):
+    """Visits of one prompt in two epochs count as two."""
+    buffer = limited(harness, prompts, samples_per_insert_slack=slack)
+    visits = buffer.lease(4 if prompts == 2 else 10).visits
+    assert len(visits) == granted
+    assert buffer.lease(10, held=[visit.lease for visit in visits]) is None
 
 
 def test_responses_of_unfinished_groups_count_when_their_visit_is_answered(harness, trajectory):
@@ -168,9 +149,11 @@ def test_responses_of_unfinished_groups_count_when_their_visit_is_answered(harne
 
 
 @pytest.mark.parametrize("says_goodbye", [True, False])
-def test_searchers_are_held_back_again_after_the_trainer_that_lacked_prompts_is_gone(harness, trajectory, says_goodbye):
+def test_searchers_are_not_held_back_while_a_trainer_that_is_there_lacks_prompts(harness, trajectory, says_goodbye):
+    """Trajectories of one prompt, however many, cannot fill a batch of two prompts."""
     buffer = limited(harness, 20, samples_per_insert_slack=12, min_fill=20, lease_seconds=30)
     buffer.put([trajectory(lease=0, tokens=[n]) for n in range(30)], 0)
+    assert buffer.lease(2) is None
     assert buffer.sample(0, prompts=2, samples=2) is None
     assert len(buffer.lease(2).visits) == 2
     if says_goodbye:

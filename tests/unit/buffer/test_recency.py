@@ -76,15 +76,15 @@ def test_staleness_grows_with_the_lag_by_no_cliff(lag):
     assert mean_staleness(node(recency_fraction=1.0), lag) <= lag + node().train.publish_every
 
 
-@pytest.mark.parametrize("lag", [4, *slow(16)])
-def test_a_window_that_is_too_short_for_the_lag_makes_no_cliff_either(lag):
-    assert mean_staleness(node(recency_window=3), lag) <= lag + 8
-
-
-@pytest.mark.parametrize("window", ["auto", 3])
-def test_with_less_new_data_than_a_batch_takes_the_newest_is_repeated(window):
-    """3 new groups a step for batches of 7."""
-    assert mean_staleness(node(recency_window=window), 8, new_groups=3) <= 8 + 8
+@pytest.mark.parametrize(
+    ("window", "lag", "new_groups"),
+    [(3, 4, NEW_GROUPS), pytest.param(3, 16, NEW_GROUPS, marks=pytest.mark.slow), ("auto", 8, 3), (3, 8, 3)],
+)
+def test_a_window_too_short_for_the_lag_or_less_new_data_than_a_batch_takes_make_no_cliff_either(
+    window, lag, new_groups
+):
+    """3 new groups a step for batches of 7: the newest is repeated."""
+    assert mean_staleness(node(recency_window=window), lag, new_groups=new_groups) <= lag + 8
 
 
 @pytest.mark.slow

@@ -62,6 +62,14 @@ def batches(history: Mapping[int, list[tuple[int, float, bool]]], rules: BufferS
         yield found.groups
 
 
+def first_prompts(
+    history: Mapping[int, list[tuple[int, float, bool]]], rules: BufferSection, *, groups: int = 1, samples: int = 1
+) -> Counter[tuple[int, ...]]:
+    """Return how often a batch has these prompts, in their order."""
+    found = batches(history, rules, groups=groups, samples=samples)
+    return Counter(tuple(group[0].prompt for group in batch) for batch in found)
+
+
 def assert_drawn_as_declared(drawn: Counter[Any], declared: Mapping[Any, float]) -> None:
     """A chi-square test at p = 1e-4, by the approximation of Wilson and Hilferty; impossible outcomes are errors."""
     assert sum(declared.values()) == pytest.approx(1)
@@ -119,8 +127,7 @@ def in_order(groups: int, chances: Callable[[list[int]], Mapping[Hashable, float
 def test_prompts_are_drawn_as_declared(rule, groups, flat_weight):
     """Compares the first prompts of a batch in their order, so it also tests draws without replacement."""
     settings = rules(prompt_priority=rule, flat_group_weight=flat_weight)
-    found = batches(HISTORY, settings, groups=groups, samples=1)
-    drawn = Counter(tuple(group[0].prompt for group in batch) for batch in found)
+    drawn = first_prompts(HISTORY, settings, groups=groups)
     assert_drawn_as_declared(drawn, in_order(groups, lambda left: across(rule, left, flat_weight)))
 
 
@@ -135,7 +142,7 @@ def test_prompts_are_drawn_as_declared(rule, groups, flat_weight):
 )
 def test_prompts_whose_rewards_vary_most_are_drawn_first(rule, fraction, tiers):
     settings = rules(prompt_priority=rule, varied_fraction=fraction)
-    drawn = Counter(tuple(g[0].prompt for g in batch) for batch in batches(HISTORY, settings, groups=3, samples=1))
+    drawn = first_prompts(HISTORY, settings, groups=3)
 
     def chances(left):
         return normalised(dict.fromkeys(next(found for tier in tiers if (found := tier & set(left))), 1.0))
@@ -148,24 +155,17 @@ def test_each_group_is_drawn_by_the_recency_rule_with_a_probability_from_the_pro
     fraction, groups, rule
 ):
     settings = rules(recency_fraction=fraction, prompt_priority=rule)
-    found = batches(HISTORY, settings, groups=groups, samples=1)
-    drawn = Counter(tuple(group[0].prompt for group in batch) for batch in found)
+    drawn = first_prompts(HISTORY, settings, groups=groups)
     assert_drawn_as_declared(drawn, in_order(groups, lambda left: mixed(fraction, rule, left)))
 
 
-def test_prompts_over_the_staleness_limit_are_not_ranked():
-    settings = rules(prompt_priority="rank", max_staleness=4)
-    drawn = Counter(batch[0][0].prompt for batch in batches(HISTORY, settings, groups=1, samples=1))
+def test_prompts_over_the_staleness_limit_are_not_ranked_and_those_of_equal_score_by_first_appearance():
     order = sorted((0, 1, 3, 4), key=lambda p: -MEAN[p])
-    assert_drawn_as_declared(drawn, normalised({p: 1 / rank for rank, p in enumerate(order, 1)}))
-
-
-def test_prompts_of_equal_score_are_ranked_by_first_appearance():
-    history = {prompt: [(10, 1.0, False)] for prompt in range(3)}
-    drawn = Counter(
-        batch[0][0].prompt for batch in batches(history, rules(prompt_priority="rank"), groups=1, samples=1)
-    )
-    assert_drawn_as_declared(drawn, normalised({prompt: 1 / (prompt + 1) for prompt in history}))
+    equal = {prompt: [(10, 1.0, False)] for prompt in range(3)}
+    for history, ranked, limits in ((HISTORY, order, {"max_staleness": 4}), (equal, [0, 1, 2], {})):
+        drawn = first_prompts(history, rules(prompt_priority="rank", **limits))
+        chances = normalised({prompt: 1 / rank for rank, prompt in enumerate(ranked, 1)})
+        assert_drawn_as_declared(drawn, {(prompt,): chance for prompt, chance in chances.items()})
 
 
 def within(rule: str) -> dict[int, float]:
@@ -222,53 +222,26 @@ def test_equal_rewards_are_drawn_alike_however_large_their_weights_are():
     assert_drawn_as_declared(drawn, dict.fromkeys(range(9), 1 / 9))
 
 
-def plain_rules(**changes: Any) -> BufferSection:
-    return BufferSection(**{"recency_fraction": 1.0, "recency_window": 3} | changes)
-
-
-def index_with(rows: list[tuple[int, int, float]]) -> SamplingIndex:
-    """Rows are (prompt, step, reward); ids count from 0."""
-    index = SamplingIndex(BufferSection(dedup=False))
-    for id_, (prompt, step, reward) in enumerate(rows):
-        add(index, Entry(id_, prompt, step, reward, dedup_hash=id_))
-    return index
-
-
-def draw(index: SamplingIndex, plain_rules: BufferSection, seed: int = 0, **arguments: int):
-    settings = {"step": 0, "groups": 1, "samples": 2, **arguments}
-    found = Sampler(index, plain_rules).sample(rng=np.random.default_rng(seed), **settings)
-    return found.groups if isinstance(found, Draw) else found
-
-
-def test_all_trajectories_of_a_group_are_of_one_prompt():
-    index = index_with([(prompt, 0, 0.0) for prompt in range(10) for _ in range(4)])
-    for seed in range(20):
-        for group in draw(index, plain_rules(recency_fraction=0.5), seed, groups=5, samples=4):
-            assert len({entry.prompt for entry in group}) == 1
-
-
 def test_without_replacement_a_prompt_is_recent_if_a_whole_group_is():
     # Prompt 0 has one recent entry, never trained on; prompt 1 has two, both trained on.
-    index = index_with([(0, 10, 0.0), (0, 0, 0.0), (1, 10, 0.0), (1, 9, 0.0)])
-    index.mark_trained([1, 2, 3])
-    for seed in range(20):
-        (group,) = draw(index, plain_rules(recency_window=1, replacement="never"), seed, step=10)
-        assert group[0].prompt == 1
+    history = {0: [(10, 0.0, False), (0, 0.0, True)], 1: [(10, 0.0, True), (9, 0.0, True)]}
+    settings = rules(recency_fraction=1.0, replacement="never")
+    drawn = itertools.islice(batches(history, settings, groups=1, samples=2), 20)
+    assert {group[0].prompt for (group,) in drawn} == {1}
 
 
-def test_without_replacement_a_prompt_with_too_few_trajectories_is_not_sampled():
-    index = index_with([(0, 0, 0.0), (0, 0, 0.0), (1, 0, 0.0)])
-    shortage = draw(index, plain_rules(replacement="never"), groups=2)
-    assert isinstance(shortage, Shortage)
-    assert shortage.reason == "1 of 2 prompts have 2 different trajectories"
+ROW = (STEP, 0.0, False)
+SHORTAGES = [
+    ({0: [ROW, ROW], 1: [ROW]}, {"replacement": "never"}, "1 of 2 prompts have 2 different trajectories"),
+    ({0: [(5, 0.0, False)], 1: [ROW]}, {"max_staleness": 0}, "1 of 2 prompts have trajectories at staleness <= 0"),
+    ({0: [ROW] * 4, 1: [ROW] * 5}, {"min_fill": 10}, "9 of 10 trajectories for the first fill"),
+    ({0: [ROW] * 5, 1: [ROW] * 5}, {"min_fill": 10}, None),
+]
 
 
-def test_the_shortage_names_the_number_of_prompts_within_the_staleness_limit():
-    shortage = draw(index_with([(0, 0, 0.0), (1, 5, 0.0)]), plain_rules(max_staleness=0), step=5, groups=2)
-    assert isinstance(shortage, Shortage)
-    assert shortage.reason == "1 of 2 prompts have trajectories at staleness <= 0"
-
-
-def test_nothing_is_sampled_before_the_minimum_fill():
-    assert isinstance(draw(index_with([(0, 0, 0.0)] * 9), plain_rules(min_fill=10)), Shortage)
-    assert not isinstance(draw(index_with([(0, 0, 0.0)] * 10), plain_rules(min_fill=10)), Shortage)
+@pytest.mark.parametrize(("history", "settings", "reason"), SHORTAGES)
+def test_a_batch_that_cannot_be_drawn_says_what_is_missing(history, settings, reason):
+    found = Sampler(index_of(history), rules(**settings)).sample(
+        step=STEP, groups=2, samples=2, rng=np.random.default_rng(0)
+    )
+    assert (found.reason if isinstance(found, Shortage) else None) == reason

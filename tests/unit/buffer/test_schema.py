@@ -8,48 +8,37 @@ import pytest
 from tba.common.wire import messages
 from tba.tests.conftest import ROOT
 
-VIEWS = (
-    "trajectories",
-    "groups",
-    "consumption",
-    "staleness",
-    "clients",
-    "evaluations",
-    "lengths",
-    "waste",
-    "curriculum",
-    "held_out",
-)
+PAGE = (ROOT / "docs/database.md").read_text(encoding="utf-8")
 
 
 def documented() -> dict[str, list[str]]:
     """The columns of each view, as docs/database.md names them."""
-    page = (ROOT / "docs/database.md").read_text(encoding="utf-8")
-    sections = re.findall(r"^### `(\w+)`\n(.*?)(?=^#|\Z)", page, re.M | re.S)
+    sections = re.findall(r"^### `(\w+)`\n(.*?)(?=^#|\Z)", PAGE, re.M | re.S)
     first_cells = {name: re.findall(r"^\| (`[^|]*`) \|", text, re.M) for name, text in sections}
     return {name: re.findall(r"`(\w+)`", " ".join(cells)) for name, cells in first_cells.items()}
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_every_column_of_a_view_is_documented_and_no_other(view, harness):
-    buffer = harness()
-    columns = [row[0] for row in buffer.store.database.all("SELECT name FROM pragma_table_info(?)", view)]
-    assert documented()[view] == columns
+def declared(buffer, kind: str) -> dict[str, list[str]]:
+    """The columns of each view or table of a database."""
+    query = """SELECT s.name, c.name FROM sqlite_master s JOIN pragma_table_info(s.name) c WHERE s.type = ?
+        AND s.name NOT LIKE 'sqlite%'"""
+    columns: dict[str, list[str]] = {}
+    for name, column in buffer.store.database.all(query, kind):
+        columns.setdefault(name, []).append(column)
+    return columns
+
+
+def test_every_column_of_a_view_is_documented_and_no_other(harness):
+    views = declared(harness(), "view")
+    assert {view: documented()[view] for view in views} == views
 
 
 def test_every_column_of_a_table_is_documented(harness):
-    page = (ROOT / "docs/database.md").read_text(encoding="utf-8")
-    buffer = harness()
-    tables = [row[0] for row in buffer.store.database.all("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    for table in tables:
-        if table.startswith(("_", "sqlite_")):
-            continue
-        row = next(line for line in page.splitlines() if line.startswith(f"| `{table}` |"))
-        named = {"id", "run", *re.findall(r"`(\w+)`", row)}
+    for table, columns in declared(harness(), "table").items():
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{table}` |"))
         # A row may refer to the view with the same columns.
         of_views = {column for view in re.findall(r"view `(\w+)`", row) for column in documented()[view]}
-        for (column,) in buffer.store.database.all("SELECT name FROM pragma_table_info(?)", table):
-            assert column in named | of_views, f"{table}.{column}"
+        assert {*columns} <= {"id", "run", *re.findall(r"`(\w+)`", row)} | of_views, table
 
 
 # These queries select few rows, so they must not scan large tables.
@@ -64,29 +53,36 @@ SMALL_QUERIES = [
 ]
 
 
+def plan_of(buffer, sql: str) -> list[str]:
+    return [row[3] for row in buffer.store.database.all(f"EXPLAIN QUERY PLAN {sql}")]
+
+
 @pytest.mark.parametrize("sql", SMALL_QUERIES)
 def test_a_query_for_few_rows_scans_no_large_table(sql, harness):
-    buffer = harness()
-    plan = [row[3] for row in buffer.store.database.all(f"EXPLAIN QUERY PLAN {sql}")]
+    plan = plan_of(harness(), sql)
     assert not [line for line in plan if line.startswith("SCAN") and line.split()[1] in ("t", "c", "v")], plan
     assert not [line for line in plan if "TEMP B-TREE" in line and "DISTINCT" not in line], plan
 
 
-@pytest.mark.parametrize("column", ["reward", "received_at"])
-def test_rewards_and_timestamps_are_indexed(column, harness):
-    sql = f"EXPLAIN QUERY PLAN SELECT id FROM trajectory_rows WHERE run = 1 AND {column} > 0"
-    ((*_, plan),) = harness().store.database.all(sql)
-    assert "USING" in plan
-    assert column in plan
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_view_with_limit_is_neither_sorted_nor_materialised(view, harness):
+def test_rewards_timestamps_and_episodes_are_indexed(harness):
     buffer = harness()
-    plan = [row[3] for row in buffer.store.database.all(f"EXPLAIN QUERY PLAN SELECT * FROM {view} LIMIT 10")]
-    assert not [line for line in plan if line.startswith(("MATERIALIZE", "USE TEMP B-TREE FOR ORDER"))], plan
-    inner = [line for line in plan if line.startswith("SCAN")]
-    assert len(inner) == len({line.split()[1] for line in inner}), plan
+    for column in ("reward", "received_at"):
+        (plan,) = plan_of(buffer, f"SELECT id FROM trajectory_rows WHERE run = 1 AND {column} > 0")
+        assert "USING" in plan
+        assert column in plan
+    assert "SCAN t USING INDEX trajectories_episodes" in plan_of(buffer, "SELECT * FROM turns LIMIT 10")
+
+
+def test_a_view_with_limit_is_neither_sorted_nor_materialised(harness):
+    buffer = harness()
+    for view in declared(buffer, "view"):
+        plan = plan_of(buffer, f"SELECT * FROM {view} LIMIT 10")
+        assert not [line for line in plan if line.startswith(("MATERIALIZE", "USE TEMP B-TREE FOR ORDER"))], (
+            view,
+            plan,
+        )
+        inner = [line for line in plan if line.startswith("SCAN")]
+        assert len(inner) == len({line.split()[1] for line in inner}), (view, plan)
 
 
 def test_groups_aggregate_the_rows_of_a_visit(harness, trajectory):
@@ -119,9 +115,8 @@ def test_clients_count_the_trajectories_of_each_sender(harness, trajectory):
 def test_the_datasette_metadata_name_existing_views_columns_and_queries(harness):
     buffer = harness()
     metadata = json.loads((ROOT / "deploy/datasette/metadata.json").read_text())["databases"]["buffer"]
+    known = declared(buffer, "view") | declared(buffer, "table")
     for table, about in metadata["tables"].items():
-        columns = {row[0] for row in buffer.store.database.all("SELECT name FROM pragma_table_info(?)", table)}
-        assert columns >= set(about.get("columns", {}))
-        assert columns
+        assert {*known[table]} >= {*about.get("columns", {})}
     for query in metadata["queries"].values():
         buffer.store.database.all(query["sql"].replace(":run", "?"), *["test"] * query["sql"].count(":run"))

@@ -114,7 +114,6 @@ class MetricsEndpoint(Collector):
         return families.values()
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

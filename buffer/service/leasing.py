@@ -33,8 +33,6 @@ class _Room:
 
 
 class Leasing:
-    """Handles RegisterPrompts and LeasePrompts."""
-
     def __init__(self, state: RunState) -> None:
         self._state = state
         # The newest version that waiting requests have been answered for.

@@ -64,5 +64,4 @@ class Store:
             return self.runs.open(name, seed, time.time(), start)
 
     def close(self) -> None:
-        """Close the file."""
         self.database.close()

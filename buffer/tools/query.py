@@ -82,7 +82,6 @@ class PageRows:
         self._connection = connection
 
     def all(self, sql: str, *values: Any) -> list[dict[str, Any]]:
-        """Return all rows of a statement."""
         return read_maps(self._connection, sql, *values)
 
     def first(self, sql: str, *values: Any) -> dict[str, Any] | None:

@@ -51,14 +51,11 @@ ORDER BY c.slot
 
 
 class Batches:
-    """The batches of the runs of a database."""
-
     def __init__(self, database: DatabaseFile, trajectories: Trajectories) -> None:
         self._database = database
         self._trajectories = trajectories
 
     def has(self, run: Run, step: int) -> bool:
-        """Return whether the batch of a step is recorded."""
         return bool(self._database.all("SELECT 1 FROM batches WHERE run = ? AND step = ?", run.id, step))
 
     def response_tokens(self, run: Run, step: int) -> list[int]:
@@ -125,7 +122,6 @@ class Batches:
         self._database.execute_many(_SET_NUMBERS, list(rows))
 
     def steps_done(self, run: Run) -> int:
-        """Return the number of steps that were trained."""
         return int(self._database.one(STEPS_DONE, run.id)[0])
 
     def recorded_steps(self, run: Run) -> int:

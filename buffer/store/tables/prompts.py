@@ -25,8 +25,6 @@ class OpenVisit:
 
 
 class Prompts(Table):
-    """The prompts of the runs of a database."""
-
     def add(
         self,
         run: Run,
@@ -94,7 +92,6 @@ class Visits(Table):
         return int(cursor.lastrowid or 0)
 
     def lease_again(self, visit: int, sender: int, now: float) -> None:
-        """Lease an open visit to another sender."""
         self._database.execute("UPDATE visits SET sender = ?, leased_at = ? WHERE id = ?", (sender, now, visit))
 
     def close(self, visits: Sequence[int], now: float) -> None:
@@ -115,8 +112,6 @@ class Decision(NamedTuple):
 
 
 class CurriculumRows(Table):
-    """The decisions of the runs of a database."""
-
     def add(self, run: Run, epoch: int, decisions: Sequence[Decision]) -> None:
         """Record the decisions for an epoch. Call it in the transaction that opens its first visit."""
         # In the order of the key: each row is then appended to the table.
@@ -129,7 +124,6 @@ class CurriculumRows(Table):
         )
 
     def of(self, run: Run, epoch: int) -> list[Decision]:
-        """Return the decisions for an epoch."""
         rows = self._database.all(
             "SELECT prompt, decision, passed, answers FROM curriculum_rows WHERE run = ? AND epoch = ?", run.id, epoch
         )

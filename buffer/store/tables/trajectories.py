@@ -68,8 +68,6 @@ JOIN trajectory_rows t ON t.id = y.trajectory WHERE t.run = ? AND NOT EXISTS (
 
 
 class Trajectories:
-    """The trajectories of the runs of a database."""
-
     def __init__(self, database: DatabaseFile) -> None:
         self._database = database
         self._next_id: int | None = None

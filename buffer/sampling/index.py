@@ -25,7 +25,7 @@ teaches nothing, and a sample of single trajectories would be made of such group
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -77,11 +77,6 @@ class Block(NamedTuple):
         kept = sorted(last.values())
         columns: tuple[Sequence[Any], ...] = self[1:]
         return Block(self.prompt, *([column[position] for position in kept] for column in columns))
-
-    def single_entries(self) -> Iterator["Block"]:
-        """Yield each entry as a block of its own."""
-        for values in zip(*self[1:], strict=True):
-            yield Block(self.prompt, *([value] for value in values))
 
 
 @dataclass(slots=True)
@@ -155,8 +150,8 @@ class SamplingIndex:
         if count > 1 and (
             (is_crowded and limits.prompt_keep != "newest") or self._exceeds_totals(count, sum(block.payload_bytes))
         ):
-            for entry in block.single_entries():
-                self.extend(entry)
+            for values in zip(*block[1:], strict=True):
+                self.extend(Block(block.prompt, *([value] for value in values)))
             return
         if limits.dedup:
             before, block = self._rows, block.without_duplicates()
@@ -226,9 +221,8 @@ class SamplingIndex:
     # ------------------------------------------------------------ parts
 
     def _ordinal(self, prompt: int) -> int:
-        ordinal = self._ordinals.get(prompt)
-        if ordinal is None:
-            ordinal = self._ordinals[prompt] = len(self.prompt_ids)
+        ordinal = self._ordinals.setdefault(prompt, len(self.prompt_ids))
+        if ordinal == len(self.prompt_ids):
             self.prompt_ids.append(prompt)
             self._held.append(array("q"))
             self._changed_at.append(0)

@@ -258,14 +258,6 @@ def test_writes_during_a_backup_neither_enter_nor_delay_it(harness, trajectory, 
     assert ask(tmp_path / "copy", "SELECT COUNT(*) FROM trajectories") == [(4,)]
 
 
-def test_a_backup_replaces_a_file_only_with_force(filled, tba_buffer, tmp_path):
-    (tmp_path / "copy").write_text("precious")
-    assert tba_buffer("backup", "copy", "-b", filled).exit_code == 2
-    assert (tmp_path / "copy").read_text() == "precious"
-    assert "integrity ok" in tba_buffer("backup", "copy", "-b", filled, "--force").output
-    assert "is the database itself" in tba_buffer("backup", filled, "-b", filled, "--force").message
-
-
 def test_a_backup_that_fails_leaves_no_file_and_a_damaged_file_fails_its_check(
     filled, tba_buffer, tmp_path, monkeypatch
 ):

@@ -173,13 +173,15 @@ def test_a_refused_export_gives_one_sentence_and_leaves_no_file(arguments, words
     assert {path for path in tmp_path.iterdir() if not path.name.startswith(filled.name)} <= before
 
 
-def test_an_export_replaces_a_file_only_with_force(tba_buffer, filled, tmp_path):
+@pytest.mark.parametrize(("command", "done"), [("export", "7 trajectories"), ("backup", "integrity ok")])
+def test_an_export_or_a_backup_replaces_a_file_only_with_force(command, done, tba_buffer, filled, tmp_path):
     (tmp_path / "x.jsonl").write_text("precious")
-    assert "exists: choose another name" in tba_buffer("export", "x.jsonl", "-b", filled).message
+    refused = tba_buffer(command, "x.jsonl", "-b", filled)
+    assert (refused.exit_code, "exists: choose another name" in refused.message) == (2, True)
     assert (tmp_path / "x.jsonl").read_text() == "precious"
-    assert tba_buffer("export", "x.jsonl", "-b", filled, "--force").exit_code == 0
-    itself = tba_buffer("export", filled, "--format", "jsonl", "-b", filled, "--force")
-    assert "is the database itself" in itself.message
+    assert done in tba_buffer(command, "x.jsonl", "-b", filled, "--force").output
+    itself = filled.rename(tmp_path / "filled.jsonl")
+    assert "is the database itself" in tba_buffer(command, itself, "-b", itself, "--force").message
 
 
 def test_an_export_has_what_where_selects_and_reports_compacted_trajectories(tba_buffer, filled, tmp_path):

@@ -15,7 +15,6 @@ from tba.common.errors import EXIT_CONFIG, Refused
 from tba.common.wire import messages
 from tba.common.wire.fields import NO_POLICY
 from tba.tests.helpers.buffer import ServiceHarness
-from tba.tests.helpers.clock import ManualClock
 from tba.tests.helpers.puts import make_trajectory, put_message
 
 
@@ -247,7 +246,7 @@ def test_two_equal_prompt_keys_are_refused_and_leave_nothing(harness, keys):
 
 def test_waiting_searchers_wake_for_new_weights_and_room_and_as_many_as_there_is_room_for(harness, trajectory):
     buffer = harness(buffer={"max_staleness": 1}, train={"prompts_per_step": 12, "publish_every": 1}, fill=(48, 0))
-    assert buffer.service.with_room(()) == []
+    assert buffer.service.leasing.with_room(()) == []
     senders = [f"s{n}.1" for n in range(6)]
     # All are alive before the first one asks, and each gets its part. Together they hold all that staleness allows.
     for sender in senders:
@@ -259,17 +258,17 @@ def test_waiting_searchers_wake_for_new_weights_and_room_and_as_many_as_there_is
     }
     assert all(buffer.ask(request, sender=sender) is None for sender, request in waiting.items())
     asked = waiting.items()
-    assert buffer.service.with_room(asked) == []
+    assert buffer.service.leasing.with_room(asked) == []
     # Two visits fail, so two prompts are no longer under way.
     for n, lease in enumerate(held["s3.1"][:2]):
         prompt = buffer.service.state.prompt_keys[buffer.service.state.leases.open[lease].prompt]
         failed = trajectory(prompt, lease, tokens=[], error="no number", stop_reason="error", reward=0.0)
         buffer.put([failed], n, sender="s3.1")
-    assert buffer.service.with_room(asked) == ["s3.1"], "the others have their part"
+    assert buffer.service.leasing.with_room(asked) == ["s3.1"], "the others have their part"
     assert len(buffer.ask(waiting["s3.1"], sender="s3.1").message.visits) == 2
-    assert buffer.service.with_room(asked) == []
+    assert buffer.service.leasing.with_room(asked) == []
     buffer.announce(1, 1)
-    assert [buffer.service.with_room(asked) for _ in range(2)] == [senders, []]
+    assert [buffer.service.leasing.with_room(asked) for _ in range(2)] == [senders, []]
 
 
 ANSWERS = 4
@@ -351,7 +350,7 @@ def test_answers_that_were_compacted_still_count(harness, tmp_path):
     config = Config.model_validate(
         {"run": {"name": "test"}, "buffer": {"database": str(path), "prompt_cap": 1}, "curriculum": ON}
     )
-    done = prune_tokens(config, ManualClock(), keep_steps=0, dry_run=False)
+    done = prune_tokens(config, keep_steps=0, dry_run=False)
     assert done["trajectories_compacted"] == 8 * (ANSWERS - 1)
     after = harness(path, curriculum=ON, buffer={"prompt_cap": 1})
     assert "p1" not in Searching(after, {}, sequence=8 * ANSWERS).visit(7)

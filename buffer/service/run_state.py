@@ -102,9 +102,8 @@ class RunState:
             context = context_of(*parts)
             self.index.extend(Block(context, ids, [steps_of.get(version, 0) for version in versions], *columns))
         # Also from answers that were compacted: the index no longer has them.
-        for prompt, version, reward, guided in (
-            self.store.trajectories.answers(self.run) if self.curriculum.is_on else ()
-        ):
+        answers = self.store.trajectories.answers(self.run) if self.curriculum.is_on else ()
+        for prompt, version, reward, guided in answers:
             self.curriculum.note(prompt, [version], [reward], guided=guided is not None)
         samples, publish_every = train.samples_per_prompt, train.publish_every
         self.sampler = Sampler(self.index, settings, publish_every=publish_every, samples=samples)

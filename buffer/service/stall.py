@@ -170,8 +170,9 @@ def _trainer_at_work(status: Status) -> Stall | None:
     if trainer.activity == "saving" and trainer.activity_seconds > _SAVE_SECONDS:
         return Stall(
             "checkpoint",
-            f"the trainer on {trainer.host} has been saving a checkpoint for {format_duration(trainer.activity_seconds)}"
-            ": the disk of run.dir is slow or does not answer: check it, or save less often (train.checkpoint_every)",
+            f"the trainer on {trainer.host} has been saving a checkpoint for "
+            f"{format_duration(trainer.activity_seconds)}: the disk of run.dir is slow or does not answer: check it, "
+            "or save less often (train.checkpoint_every)",
         )
     return None
 

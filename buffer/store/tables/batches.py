@@ -12,7 +12,6 @@ from tba.buffer.store.tables.runs import Run
 from tba.buffer.store.tables.trajectories import Trajectories
 from tba.buffer.store.views import EXPLORED
 from tba.common.wire.messages import ReportStep
-from tba.common.wire.trajectory import RowNumbers
 
 STEPS_DONE = "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE run = ? AND trained_at IS NOT NULL"
 SUMMARY = "trajectories, min_staleness, mean_staleness, max_staleness, mean_age_seconds, max_age_seconds, mean_reward"
@@ -103,7 +102,11 @@ class Batches:
             (now, json.dumps(message.metrics), run.id, message.step),
         )
         if message.rows is not None:
-            self._set_numbers(run, message.step, message.rows)
+            (batch,) = self._database.one("SELECT id FROM batches WHERE run = ? AND step = ?", run.id, message.step)
+            *columns, log_ratios = astuple(message.rows)
+            count = len(message.rows.skipped)
+            numbers = zip(*columns, log_ratios or [None] * count, repeat(batch), range(count), strict=False)
+            self._database.execute_many(_SET_NUMBERS, list(numbers))
         rows = [
             (trajectory, message.reference, logprob)
             for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
@@ -113,13 +116,6 @@ class Batches:
             "ON CONFLICT (trajectory, reference) DO NOTHING",
             rows,
         )
-
-    def _set_numbers(self, run: Run, step: int, numbers: RowNumbers) -> None:
-        (batch,) = self._database.one("SELECT id FROM batches WHERE run = ? AND step = ?", run.id, step)
-        *columns, log_ratios = astuple(numbers)
-        log_ratios = log_ratios or [None] * len(numbers.skipped)
-        rows = zip(*columns, log_ratios, repeat(batch), range(len(numbers.skipped)), strict=False)
-        self._database.execute_many(_SET_NUMBERS, list(rows))
 
     def steps_done(self, run: Run) -> int:
         return int(self._database.one(STEPS_DONE, run.id)[0])

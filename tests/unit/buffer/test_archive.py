@@ -125,7 +125,7 @@ def test_several_files_and_groups_hold_everything_once_but_what_a_resumed_traine
     move, capped, monkeypatch
 ):
     monkeypatch.setattr(tool, "_FILE_GROUPS", 2)
-    monkeypatch.setattr(tool, "_GROUP_BYTES", 17_000)
+    monkeypatch.setattr(tool, "_GROUP_BYTES", 10_000)
     before = ask(capped, PAYLOADS)
     assert move("old", "--keep-steps", 1, "--json").json["moved"] == 6
     assert [row[0] for row in ask(capped, PAYLOADS)] == [1, 2, 9, 10]

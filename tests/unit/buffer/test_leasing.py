@@ -163,9 +163,9 @@ def test_the_first_fill_is_not_held_back_by_max_staleness(harness, staleness, mi
     assert len(buffer.lease(30).visits) == granted
 
 
-def register(buffer, offset: int, keys: list[str], sender: str = "s.1", **changes) -> messages.Registered:
-    message = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=offset, keys=keys)
-    return buffer.ask(replace(message, **changes), sender=sender).message
+def register(buffer, offset: int, keys: list[str], sender: str = "s.1", total: int = 4, fingerprint: str = "0" * 64):
+    message = messages.RegisterPrompts(task="t", fingerprint=fingerprint, total=total, offset=offset, keys=keys)
+    return buffer.ask(message, sender=sender).message
 
 
 def test_prompts_are_leased_only_when_complete_and_others_are_refused(harness):

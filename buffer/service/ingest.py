@@ -117,8 +117,6 @@ def _oldest(state: RunState, versions: tuple[int, ...]) -> int:
     """Return the version of the earliest step. After a resume that need not be the smallest version."""
     known = state.versions
     try:
-        if len(versions) == 1:
-            return known[versions[0]].version
         return min(versions, key=lambda version: (known[version].step, version))
     except KeyError as error:
         raise Refused("unknown_version", f"policy version {error.args[0]} was never announced") from error

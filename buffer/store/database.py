@@ -211,9 +211,7 @@ class DatabaseFile:
 
     def one(self, query: str, *values: Any) -> tuple[Any, ...]:
         """Return the first row."""
-        with storage_errors(self.path):
-            row: tuple[Any, ...] = self._connection.execute(query, values).fetchone()
-        return row
+        return self.all(query, *values)[0]
 
     def all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return all rows."""

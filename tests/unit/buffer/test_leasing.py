@@ -14,7 +14,7 @@ from tba.common.config import Config, CurriculumSection
 from tba.common.errors import EXIT_CONFIG, Refused
 from tba.common.wire import messages
 from tba.common.wire.fields import NO_POLICY
-from tba.tests.helpers.buffer import ServiceHarness
+from tba.tests.helpers.buffer import ServiceHarness, change
 from tba.tests.helpers.puts import make_trajectory, put_message
 
 
@@ -28,12 +28,6 @@ def test_every_prompt_of_an_epoch_is_leased_once_before_the_next_epoch_shuffled_
         assert [v.epoch for v in visits] == [0] * 10 + [1] * 10
         assert len({v.lease for v in visits}) == 20
     assert orders[0] == orders[1] != orders[2]
-
-
-def test_leases_whose_reply_was_lost_are_granted_again(harness):
-    buffer = harness(fill=(10, 0))
-    lost = buffer.lease(3).visits
-    assert buffer.lease(3, held=[]).visits == lost
 
 
 def open_leases(buffer) -> set[int]:
@@ -131,9 +125,10 @@ def test_a_heartbeat_keeps_leases_and_after_a_silence_those_not_granted_to_anoth
     assert not set(mine) & {v.lease for v in buffer.lease(3, sender="other.1").visits}
 
 
-def test_after_a_goodbye_the_leases_of_a_searcher_go_to_others_and_it_gets_none(harness):
+def test_leases_whose_reply_was_lost_are_granted_again_and_after_a_goodbye_to_others(harness):
     buffer = harness(fill=(4, 0))
     left = buffer.lease(4, sender="a.1").visits
+    assert buffer.lease(4, held=[], sender="a.1").visits == left
     buffer.ask(messages.Goodbye(), sender="a.1")
     assert buffer.lease(4, sender="a.1").visits == []
     assert buffer.lease(4, sender="b.1").visits == left
@@ -356,13 +351,6 @@ def test_answers_that_were_compacted_still_count(harness, tmp_path):
     assert "p1" not in Searching(after, {}, sequence=8 * ANSWERS).visit(7)
 
 
-def test_a_prompt_with_exactly_the_pass_rate_is_solved():
-    # In binary, 0.28 * 25 is a little more than 7.
-    curriculum = Curriculum(CurriculumSection(solved=0.28, answers=25, revisit_every=1000))
-    curriculum.note(7, [0] * 25, [1.0] * 7 + [0.0] * 18)
-    assert [one.decision for one in curriculum.decide(1, [7], least=0)] == ["skipped"]
-
-
 def test_a_failed_transaction_takes_back_the_epoch_that_it_began(harness):
     buffer = start(harness)
     searching = Searching(buffer, {"p1": 4})
@@ -423,26 +411,23 @@ def test_only_the_newest_answers_of_the_run_count():
     assert decisions() == [(7, "skipped", 3)]
     curriculum.note(7, [1, 1], [0.0, 0.0])
     assert decisions() == []
+    # In binary, 0.28 * 25 is a little more than 7.
+    exact = Curriculum(CurriculumSection(solved=0.28, answers=25, revisit_every=1000))
+    exact.note(7, [0] * 25, [1.0] * 7 + [0.0] * 18)
+    assert [one.decision for one in exact.decide(1, [7], least=0)] == ["skipped"]
 
 
-def test_check_counts_skipped_prompts_and_finds_a_missing_decision(harness):
+def test_check_counts_skipped_prompts_finds_a_missing_decision_and_none_is_left_of_a_pruned_run(harness):
     buffer = start(harness)
     Searching(buffer, {"p1": 4}).visit(20)
-    results = {row["check"]: row["result"] for row in check(buffer.store.path)}
-    assert set(results.values()) == {"ok"}
-    with buffer.store.transaction():
-        buffer.store.database.execute("DELETE FROM curriculum_rows WHERE epoch = 1", ())
-    results = {row["check"]: row["result"] for row in check(buffer.store.path)}
-    assert results["past epochs are complete"] == "fail"
-
-
-def test_pruning_a_run_leaves_none_of_its_decisions(harness, tmp_path):
-    buffer = start(harness, tmp_path / "two.sqlite")
-    Searching(buffer, {"p1": 4}).visit(9)
+    path = buffer.store.path
+    assert {row["result"] for row in check(path)} == {"ok"}
+    change(path, "DELETE FROM curriculum_rows WHERE epoch = 1")
+    assert {row["check"]: row["result"] for row in check(path)}["past epochs are complete"] == "fail"
     buffer.store.open_run("other", seed=0, config={}, software={})
     buffer.store.close()
-    prune_rows(tmp_path / "two.sqlite", "test", None, keep_steps=0, archive=None, dry_run=False)
-    assert {row["result"] for row in check(tmp_path / "two.sqlite")} == {"ok"}
+    prune_rows(path, "test", None, keep_steps=0, archive=None, dry_run=False)
+    assert {row["result"] for row in check(path)} == {"ok"}
 
 
 WINDOW = 4

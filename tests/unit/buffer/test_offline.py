@@ -179,7 +179,7 @@ def test_a_replay_has_the_recorded_batches_kept_tokens_and_reference_logprobs_at
         assert ask(buffer, heartbeat, messages.Done) == messages.Done(), "it waits for no transaction"
 
 
-def test_the_recorded_file_is_never_changed(offline, source, caplog):
+def test_the_recorded_file_is_never_changed_and_the_own_one_passes_its_check(offline, source, caplog):
     source.store.database._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     before = hashlib.sha256(source.store.path.read_bytes()).hexdigest()
     for buffer in (offline("a"), offline("b", replay=True)):
@@ -190,6 +190,9 @@ def test_the_recorded_file_is_never_changed(offline, source, caplog):
         buffer._store.database.checkpoint()
         assert "checkpoint failed" not in caplog.text
         buffer.close()
+        findings = check(buffer._store.path)
+        assert {finding["result"] for finding in findings} == {"ok", "note"}
+        assert f"they are in {source.store.path}" in next(f["detail"] for f in findings if f["result"] == "note")
     assert hashlib.sha256(source.store.path.read_bytes()).hexdigest() == before
     assert source.store.path.with_name("buffer.sqlite-wal").stat().st_size == 0
 
@@ -258,20 +261,17 @@ def test_runs_that_must_not_be_mixed_are_refused_and_nothing_is_recorded(offline
 # ---------------------------------------------------------------- refusals
 
 
-def test_a_replay_needs_trained_steps_and_too_little_data_is_an_error_instead_of_a_wait(offline):
+def test_a_replay_needs_trained_steps_of_its_shape_and_too_little_data_is_an_error_instead_of_a_wait(offline, tmp_path):
     with pytest.raises(UsageError, match="no trained steps to replay"):
         offline(as_of=0, replay=True)
+    other = offline("other", replay=True)
     with pytest.raises(ConfigError, match="has no batch of step 3"):
-        sample(offline("other", replay=True), STEPS)
+        sample(other, STEPS)
+    with pytest.raises(ConfigError, match="train.prompts_per_step = 2 and train.samples_per_prompt = 2"):
+        sample(other, 0, prompts=1, samples=4)
+    assert ask_file(tmp_path / "other/buffer.sqlite", "SELECT * FROM batches") == []
     with pytest.raises(ConfigError, match="4 of 5 prompts .* there will be no more"):
         sample(offline("third"), 0, prompts=5)
-
-
-def test_a_replay_with_another_batch_shape_names_the_settings_and_records_nothing(offline, tmp_path):
-    buffer = offline(replay=True)
-    with pytest.raises(ConfigError, match="train.prompts_per_step = 2 and train.samples_per_prompt = 2"):
-        sample(buffer, 0, prompts=1, samples=4)
-    assert ask_file(tmp_path / "offline/buffer.sqlite", "SELECT * FROM batches") == []
 
 
 def compact_all_but(source: ServiceHarness, kept: set[int]) -> None:
@@ -318,15 +318,11 @@ def test_archived_tokens_are_replayed_and_sampled_as_if_they_were_there(offline,
     url = (tmp_path / "000000000001-0123abcd.parquet").as_uri()
     archive_all_but(source, batch_of(source, 1), url)
     assert (all_frames("c", replay=True), all_frames("d", **EVERYTHING)) == before
+    with pytest.raises(Refused, match="or moved by `tba buffer archive`, so it cannot be repeated"):
+        source.sample(0, prompts=2, samples=2)
     (tmp_path / "000000000001-0123abcd.parquet").unlink()
     with pytest.raises(StorageError, match=f"the archive {url} is not there"):
         all_frames("e", replay=True)
-
-
-def test_a_server_refuses_a_batch_whose_tokens_are_archived(source, tmp_path):
-    archive_all_but(source, set(), (tmp_path / "000000000001-0123abcd.parquet").as_uri())
-    with pytest.raises(Refused, match="or moved by `tba buffer archive`, so it cannot be repeated"):
-        source.sample(0, prompts=2, samples=2)
 
 
 def test_an_offline_run_logs_how_many_compacted_trajectories_it_leaves_out(offline, source, caplog):
@@ -335,15 +331,6 @@ def test_an_offline_run_logs_how_many_compacted_trajectories_it_leaves_out(offli
     assert buffer.sampleable_count == len(batch_of(source, 2))
     (warning,) = (record for record in caplog.records if "compacted" in record.message)
     assert warning.fields == {"trajectories": STEPS * ROUND - buffer.sampleable_count}
-
-
-def test_the_record_of_an_offline_run_passes_its_check(offline, source, tmp_path):
-    buffer = offline()
-    train(buffer, 0)
-    buffer.close()
-    findings = check(tmp_path / "offline/buffer.sqlite")
-    assert {finding["result"] for finding in findings} == {"ok", "note"}
-    assert f"they are in {source.store.path}" in next(f["detail"] for f in findings if f["result"] == "note")
 
 
 OPTIONS: dict[str, Any] = {"task": {"name": "tasks/own.py:Own", "options": {"digits": 2}}}

@@ -91,7 +91,7 @@ def test_a_view_with_limit_is_neither_sorted_nor_materialised(harness):
         assert len(inner) == len({line.split()[1] for line in inner}), (view, plan)
 
 
-def test_groups_aggregate_the_rows_of_a_visit(harness, trajectory):
+def test_groups_aggregate_the_rows_of_a_visit_and_clients_those_of_a_sender(harness, trajectory):
     buffer = harness(fill=(1, 0))
     visit = buffer.lease(1).visits[0]
     group = [trajectory("p0", visit.lease, tokens=[k], reward=float(k)) for k in (1, 3)]
@@ -100,6 +100,9 @@ def test_groups_aggregate_the_rows_of_a_visit(harness, trajectory):
         "prompt, epoch, trajectories, errors, mean_reward, min_reward, max_reward, reward_variance, policy_versions"
     )
     assert buffer.store.database.all(f"SELECT {columns} FROM groups") == [("p0", 0, 3, 1, 2.0, 1.0, 3.0, 1.0, "0")]
+    buffer.ask(messages.Hello(host="node7", pid=42))
+    columns = "sender, role, host, pid, trajectories, errors, response_tokens, mean_reward"
+    assert buffer.store.database.one(f"SELECT {columns} FROM clients") == ("s.1", "searcher", "node7", 42, 3, 1, 3, 2.0)
 
 
 def test_staleness_gives_the_age_of_the_data_of_a_step(harness):
@@ -108,14 +111,6 @@ def test_staleness_gives_the_age_of_the_data_of_a_step(harness):
     buffer.sample(3, prompts=2, samples=2)
     row = buffer.store.database.one("SELECT step, slots, trajectories, mean_staleness, max_age_seconds FROM staleness")
     assert row == (3, 4, 4, 3.0, 10.0)
-
-
-def test_clients_count_the_trajectories_of_each_sender(harness, trajectory):
-    buffer = harness(fill=(1, 2))
-    buffer.ask(messages.Hello(host="node7", pid=42))
-    assert buffer.store.database.one(
-        "SELECT sender, role, host, pid, trajectories, errors, response_tokens FROM clients"
-    ) == ("s.1", "searcher", "node7", 42, 2, 0, 4)
 
 
 def test_the_datasette_metadata_name_existing_views_columns_and_queries(harness):

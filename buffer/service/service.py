@@ -2,8 +2,7 @@
 
     BufferService ──► ingest, leasing, training ──► RunState ──► Store
 
-Handlers write through the store and update the memory alongside it (index, leases, versions). If the transaction
-fails, the memory is rebuilt from the file: it never holds more than what is committed.
+Handlers write through the store and update the memory alongside it (`run_state`).
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """The database file: opened by one writer, checked, and closed in order, or left open after a failed sync.
 
-Invariant: a transaction is on the disk when it has committed (`synchronous = FULL`). A sync that fails may have lost
-anything written since the last good one, and a later sync would not report it, so it is the last thing that this
-process does.
+Invariant: a transaction is on the disk when it has committed (`synchronous = FULL`). A sync that fails is the last
+thing that this process does (`storage_errors`).
 """
 
 import contextlib

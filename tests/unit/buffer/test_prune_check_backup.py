@@ -313,14 +313,20 @@ def prune(tba_buffer, trained):
     return run
 
 
-def test_old_trajectories_and_their_batches_are_deleted(prune, trained):
-    done = prune(*OLD, "--yes", "--json").json
-    assert (done["trajectories"], done["batches"], done["trajectories_kept"]) == (4, 2, 4)
+def test_old_trajectories_and_their_batches_are_deleted_and_an_import_of_their_export_brings_them_back(
+    prune, trained, tmp_path, tba_buffer
+):
+    done = prune(*OLD, "--export", "old.jsonl", "--json").json
+    assert (done["trajectories"], done["batches"], done["trajectories_kept"], done["exported"]) == (4, 2, 4, 4)
     assert ask(trained, "SELECT id FROM trajectories") == [(5,), (6,), (7,), (8,)]
     assert ask(trained, "SELECT DISTINCT step FROM consumption") == [(2,), (3,)]
     assert ask(trained, "SELECT trajectory FROM reference_logprobs") == [(5,), (7,)]
     assert ask(trained, "SELECT trajectory FROM rescored_logprobs") == [(5,), (6,), (7,), (8,)]
     assert {finding["result"] for finding in check.check(trained)} == {"ok"}
+    lines = [json.loads(line) for line in (tmp_path / "old.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == [1, 2, 3, 4]
+    assert tba_buffer("import", "old.jsonl", "-b", trained, "--set", "run.name=test").exit_code == 0
+    assert len(ask(trained, "SELECT id FROM trajectories")) == 8
 
 
 def test_a_trajectory_that_a_kept_batch_uses_is_kept(prune, trained):
@@ -378,15 +384,6 @@ def test_what_is_still_needed_or_not_confirmed_is_not_deleted(prune, trained, ha
     assert prune(*OLD, "--dry-run").output.startswith("would delete 4 trajectories and 2 batches of run test, 4 stay")
     harness(trained)
     assert "a buffer server has" in prune(*OLD, "--yes").message
-    assert len(ask(trained, "SELECT id FROM trajectories")) == 8
-
-
-def test_an_export_holds_what_is_deleted_and_an_import_brings_it_back(prune, trained, tmp_path, tba_buffer):
-    done = prune(*OLD, "--export", "old.jsonl", "--json").json
-    assert done["exported"] == 4
-    lines = [json.loads(line) for line in (tmp_path / "old.jsonl").read_text().splitlines()]
-    assert [line["id"] for line in lines] == [1, 2, 3, 4]
-    assert tba_buffer("import", "old.jsonl", "-b", trained, "--set", "run.name=test").exit_code == 0
     assert len(ask(trained, "SELECT id FROM trajectories")) == 8
 
 

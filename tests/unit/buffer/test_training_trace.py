@@ -231,16 +231,16 @@ def test_warnings_are_counted_and_told(import_into):
     assert "multiple_roots: 1 trace\n" in import_into(*traces, unscored, options=()).message
 
 
-@pytest.mark.parametrize("verify", [None, {}, {"env_reward": None}])
-def test_what_was_not_scored_is_an_error_and_not_a_reward_of_0(verify, import_into, filled):
-    # As an export has it that is scored again.
-    trace = episode(tba={"error": None, "error_kind": None})
-    trace["turns"][2]["metadata"].pop("verify")
-    if verify is not None:
-        trace["turns"][2]["metadata"]["verify"] = verify
-    import_into(trace)
+def test_what_was_not_scored_is_an_error_and_not_a_reward_of_0(import_into, filled):
+    traces = []
+    for metadata in ({}, {"verify": {}}, {"verify": {"env_reward": None}}):
+        # As an export has it that is scored again.
+        traces.append(episode(tba={"error": None, "error_kind": None}))
+        traces[-1]["turns"][2]["metadata"].pop("verify")
+        traces[-1]["turns"][2]["metadata"] |= metadata
+    import_into(*traces)
     error = "the trace has no env_reward: it was not scored"
-    assert new_rows(filled, "v.error, v.error_kind, v.reward") == [(error, "imported", 0.0)]
+    assert new_rows(filled, "v.error, v.error_kind, v.reward") == [(error, "imported", 0.0)] * 3
 
 
 OURS = ["policy@v0"] * 3
@@ -317,23 +317,19 @@ def test_a_trace_without_a_key_is_identified_by_its_first_prompt_and_an_exported
     assert turns == 3
 
 
-def test_turns_that_led_nowhere_are_left_out_and_parallel_conversations_are_not_mixed(import_into, filled):
+def test_turns_that_led_nowhere_and_what_is_masked_are_context_and_parallel_conversations_are_not_mixed(
+    import_into, filled
+):
     own = [call([1, 2], [3]), call([1, 2, 3, 4], [5], 1), call([1, 2], [9], 2)]
     helper = [call([7], [8], 3), call([7, 8, 6], [5], 4, **SCORED)]
-    import_into({"turns": [own[0], helper[0], own[2], own[1], helper[1]]})
-    ((response, segments, mask),) = new_rows(filled, "response_ids, segments, loss_mask")
-    assert np.frombuffer(response, "<i4").tolist() == [3, 4, 5, 7, 8, 6, 5]
-    assert np.frombuffer(segments, "<i4").tolist() == [3]
-    assert list(mask) == [1, 0, 1, 0, 1, 0, 1]
-
-
-def test_masked_calls_and_tokens_are_context(import_into, filled):
-    trace = episode()
-    trace["turns"][0]["loss_mask"] = [0, 0, 0]
-    trace["turns"][1]["loss_mask"][-1] = 0
-    import_into(trace)
-    ((prompt, response, mask, logprobs),) = new_rows(filled, "prompt_ids, response_ids, loss_mask, logprobs")
-    assert np.frombuffer(prompt, "<i4").tolist() == [1, 2, 3, 4]
-    assert np.frombuffer(response, "<i4").tolist() == [5, 6, 7, 8]
-    assert list(mask) == [1, 0, 0, 1]
-    assert np.frombuffer(logprobs, "<f4").tolist() == [-0.25, 0, 0, -0.25]
+    masked = episode()
+    masked["turns"][0]["loss_mask"] = [0, 0, 0]
+    masked["turns"][1]["loss_mask"][-1] = 0
+    import_into({"turns": [own[0], helper[0], own[2], own[1], helper[1]]}, masked)
+    columns = new_rows(filled, "prompt_ids, response_ids, segments, loss_mask, logprobs")
+    types = ("<i4", "<i4", "<i4", "u1", "<f4")
+    rows = [[np.frombuffer(blob, kind).tolist() for blob, kind in zip(row, types, strict=True)] for row in columns]
+    assert rows == [
+        [[1, 2], [3, 4, 5, 7, 8, 6, 5], [3], [1, 0, 1, 0, 1, 0, 1], [-0.25, 0, -0.25, 0, -0.25, 0, -0.25]],
+        [[1, 2, 3, 4], [5, 6, 7, 8], [], [1, 0, 0, 1], [-0.25, 0, 0, -0.25]],
+    ]

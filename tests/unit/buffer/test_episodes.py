@@ -24,7 +24,11 @@ def buffer(harness, trajectory):
     for n in range(2):
         episode = make_episode(f"p{n}", 0, tokens=[n, *make_episode().response_ids[1:]])
         made.put([episode, trajectory(f"p{n}", 0, tokens=[n, 9])], first_sequence=10 * n)
-    failed = {"error": "environment: no answer", "error_kind": "turn_timeout", "stop_reason": "turn_timeout"}
+    failed: dict[str, Any] = {
+        "error": "environment: no answer",
+        "error_kind": "turn_timeout",
+        "stop_reason": "turn_timeout",
+    }
     made.put([make_episode(lease=0, **failed, turns=make_episode().turns[:1])], first_sequence=50)
     return made
 

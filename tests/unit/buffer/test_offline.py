@@ -118,7 +118,7 @@ def ids(buffer: OfflineBuffer, steps: range) -> list[list[int]]:
     return [sample(buffer, step).trajectory_ids for step in steps]
 
 
-EVERYTHING = {"buffer": {"recency_fraction": 0.0}}
+EVERYTHING: dict[str, Any] = {"buffer": {"recency_fraction": 0.0}}
 
 
 # ---------------------------------------------------------------- batches
@@ -159,18 +159,17 @@ def test_as_of_a_step_and_after_a_restart_the_same_sample_of_the_history_stays(k
 def test_a_replay_has_the_recorded_batches_kept_tokens_and_reference_logprobs_at_each_step(offline, source):
     # Other tokens are not needed.
     compact_all_but(source, set.union(*(batch_of(source, step) for step in range(STEPS))))
-    buffer, seen = offline(replay=True), set[int]()
-    kept = []
+    buffer, seen, kept = offline(replay=True), set[int](), set[int]()
     for step in range(STEPS):
         batch = train(buffer, step)
         recorded = source.sample(step, 2, 2).message
         assert (batch.trajectory_ids, batch.staleness) == (recorded.trajectory_ids, recorded.staleness)
         assert (batch.kept_count, batch.temperature) == (recorded.kept_count, [1.0] * 4)
-        kept += batch.kept_count
+        kept |= {*batch.kept_count}
         known = {i for i, logprob in zip(batch.trajectory_ids, batch.reference_logprobs, strict=True) if logprob}
         assert known == seen & set(batch.trajectory_ids)
         seen |= set(batch.trajectory_ids)
-    assert set(kept) == {0, 6}
+    assert kept == {0, 6}
     # The recorded run reported no losses.
     assert buffer.compare_losses() == (0, 0.0)
     with closing(sqlite3.connect(buffer._store.path, isolation_level=None)) as other:

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,7 +234,8 @@ def test_warnings_are_counted_and_told(import_into):
 
 def test_what_was_not_scored_is_an_error_and_not_a_reward_of_0(import_into, filled):
     traces = []
-    for metadata in ({}, {"verify": {}}, {"verify": {"env_reward": None}}):
+    unscored: list[dict[str, Any]] = [{}, {"verify": {}}, {"verify": {"env_reward": None}}]
+    for metadata in unscored:
         # As an export has it that is scored again.
         traces.append(episode(tba={"error": None, "error_kind": None}))
         traces[-1]["turns"][2]["metadata"].pop("verify")

@@ -165,7 +165,7 @@ def test_a_replay_has_the_recorded_batches_kept_tokens_and_reference_logprobs_at
         recorded = source.sample(step, 2, 2).message
         assert (batch.trajectory_ids, batch.staleness) == (recorded.trajectory_ids, recorded.staleness)
         assert (batch.kept_count, batch.temperature) == (recorded.kept_count, [1.0] * 4)
-        kept |= {*batch.kept_count}
+        kept |= {*recorded.kept_count}
         known = {i for i, logprob in zip(batch.trajectory_ids, batch.reference_logprobs, strict=True) if logprob}
         assert known == seen & set(batch.trajectory_ids)
         seen |= set(batch.trajectory_ids)

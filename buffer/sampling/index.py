@@ -133,8 +133,10 @@ class SamplingIndex:
         """Insert entries one after the other; older duplicates of each, and entries over the limits, leave sampling."""
         ordinal, limits, columns = self._ordinal(block.prompt), self._limits, self._columns
         held = self._held[ordinal]
+        # The hashes of the prompt's entries, and some that have left it. The usual entry needs no search.
+        seen = set(held[1::2])
         for id_, step, reward, dedup_hash, is_trained, payload_bytes in zip(*block[1:], strict=True):
-            if limits.dedup and dedup_hash in (hashes := held[1::2]):
+            if limits.dedup and dedup_hash in seen and dedup_hash in (hashes := held[1::2]):
                 self.left["dedup"] += 1
                 self._remove(bisect_left(columns["id"], held[2 * hashes.index(dedup_hash)]))
             row = (id_, ordinal, step, reward, payload_bytes, TRAINED if is_trained else UNTRAINED)
@@ -146,6 +148,7 @@ class SamplingIndex:
                 columns["rank"].append(keyed_hash(self._seed, block.prompt << 32 | step))
                 self._fresh_count += 1
             held.extend((id_, dedup_hash))
+            seen.add(dedup_hash)
             self._rows += 1
             self.payload_bytes += payload_bytes
             self._note_change(ordinal)

@@ -1,7 +1,7 @@
 """The commands of `tba buffer`. Slow imports are inside the commands, so that `tba --help` stays fast."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,10 +20,8 @@ from tba.common.terminal import (
     need,
     not_both,
     note,
-    print_columns,
     print_csv,
     print_json,
-    print_json_rows,
     print_table,
     row_progress,
     start_process,
@@ -33,10 +31,7 @@ if TYPE_CHECKING:
     from tba.common.config import Config
     from tba.common.config.layers import Resolved
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="The replay buffer: serve, query, export, import and maintain it.",
-)
+app = typer.Typer(no_args_is_help=True, help="The replay buffer: serve, query, export, import and maintain it.")
 
 Database = Annotated[
     Path | None, typer.Option("--buffer", "-b", help="The database file; default: that of the configuration.")
@@ -115,10 +110,11 @@ def query(
     path = existing(ConfigOptions.next_to(sql, config, sets, has_database=True), buffer).database
     from itertools import islice
 
+    from tba.buffer.tools.printing import print_rows
     from tba.buffer.tools.query import query as run_query
 
     with run_query(path, sql) as (headings, found):
-        _print_rows(headings, islice(found, limit) if limit else found, as_json=as_json, as_csv=as_csv)
+        print_rows(headings, islice(found, limit) if limit else found, as_json=as_json, as_csv=as_csv)
         if limit and next(found, None) is not None:
             note(f"first {quantity(limit, 'row')} only: --limit 0 shows all")
 
@@ -269,17 +265,18 @@ def prune(
     """
     options = ConfigOptions.of(file, config, sets)
     not_both(tokens, before_step is not None or archive is not None, "--tokens", "--before-step or --export")
+    from tba.buffer.tools.prune import prune_rows, prune_tokens
+
     if tokens:
-        return _prune_tokens(options, buffer, run, keep_steps=keep_steps, dry_run=dry_run, as_json=as_json)
+        done = prune_tokens(_as_served(options, buffer, run), keep_steps=keep_steps, dry_run=dry_run)
+        return print_json(done) if as_json else _print_dropped(done)
     if before_step is None and run is None:
         raise UsageError("name what to delete: --tokens, --before-step N, --run NAME, or the last two")
     if not (yes or dry_run or archive):
         raise UsageError("--export FILE keeps what is deleted in a file; --yes deletes it for good")
     path = existing(options, buffer).database
-    from tba.buffer.tools.prune import prune_rows
-
     done = prune_rows(path, run, before_step, keep_steps=keep_steps, archive=archive, dry_run=dry_run)
-    return print_json(done) if as_json else _print_pruned(path, done, archive, dry_run=dry_run)
+    return print_json(done) if as_json else _print_pruned(path, done, archive)
 
 
 @app.command()
@@ -416,49 +413,26 @@ def _as_served(options: ConfigOptions, buffer: Path | None, run: str | None) -> 
     return settings
 
 
-def _prune_tokens(
-    options: ConfigOptions, buffer: Path | None, run: str | None, *, keep_steps: int, dry_run: bool, as_json: bool
-) -> None:
-    settings = _as_served(options, buffer, run)
+def _print_dropped(done: dict[str, Any]) -> None:
     from tba.buffer.tools.printing import print_fields
-    from tba.buffer.tools.prune import prune_tokens
-    from tba.common.clock import SystemClock
 
-    done = prune_tokens(settings, SystemClock(), keep_steps=keep_steps, dry_run=dry_run)
-    if as_json:
-        return print_json(done)
-    if dry_run:
-        return typer.echo(
-            f"would drop the tokens of {quantity(done['trajectories_compacted'], 'trajectory', 'trajectories')} of run "
-            f"{done['run']}, {quantity(done['token_bytes'], 'byte')}, and keep those of {done['trajectories_kept']}; "
-            "nothing was changed"
-        )
-    return print_fields({name.replace("_", " "): value for name, value in done.items()})
+    if not done["dry_run"]:
+        return print_fields({name.replace("_", " "): value for name, value in done.items()})
+    return typer.echo(
+        f"would drop the tokens of {quantity(done['trajectories_compacted'], 'trajectory', 'trajectories')} of run "
+        f"{done['run']}, {quantity(done['token_bytes'], 'byte')}, and keep those of {done['trajectories_kept']}; "
+        "nothing was changed"
+    )
 
 
-def _print_pruned(path: Path, done: dict[str, Any], archive: Path | None, *, dry_run: bool) -> None:
-    if archive and not dry_run and (lost := done["trajectories"] - done["exported"]):
+def _print_pruned(path: Path, done: dict[str, Any], archive: Path | None) -> None:
+    if archive and not done["dry_run"] and (lost := done["trajectories"] - done["exported"]):
         note(
             f"not in {archive}: {quantity(lost, 'trajectory', 'trajectories')} without tokens, since those were pruned"
         )
     rows = quantity(done["trajectories"], "trajectory", "trajectories")
     typer.echo(
-        f"{'would delete' if dry_run else 'deleted'} {rows} and "
+        f"{'would delete' if done['dry_run'] else 'deleted'} {rows} and "
         f"{quantity(done['batches'], 'batch', 'batches')} of run {done['run']}, {done['trajectories_kept']} stay; "
         f"{path} has {quantity(done['file_bytes_after'], 'byte')}, {done['file_bytes_before']} before"
     )
-
-
-def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[Any]], *, as_json: bool, as_csv: bool) -> None:
-    from tba.buffer.tools.printing import csv_value, jsonable, refuse_equal
-
-    if as_json:
-        refuse_equal(headings)
-        print_json_rows(jsonable(headings, row) for row in rows)
-    elif as_csv:
-        print_csv(headings, (list(map(csv_value, row)) for row in rows))
-    else:
-        found = list(rows)
-        print_columns(headings, found)
-        if not found:
-            note("no rows")

@@ -272,7 +272,6 @@ class OfflineBuffer:
 
     @property
     def sampleable_count(self) -> int:
-        """The number of trajectories that can be sampled."""
         return self._service.status().sampleable
 
     def client(self, role: fields.Role, name: str) -> "OfflineClient":
@@ -299,7 +298,6 @@ class OfflineBuffer:
         return len(both), max((abs(ours[step] - self._recorded.losses[step]) for step in both), default=0.0)
 
     def close(self) -> None:
-        """Close the files."""
         self._store.close()
 
 

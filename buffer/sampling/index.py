@@ -25,7 +25,7 @@ teaches nothing, and a sample of single trajectories would be made of such group
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -68,20 +68,6 @@ class Block(NamedTuple):
     dedup_hash: Sequence[int]
     trained: Sequence[bool]
     payload_bytes: Sequence[int]
-
-    def without_duplicates(self) -> "Block":
-        """Keep only the last of the entries with the same hash."""
-        last = {dedup_hash: position for position, dedup_hash in enumerate(self.dedup_hash)}
-        if len(last) == len(self.id):
-            return self
-        kept = sorted(last.values())
-        columns: tuple[Sequence[Any], ...] = self[1:]
-        return Block(self.prompt, *([column[position] for position in kept] for column in columns))
-
-    def single_entries(self) -> Iterator["Block"]:
-        """Yield each entry as a block of its own."""
-        for values in zip(*self[1:], strict=True):
-            yield Block(self.prompt, *([value] for value in values))
 
 
 @dataclass(slots=True)
@@ -144,37 +130,38 @@ class SamplingIndex:
     # ------------------------------------------------------------ changes
 
     def extend(self, block: Block) -> None:
-        """Insert entries; older duplicates of them, and entries over the limits, leave sampling.
-
-        The result is that of inserting one entry after the other. Where that makes no difference, all are inserted
-        together, which takes half the time: if none has to leave, or only the oldest of the prompt.
-        """
-        ordinal, limits, count = self._ordinal(block.prompt), self._limits, len(block.id)
+        """Insert entries one after the other; older duplicates of each, and entries over the limits, leave sampling."""
+        ordinal, limits, columns = self._ordinal(block.prompt), self._limits, self._columns
         held = self._held[ordinal]
-        is_crowded = len(held) // 2 + count > limits.prompt_cap
-        if count > 1 and (
-            (is_crowded and limits.prompt_keep != "newest") or self._exceeds_totals(count, sum(block.payload_bytes))
-        ):
-            for entry in block.single_entries():
-                self.extend(entry)
-            return
-        if limits.dedup:
-            before, block = self._rows, block.without_duplicates()
-            hashes = set(block.dedup_hash)
-            for id_ in [id_ for id_, own in zip(held[::2], held[1::2], strict=True) if own in hashes]:
-                self._remove(bisect_left(self._columns["id"], id_))
-            self.left["dedup"] += count - len(block.id) + before - self._rows
-        self._append(ordinal, block)
-        while len(held) // 2 > limits.prompt_cap:
-            self.left["prompt_cap"] += 1
-            self._remove(self._surplus(ordinal))
-        while self._rows and self._exceeds_totals():
-            is_full = self._max_rows is not None and self._rows > self._max_rows
-            self.left["max_trajectories" if is_full else "max_payload_bytes"] += 1
-            self._remove(self._largest_of_reservoir() if self._with_ranks else self._oldest_row())
-        removed = len(self._columns["id"]) - self._rows
+        # The hashes of the prompt's entries, and some that have left it. The usual entry needs no search.
+        seen = set(held[1::2])
+        for id_, step, reward, dedup_hash, is_trained, payload_bytes in zip(*block[1:], strict=True):
+            if limits.dedup and dedup_hash in seen and dedup_hash in (hashes := held[1::2]):
+                self.left["dedup"] += 1
+                self._remove(bisect_left(columns["id"], held[2 * hashes.index(dedup_hash)]))
+            row = (id_, ordinal, step, reward, payload_bytes, TRAINED if is_trained else UNTRAINED)
+            for column, value in zip(columns.values(), row, strict=False):
+                column.append(value)
+            if self._with_keys:
+                columns["key"].append(keyed_hash(self._seed, id_))
+            if self._with_ranks:
+                columns["rank"].append(keyed_hash(self._seed, block.prompt << 32 | step))
+                self._fresh_count += 1
+            held.extend((id_, dedup_hash))
+            seen.add(dedup_hash)
+            self._rows += 1
+            self.payload_bytes += payload_bytes
+            self._note_change(ordinal)
+            if len(held) // 2 > limits.prompt_cap:
+                self.left["prompt_cap"] += 1
+                self._remove(self._surplus(ordinal))
+            while self._rows and self._exceeds_totals():
+                is_full = self._max_rows is not None and self._rows > self._max_rows
+                self.left["max_trajectories" if is_full else "max_payload_bytes"] += 1
+                self._remove(self._largest_of_reservoir() if self._with_ranks else self._oldest_row())
+        removed = len(columns["id"]) - self._rows
         # A quarter of the rows: compaction then costs each entry the copying of three rows.
-        if removed > 1024 and removed * 4 > len(self._columns["id"]):
+        if removed > 1024 and removed * 4 > len(columns["id"]):
             self.compact()
 
     def mark_trained(self, ids: Iterable[int]) -> None:
@@ -226,9 +213,8 @@ class SamplingIndex:
     # ------------------------------------------------------------ parts
 
     def _ordinal(self, prompt: int) -> int:
-        ordinal = self._ordinals.get(prompt)
-        if ordinal is None:
-            ordinal = self._ordinals[prompt] = len(self.prompt_ids)
+        ordinal = self._ordinals.setdefault(prompt, len(self.prompt_ids))
+        if ordinal == len(self.prompt_ids):
             self.prompt_ids.append(prompt)
             self._held.append(array("q"))
             self._changed_at.append(0)
@@ -245,25 +231,9 @@ class SamplingIndex:
         self.changes += 1
         self._changed_at[ordinal] = self.changes
 
-    def _append(self, ordinal: int, block: Block) -> None:
-        columns, count = self._columns, len(block.id)
-        for name in ("id", "step", "reward", "payload_bytes"):
-            columns[name].extend(getattr(block, name))
-        columns["prompt"].extend([ordinal] * count)
-        columns["state"].extend([TRAINED if is_trained else UNTRAINED for is_trained in block.trained])
-        if self._with_keys:
-            columns["key"].extend(keyed_hash(self._seed, id_) for id_ in block.id)
-        if self._with_ranks:
-            columns["rank"].extend(keyed_hash(self._seed, block.prompt << 32 | step) for step in block.step)
-            self._fresh_count += count
-        self._held[ordinal].extend(chain.from_iterable(zip(block.id, block.dedup_hash, strict=True)))
-        self._rows += count
-        self.payload_bytes += sum(block.payload_bytes)
-        self._note_change(ordinal)
-
-    def _exceeds_totals(self, more_rows: int = 0, more_bytes: int = 0) -> bool:
-        return (self._max_rows is not None and self._rows + more_rows > self._max_rows) or (
-            self._max_bytes is not None and self.payload_bytes + more_bytes > self._max_bytes
+    def _exceeds_totals(self) -> bool:
+        return (self._max_rows is not None and self._rows > self._max_rows) or (
+            self._max_bytes is not None and self.payload_bytes > self._max_bytes
         )
 
     def _surplus(self, ordinal: int) -> int:

@@ -223,7 +223,6 @@ class Sampler:
         return window, tiers
 
     def _table(self, need: int) -> PromptTable:
-        """Return the summary of all prompts for groups of this need, refreshed."""
         if need not in self._tables:
             if len(self._tables) == _TABLES:
                 self._tables.pop(next(iter(self._tables)))

@@ -89,11 +89,9 @@ class Mailbox:
 
     @property
     def empty(self) -> bool:
-        """Whether all queues are empty."""
         return not (self._urgent or self._heartbeats or self._batches or self._others)
 
     def add(self, arrival: Arrival) -> None:
-        """Append an arrival to its queue."""
         with self._changed:
             request = arrival.peer, arrival.header.id
             if not arrival.is_urgent and request in self._other_ids:
@@ -195,7 +193,6 @@ class Parked:
             self.remove(old)
 
     def remove(self, item: Arrival) -> None:
-        """Forget a request."""
         del self._of_type[item.header.type][item.header.sender]
         self._of_peer[item.peer] -= 1
         if not self._of_peer[item.peer]:

@@ -7,7 +7,7 @@ are replaced twice a second. Names end in `_total` for counters; docs/metrics.md
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from socketserver import TCPServer
 from typing import Any
@@ -114,7 +114,6 @@ class MetricsEndpoint(Collector):
         return families.values()
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -163,10 +162,11 @@ def samples_of(status: Status, steps: StepMetrics, now: float) -> list[Sample]:
     ]
 
 
-def _of_data(status: Status, now: float) -> list[Sample]:
-    newest = Sample("buffer_newest_version", status.newest_version or 0, "Version of the newest announced weights.")
-    return [
-        *([] if status.newest_version is None else [newest]),
+def _of_data(status: Status, now: float) -> Iterator[Sample]:
+    if status.newest_version is not None:
+        yield Sample("buffer_newest_version", status.newest_version, "Version of the newest announced weights.")
+    lacking, without = status.batches_without_recent_data, "Batches that found no data within the recency window."
+    yield from (
         Sample("buffer_steps_total", status.step, "Optimiser steps that the trainer reported."),
         Sample("buffer_finished", status.finished, "1 if the run is finished."),
         Sample("buffer_epoch", status.epoch, "Epoch of the prompts that are handed out."),
@@ -177,46 +177,32 @@ def _of_data(status: Status, now: float) -> list[Sample]:
         Sample("buffer_failed_trajectories_total", status.errors, "Trajectories of the run with an error."),
         Sample("buffer_duplicate_trajectories_total", status.duplicates, "Trajectories that were sent again."),
         Sample("buffer_sampleable_trajectories", status.sampleable, "Trajectories that a batch may draw."),
-        Sample(
-            "buffer_batches_without_recent_data_total",
-            status.batches_without_recent_data,
-            "Batches that found no data within the recency window.",
-        ),
+        Sample("buffer_batches_without_recent_data_total", lacking, without),
         Sample("buffer_last_step_timestamp_seconds", now - status.last_step_seconds, "Last step reported, or start."),
         Sample("buffer_last_put_timestamp_seconds", now - status.last_put_seconds, "Last trajectory stored, or start."),
         Sample("buffer_trainer_wait_seconds", status.trainer_waits_seconds, "Wait of the trainer for a batch so far."),
-    ]
+    )
 
 
-def _of_server(status: Status) -> list[Sample]:
-    rejected = [
-        Sample("buffer_rejected_requests_total", count, "Requests that got an error reply.", {"code": code})
-        for code, count in status.rejected.items()
-    ]
-    return [
-        *rejected,
+def _of_server(status: Status) -> Iterator[Sample]:
+    for code, count in status.rejected.items():
+        yield Sample("buffer_rejected_requests_total", count, "Requests that got an error reply.", {"code": code})
+    yield from (
         Sample("buffer_refuses_puts", bool(status.refuses_puts), "1 if trajectories cannot be stored."),
         Sample("buffer_queued_bytes", status.queued_bytes, "Size of the requests that wait for a transaction."),
         Sample("buffer_commit_seconds", status.commit_seconds, "Mean duration of the last 100 transactions."),
         Sample("buffer_database_bytes", status.database_bytes, "Size of the database."),
         Sample("buffer_disk_bytes", status.disk_bytes, "Size of the disk of the database."),
         Sample("buffer_disk_free_bytes", status.free_bytes, "Free space on the disk of the database."),
-    ]
+    )
 
 
-def _of_clients(status: Status) -> list[Sample]:
+def _of_clients(status: Status) -> Iterator[Sample]:
     counts = Counter((client.role, _state(client)) for client in status.clients)
-    roles = dict.fromkeys((*_ROLES, *(client.role for client in status.clients)))
-    return [
-        Sample(
-            "buffer_clients",
-            counts[role, state],
-            "Clients by role; silent: no message for 10 s; gone: it has left.",
-            {"role": role, "state": state},
-        )
-        for role in roles
-        for state in _ROLE_STATES
-    ]
+    description = "Clients by role; silent: no message for 10 s; gone: it has left."
+    for role in dict.fromkeys((*_ROLES, *(client.role for client in status.clients))):
+        for state in _ROLE_STATES:
+            yield Sample("buffer_clients", counts[role, state], description, {"role": role, "state": state})
 
 
 def _state(client: ClientStatus) -> str:
@@ -225,46 +211,40 @@ def _state(client: ClientStatus) -> str:
     return "silent" if is_silent(client) else "present"
 
 
-def _of_stall(status: Status) -> list[Sample]:
+def _of_stall(status: Status) -> Iterator[Sample]:
     found = status.stall.reason if status.stall is not None else ""
-    gauges = [
-        Sample("stalled", found == reason, "1 for the reason of a stall (docs/operations.md).", {"reason": reason})
-        for reason in STALL_REASONS
-    ]
-    return [*gauges, Sample("stalled_seconds", status.stalled_seconds, "How long the run has stood still.")]
+    for reason in STALL_REASONS:
+        yield Sample(
+            "stalled", found == reason, "1 for the reason of a stall (docs/operations.md).", {"reason": reason}
+        )
+    yield Sample("stalled_seconds", status.stalled_seconds, "How long the run has stood still.")
 
 
-def _of_searchers(status: Status) -> list[Sample]:
-    """Return the samples of the living searchers. One whose name is shared is labelled with the number of its start."""
+def _of_searchers(status: Status) -> Iterator[Sample]:
+    """Yield the samples of the living searchers. One whose name is shared is labelled with the number of its start."""
     searchers = [client for client in status.clients if client.role == "searcher" and _state(client) == "present"]
     names = Counter(map(name_of, searchers))
-    samples = []
     for client in searchers:
         labels = {"searcher": name_of(client) if names[name_of(client)] == 1 else client.sender}
         is_generating = client.activity == "generating"
-        samples.append(Sample("searcher_generating", is_generating, "1 if responses are being generated.", labels))
+        yield Sample("searcher_generating", is_generating, "1 if responses are being generated.", labels)
         if (version := client.weights_version) is not None:
-            samples.append(Sample("searcher_weights_version", version, "Version of the weights in use.", labels))
+            yield Sample("searcher_weights_version", version, "Version of the weights in use.", labels)
         for name, (shown, description) in SEARCHER_NAMES.items():
             if name in client.metrics:
-                samples.append(Sample(f"searcher_{shown}", client.metrics[name], description, labels))
-    return samples
+                yield Sample(f"searcher_{shown}", client.metrics[name], description, labels)
 
 
-def _of_steps(status: Status, steps: StepMetrics) -> list[Sample]:
-    """Return totals since the server's start, and the metrics of the last step that the totals do not have."""
-    totals = [
-        Sample("trainer_steps_total", status.step, "Steps of the run, skipped ones included."),
-        Sample("trainer_skipped_steps_total", steps.totals["skipped"], "Steps without an update."),
-        Sample("trainer_tokens_total", steps.totals["tokens"], "Tokens of all batches."),
-    ]
-    phases = [
-        Sample("trainer_phase_seconds_total", seconds, "Time in a phase.", {"phase": name.removeprefix(_PHASE)})
-        for name, seconds in steps.totals.items()
-        if name.startswith(_PHASE)
-    ]
-    gauges = [_gauge(name, value) for name, value in sorted(steps.last.items()) if name not in steps.totals]
-    return [*totals, *phases, *gauges]
+def _of_steps(status: Status, steps: StepMetrics) -> Iterator[Sample]:
+    """Yield totals since the server's start, and the metrics of the last step that the totals do not have."""
+    yield Sample("trainer_steps_total", status.step, "Steps of the run, skipped ones included.")
+    yield Sample("trainer_skipped_steps_total", steps.totals["skipped"], "Steps without an update.")
+    yield Sample("trainer_tokens_total", steps.totals["tokens"], "Tokens of all batches.")
+    for name, seconds in steps.totals.items():
+        if name.startswith(_PHASE):
+            phase = {"phase": name.removeprefix(_PHASE)}
+            yield Sample("trainer_phase_seconds_total", seconds, "Time in a phase.", phase)
+    yield from (_gauge(name, value) for name, value in sorted(steps.last.items()) if name not in steps.totals)
 
 
 def _gauge(name: str, value: float) -> Sample:

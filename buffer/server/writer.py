@@ -174,7 +174,7 @@ class BufferServer:
         woken: list[Arrival] = []
         if leases := self._parked.of_type(messages.LeasePrompts.TYPE):
             waiting = ((sender, cast(messages.LeasePrompts, item.message)) for sender, item in leases.items())
-            woken += [leases[sender] for sender in self._service.with_room(waiting)]
+            woken += [leases[sender] for sender in self._service.leasing.with_room(waiting)]
         if has_news:
             woken += self._parked.of_type(messages.SampleBatch.TYPE).values()
         for item in woken:

@@ -98,7 +98,6 @@ class Clients(dict[str, Client]):
         client.seen_at, client.owner = max(client.seen_at, at), owner
 
     def show(self, sender: str, activity: str, reason: str = "") -> None:
-        """Record what a sender does now."""
         client = self[sender]
         if activity != client.activity:
             client.activity_at = self._clock.monotonic()

@@ -37,11 +37,13 @@ def store_rows(state: RunState, put: PutColumns, sender: str) -> ReplyBody:
             )
     rows = [row for row in range(len(put)) if put.first_sequence + row not in stored]
     if rows:
+        newest_visit = state.store.visits.newest() if any(put.visit) else 0
         columns = {
             **put.columns,
             "run": [state.run.id] * len(put),
             "prompt": prompts,
-            "visit": _known_visits(state, put),
+            # None without one, or if this database, an older copy, does not have it.
+            "visit": [visit if fields.NO_VISIT < visit <= newest_visit else None for visit in put.visit],
             "sender": [sender_id] * len(put),
             "sequence": range(put.first_sequence, put.first_sequence + len(put)),
             "policy_version": versions,
@@ -111,18 +113,10 @@ def _prompts_of(state: RunState, put: PutColumns) -> list[int]:
         ) from error
 
 
-def _known_visits(state: RunState, put: PutColumns) -> list[int | None]:
-    """Return the visit of each row; None without one, or if this database, an older copy, does not have it."""
-    newest = state.store.visits.newest() if any(put.visit) else 0
-    return [visit if fields.NO_VISIT < visit <= newest else None for visit in put.visit]
-
-
 def _oldest(state: RunState, versions: tuple[int, ...]) -> int:
     """Return the version of the earliest step. After a resume that need not be the smallest version."""
     known = state.versions
     try:
-        if len(versions) == 1:
-            return known[versions[0]].version
         return min(versions, key=lambda version: (known[version].step, version))
     except KeyError as error:
         raise Refused("unknown_version", f"policy version {error.args[0]} was never announced") from error

@@ -171,7 +171,6 @@ class LeaseBook:
         return [visits[id_] for id_ in heapq.nsmallest(count, visits)]
 
     def holders(self) -> list[str]:
-        """Return the senders with leases."""
         return [sender for sender in self._of_sender if sender is not None]
 
     def held_by(self, sender: str) -> int:

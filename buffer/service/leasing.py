@@ -33,8 +33,6 @@ class _Room:
 
 
 class Leasing:
-    """Handles RegisterPrompts and LeasePrompts."""
-
     def __init__(self, state: RunState) -> None:
         self._state = state
         # The newest version that waiting requests have been answered for.
@@ -232,19 +230,14 @@ class Leasing:
         while len(visits) < count:
             if state.leases.at_end:
                 state.begin_epoch()
-            now = 1
+            now, sender_id = 1, state.sender_id(sender)
             if state.config.curriculum.longest_first:
                 window, searchers = state.config.train.prompts_per_step, max(1, state.clients.living("searcher"))
                 lengths = state.store.trajectories.newest_lengths
                 now = state.leases.longest_first(window, count - len(visits), searchers, lengths)
-            visits += [self._open_visit(sender) for _ in range(now)]
+            for _ in range(now):
+                epoch, position, prompt = state.leases.next_position()
+                id_ = state.store.visits.add(state.run, epoch, position, prompt, sender_id, state.clock.wall())
+                visits.append(OpenVisit(id_, epoch, prompt, sender))
+                state.leases.add(visits[-1])
         return visits
-
-    def _open_visit(self, sender: str) -> OpenVisit:
-        state = self._state
-        epoch, position, prompt = state.leases.next_position()
-        sender_id = state.sender_id(sender)
-        id_ = state.store.visits.add(state.run, epoch, position, prompt, sender_id, state.clock.wall())
-        visit = OpenVisit(id_, epoch, prompt, sender)
-        state.leases.add(visit)
-        return visit

@@ -74,7 +74,6 @@ class Pace:
         self.waits_for = reason
 
     def note_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record that a step was reported, with its metrics."""
         self.steps.note(step, metrics)
         now = self._clock.monotonic()
         # The time before the first one is not that of a step.
@@ -84,7 +83,6 @@ class Pace:
         self.rows_since_step = self._errors_since_step = 0
 
     def note_rows(self, count: int, errors: Sequence[str]) -> None:
-        """Record that rows were stored, and the errors among them."""
         if not count:
             return
         self._row_at = self._clock.monotonic()

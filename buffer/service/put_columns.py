@@ -104,9 +104,6 @@ def _json(value: Any) -> str:
 
 def _versions(counts: Sequence[int], frame: memoryview) -> list[tuple[int, ...]]:
     versions = np.frombuffer(frame, "<i4")[::2].tolist()
-    # The usual case: no response spans a hot reload.
-    if len(versions) == len(counts):
-        return list(zip(versions, strict=True))
     return [tuple(versions[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 

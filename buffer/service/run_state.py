@@ -80,7 +80,7 @@ class RunState:
         self.prompt_ids = store.prompts.ids(run)
         self.prompt_keys = {id_: key for key, id_ in self.prompt_ids.items()}
         epoch, visited = store.visits.newest_epoch(run)
-        decisions = store.curriculum.of(run, epoch)
+        decisions = store.visits.decisions(run, epoch)
         self.leases = LeaseBook(run.seed, list(self.prompt_keys), epoch, visited, store.visits.open(run), decisions)
         self._rebuild_index()
         self.trajectories, self.errors = store.trajectories.counts(run)
@@ -102,9 +102,8 @@ class RunState:
             context = context_of(*parts)
             self.index.extend(Block(context, ids, [steps_of.get(version, 0) for version in versions], *columns))
         # Also from answers that were compacted: the index no longer has them.
-        for prompt, version, reward, guided in (
-            self.store.trajectories.answers(self.run) if self.curriculum.is_on else ()
-        ):
+        answers = self.store.trajectories.answers(self.run) if self.curriculum.is_on else ()
+        for prompt, version, reward, guided in answers:
             self.curriculum.note(prompt, [version], [reward], guided=guided is not None)
         samples, publish_every = train.samples_per_prompt, train.publish_every
         self.sampler = Sampler(self.index, settings, publish_every=publish_every, samples=samples)
@@ -114,7 +113,7 @@ class RunState:
         leases, config = self.leases, self.config
         epoch, least = leases.epoch + 1, config.train.prompts_per_step * ((config.max_staleness or 0) + 1)
         decisions = self.curriculum.decide(epoch, leases.shuffled(epoch), least)
-        self.store.curriculum.add(self.run, epoch, decisions)
+        self.store.visits.decide(self.run, epoch, decisions)
         leases.begin(epoch, decisions)
         if decisions:
             skipped, postponed = len(leases.skipped), len(leases.postponed)

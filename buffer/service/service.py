@@ -2,13 +2,12 @@
 
     BufferService ──► ingest, leasing, training ──► RunState ──► Store
 
-Handlers write through the store and update the memory alongside it (index, leases, versions). If the transaction
-fails, the memory is rebuilt from the file: it never holds more than what is committed.
+Handlers write through the store and update the memory alongside it (`run_state`).
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -58,7 +57,7 @@ class BufferService:
     ) -> None:
         self.state = state = RunState(store, run, config, clock, as_of)
         self.counters = Counters(clock)
-        self._leasing = leasing = Leasing(state)
+        self.leasing = leasing = Leasing(state)
         record_batch = record_batch or partial(training.draw_batch, state)
         self._handlers: dict[type[messages.Message | PutColumns], Callable[[Any, str], ReplyBody | None]] = {
             PutColumns: partial(ingest.store_rows, state),
@@ -96,7 +95,7 @@ class BufferService:
 
     def writes_nothing(self, message: messages.Message | PutColumns) -> bool:
         """Whether a message needs neither space nor a transaction."""
-        is_known = isinstance(message, messages.RegisterPrompts) and self._leasing.knows(message)
+        is_known = isinstance(message, messages.RegisterPrompts) and self.leasing.knows(message)
         return is_known or isinstance(message, _WRITE_NOTHING)
 
     def is_misdirected(self, message: messages.Message | PutColumns) -> bool:
@@ -136,10 +135,6 @@ class BufferService:
             return self.handle(header, message)
         with self.transaction():
             return self.handle(header, message)
-
-    def with_room(self, waiting: Iterable[tuple[str, messages.LeasePrompts]]) -> list[str]:
-        """Return the senders of parked lease requests that can be answered now, in the order of `waiting`."""
-        return self._leasing.with_room(waiting)
 
     def timeout_reply(self, header: RequestHeader, message: messages.Message | PutColumns) -> ReplyBody:
         """Return the reply to a parked request whose `wait_seconds` have passed."""

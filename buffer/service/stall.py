@@ -156,15 +156,14 @@ def _trainer_at_work(status: Status) -> Stall | None:
         return None
     since = min(trainer.activity_seconds, status.last_step_seconds)
     usual = status.usual_step_seconds
-    if trainer.activity == "training" and since > (
-        max(_STEP_SECONDS, _STEP_FACTOR * usual) if usual else _FIRST_STEP_SECONDS
-    ):
+    patience = max(_STEP_SECONDS, _STEP_FACTOR * usual) if usual else _FIRST_STEP_SECONDS
+    if trainer.activity == "training" and since > patience:
         compared = f", and the last ones took {format_duration(usual)} each" if usual else ""
         return Stall(
             "trainer_hangs",
-            f"the trainer on {trainer.host} has been at work on step {status.step} for "
-            f"{format_duration(since)}{compared}: "
-            "it may hang; inspect it with `py-spy dump`, or end it and start it again with `tba train --resume`",
+            f"the trainer on {trainer.host} has been at work on step {status.step} for {format_duration(since)}"
+            f"{compared}: it may hang; inspect it with `py-spy dump`, or end it and start it again with `tba train "
+            "--resume`",
         )
     if trainer.activity == "publishing" and trainer.activity_seconds > _PUBLISH_SECONDS:
         return _unpublished(trainer)
@@ -172,8 +171,8 @@ def _trainer_at_work(status: Status) -> Stall | None:
         return Stall(
             "checkpoint",
             f"the trainer on {trainer.host} has been saving a checkpoint for "
-            f"{format_duration(trainer.activity_seconds)}: the "
-            "disk of run.dir is slow or does not answer: check it, or save less often (train.checkpoint_every)",
+            f"{format_duration(trainer.activity_seconds)}: the disk of run.dir is slow or does not answer: check it, "
+            "or save less often (train.checkpoint_every)",
         )
     return None
 
@@ -323,18 +322,14 @@ def _old_weights(status: Status, searchers: Sequence[ClientStatus]) -> Stall | N
 
 
 def _only_errors(status: Status, _: Sequence[ClientStatus]) -> Stall | None:
-    arrived, errors = status.rows_since_step, status.errors_since_step
-    if not errors or 2 * errors < arrived:
+    arrived, errors = quantity(status.rows_since_step, "trajectory", "trajectories"), status.errors_since_step
+    if not errors or 2 * errors < status.rows_since_step:
         return None
     most = f", most often: {status.common_error}" if status.common_error else ""
     remedy = "correct what fails: `tba task check` runs the task by itself"
     if status.common_error.startswith("not trained on: cut off"):
         remedy = "raise search.max_tokens, or set another task.truncated"
-    return Stall(
-        "only_errors",
-        f"{errors} of {quantity(arrived, 'trajectory', 'trajectories')} since the last step have an error{most}; "
-        f"{remedy}",
-    )
+    return Stall("only_errors", f"{errors} of {arrived} since the last step have an error{most}; {remedy}")
 
 
 def _paused(status: Status, searchers: Sequence[ClientStatus]) -> Stall | None:

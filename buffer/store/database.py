@@ -1,20 +1,17 @@
 """The database file: opened by one writer, checked, and closed in order, or left open after a failed sync.
 
-Invariant: a transaction is on the disk when it has committed (`synchronous = FULL`). A sync that fails may have lost
-anything written since the last good one, and a later sync would not report it, so it is the last thing that this
-process does.
+Invariant: a transaction is on the disk when it has committed (`synchronous = FULL`). A sync that fails is the last
+thing that this process does (`storage_errors`).
 """
 
 import contextlib
 import ctypes
 import functools
-import operator
 import os
 import shutil
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +41,6 @@ LOCKED_BYTE = 1 << 62
 # Rows per INSERT: Python releases the interpreter lock once per statement instead of once per row. Few different sizes,
 # so that the prepared statements stay in the cache.
 _INSERT_SIZES = (256, 64, 16, 4, 1)
-# The columns in which all rows of a transaction usually have the same value. Few, for the same reason.
-_OFTEN_SHARED = {"run", "policy_version", "sampling", "text", "error", "error_kind", "turns", "metadata"}
-_OFTEN_SHARED |= {"loss_mask", "segments"}
 # Process-wide. For each value that is neither a number nor text, Python searches for an adapter, and without one asks
 # the protocol and the value: 0.2 us each, for seven values of a trajectory. Registered adapters end the search at once.
 sqlite3.register_adapter(memoryview, memoryview.toreadonly)
@@ -202,30 +196,21 @@ class DatabaseFile:
         # Rows would receive values of other rows.
         if any(len(column) != rows for column in columns):
             raise ValueError(f"columns of {table} are not equally long")
-        # Python takes 0.05 to 0.2 us for each value: an object that all rows have is bound once.
-        shared, own = dict[str, Any](), dict[str, Sequence[Any]]()
-        for name, column in zip(names, columns, strict=True):
-            if name in _OFTEN_SHARED and rows and all(map(operator.is_, column, repeat(column[0]))):
-                shared[name] = column[0]
-            else:
-                own[name] = column
-        for column in own.values():
+        for column in columns:
             if rows and isinstance(column[0], bytes | memoryview):
                 self._blob_bytes += sum(map(len, column))
         for size in _INSERT_SIZES:
             while rows - start >= size:
                 # The values row after row, as the statement expects them.
-                values: list[Any] = [*shared.values(), *[None] * (size * len(own))]
-                for position, column in enumerate(own.values(), len(shared)):
-                    values[position :: len(own)] = column[start : start + size]
-                self._connection.execute(_insert_statement(table, tuple(shared), tuple(own), size), values)
+                values: list[Any] = [None] * (size * len(columns))
+                for position, column in enumerate(columns):
+                    values[position :: len(columns)] = column[start : start + size]
+                self._connection.execute(_insert_statement(table, tuple(names), size), values)
                 start += size
 
     def one(self, query: str, *values: Any) -> tuple[Any, ...]:
         """Return the first row."""
-        with storage_errors(self.path):
-            row: tuple[Any, ...] = self._connection.execute(query, values).fetchone()
-        return row
+        return self.all(query, *values)[0]
 
     def all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return all rows."""
@@ -363,6 +348,6 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
 
 
 @functools.cache
-def _insert_statement(table: str, shared: tuple[str, ...], own: tuple[str, ...], rows: int) -> str:
-    row = f"({', '.join([*(f'?{number}' for number in range(1, 1 + len(shared))), *'?' * len(own)])})"
-    return f"INSERT OR ROLLBACK INTO {table} ({', '.join(shared + own)}) VALUES {', '.join([row] * rows)}"  # noqa: S608
+def _insert_statement(table: str, names: tuple[str, ...], rows: int) -> str:
+    row = f"({', '.join('?' * len(names))})"
+    return f"INSERT OR ROLLBACK INTO {table} ({', '.join(names)}) VALUES {', '.join([row] * rows)}"  # noqa: S608

@@ -257,8 +257,12 @@ def refuse_other_work(config: Config, *, evaluates: bool = False) -> None:
 
     Nothing is refused where the database is not here, or cannot be read: its server says why.
     """
+    if not config.database.is_file():
+        return
     try:
-        recorded = _recorded(config)
+        with open_reader(config.database) as connection:
+            row = connection.execute(_START, (config.run.name,)).fetchone()
+        recorded = stored_config(row[0] if row else None)
     except StorageError:
         return
     different = [
@@ -275,17 +279,8 @@ def refuse_other_work(config: Config, *, evaluates: bool = False) -> None:
         )
 
 
-def _recorded(config: Config) -> dict[str, Any]:
-    """Return the configuration with which the run began; {} if no prompt of it was leased."""
-    if not config.database.is_file():
-        return {}
-    with open_reader(config.database) as connection:
-        row = connection.execute(_START, (config.run.name,)).fetchone()
-    return stored_config(row[0] if row else None)
-
-
 def _differences(recorded: Mapping[str, Any], config: Config, evaluates: bool) -> Sequence[tuple[str, Any, Any]]:
-    """Return (key, recorded value, value) of what differs. A key that was not recorded differs in nothing."""
+    """Return (key, recorded value, value) of what differs. What was not recorded, as before any lease, does not."""
     new, keys = record_of(config), _OF_TASK if evaluates else (*_OF_TASK, *_OF_PROMPTS)
     starts = []
     for work in (recorded, new):

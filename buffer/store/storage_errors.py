@@ -14,21 +14,8 @@ from typing import Any
 from tba.common.config import Config
 from tba.common.errors import StorageError, SyncFailed
 
-_STORAGE_CODES = frozenset(
-    {
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_CORRUPT,
-        sqlite3.SQLITE_NOTADB,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_PERM,
-        sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_PROTOCOL,
-    }
-)
+_FAILURES = "FULL IOERR BUSY LOCKED READONLY CORRUPT NOTADB CANTOPEN PERM NOMEM PROTOCOL"
+_STORAGE_CODES = frozenset(getattr(sqlite3, f"SQLITE_{name}") for name in _FAILURES.split())
 
 # The last bytes of a journal that ends with the name of a super-journal: those with which each journal begins.
 _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")

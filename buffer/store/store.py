@@ -14,7 +14,7 @@ from typing import Any
 
 from tba.buffer.store.database import DatabaseFile
 from tba.buffer.store.tables.batches import Batches
-from tba.buffer.store.tables.prompts import CurriculumRows, Prompts, Visits
+from tba.buffer.store.tables.prompts import Prompts, Visits
 from tba.buffer.store.tables.runs import Evaluations, Run, Runs, Senders, Snapshots
 from tba.buffer.store.tables.trajectories import Trajectories
 
@@ -32,7 +32,6 @@ class Store:
         self.trajectories = Trajectories(self.database)
         self.batches = Batches(self.database, self.trajectories)
         self.snapshots = Snapshots(self.database)
-        self.curriculum = CurriculumRows(self.database)
         self.evaluations = Evaluations(self.database)
 
     @contextlib.contextmanager
@@ -64,5 +63,4 @@ class Store:
             return self.runs.open(name, seed, time.time(), start)
 
     def close(self) -> None:
-        """Close the file."""
         self.database.close()

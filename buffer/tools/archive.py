@@ -195,8 +195,7 @@ def _shrink(path: Path) -> None:
     """Give the free pages of a file back, if the disk has room for what stays: else they are used again."""
     with contextlib.closing(Store(path, durability="power")) as store:
         database = store.database
-        pages, free, size = (
-            database.one(f"PRAGMA {name}")[0] for name in ("page_count", "freelist_count", "page_size")
-        )
+        names = ("page_count", "freelist_count", "page_size")
+        pages, free, size = (database.one(f"PRAGMA {name}")[0] for name in names)
         if free and shutil.disk_usage(path.absolute().parent).free > (pages - free) * size:
             database.shrink()

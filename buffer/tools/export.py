@@ -83,7 +83,7 @@ def export(
     """
     format_ = format_of(target, format_)
     check_target(source, target, force=force)
-    write = _parquet_writer() if format_ == PARQUET else _write_jsonl
+    write = _write_parquet if format_ == PARQUET else _write_jsonl
     with open_records(source, where) as (records, matching), replacing(target) as temporary:
         counted = _counted(records, on_progress)
         lines = (trace for record in counted if (trace := training_trace.write(record)) is not None)
@@ -165,20 +165,15 @@ def _write_jsonl(path: Path, records: Iterator[dict[str, Any]]) -> int:
     return count
 
 
-def _parquet_writer() -> Callable[[Path, Iterator[dict[str, Any]]], int]:
-    pa, pq = data_files.pyarrow()
-    schema = pa.schema(_columns(pa))
-
-    def write(path: Path, records: Iterator[dict[str, Any]]) -> int:
-        count = 0
-        with pq.ParquetWriter(path, schema) as writer:
-            while part := list(itertools.islice(records, _ROW_GROUP)):
-                rows = [record | {name: json.dumps(record[name]) for name in MAP_FIELDS} for record in part]
-                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-                count += len(part)
-        return count
-
-    return write
+def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> int:
+    pa, parquet = data_files.pyarrow()
+    schema, count = pa.schema(_columns(pa)), 0
+    with parquet.ParquetWriter(path, schema) as writer:
+        while part := list(itertools.islice(records, _ROW_GROUP)):
+            rows = [record | {name: json.dumps(record[name]) for name in MAP_FIELDS} for record in part]
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+            count += len(part)
+    return count
 
 
 def archive_schema(pa: Any) -> Any:

@@ -332,12 +332,7 @@ class SourceRow:
 
 
 def import_file(
-    source: Path,
-    target: ImportTarget,
-    config: Config,
-    format_: str | None,
-    *,
-    on_progress: OnProgress,
+    source: Path, target: ImportTarget, config: Config, format_: str | None, *, on_progress: OnProgress
 ) -> dict[str, Any]:
     """Import a file. Returns the number of its rows, of new ones, of those that the run already had, and of warnings.
 

@@ -3,13 +3,13 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
 
 from tba.common.errors import UsageError, format_time, quantity
-from tba.common.terminal import cell, print_csv, print_table, printable
+from tba.common.terminal import cell, note, print_columns, print_csv, print_json_rows, print_table, printable
 
 
 def print_fields(fields: dict[str, Any]) -> None:
@@ -17,16 +17,23 @@ def print_fields(fields: dict[str, Any]) -> None:
     print_table(["", "value"], [{"": name, "value": value} for name, value in fields.items()])
 
 
-def refuse_equal(headings: Sequence[str]) -> None:
-    """Raise UsageError for two columns of the same name: a JSON object would lose one."""
-    if twice := [name for name, times in Counter(headings).items() if times > 1]:
-        raise UsageError(f"two columns are named {twice[0]!r}, and a JSON object holds one: rename one with AS")
+def print_rows(headings: Sequence[str], rows: Iterable[Sequence[Any]], *, as_json: bool, as_csv: bool) -> None:
+    """Print the rows of a query. In JSON, infinite numbers, which it lacks, are text.
 
-
-def jsonable(headings: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
-    """Return a row for JSON: blobs in hexadecimal; infinite numbers, which JSON lacks, as text."""
-    values = (str(value) if value in (math.inf, -math.inf) else csv_value(value) for value in row)
-    return dict(zip(headings, values, strict=True))
+    Raises UsageError for two columns of the same name, of which a JSON object would lose one.
+    """
+    if as_json:
+        if twice := [name for name, times in Counter(headings).items() if times > 1]:
+            raise UsageError(f"two columns are named {twice[0]!r}, and a JSON object holds one: rename one with AS")
+        finite = ([str(one) if one in (math.inf, -math.inf) else csv_value(one) for one in row] for row in rows)
+        print_json_rows(dict(zip(headings, row, strict=True)) for row in finite)
+    elif as_csv:
+        print_csv(headings, (list(map(csv_value, row)) for row in rows))
+    else:
+        found = list(rows)
+        print_columns(headings, found)
+        if not found:
+            note("no rows")
 
 
 def csv_value(value: Any) -> Any:

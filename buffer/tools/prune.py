@@ -22,7 +22,7 @@ from tba.buffer.store.store import Store
 from tba.buffer.store.tables.runs import Run
 from tba.buffer.tools.export import export
 from tba.common import run_files
-from tba.common.clock import Clock
+from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import StorageError, UsageError
 from tba.common.wire.messages import Archive, Movable
@@ -36,7 +36,7 @@ _OF_RUNS = ("batches", "visits", "curriculum_rows", "held_out_rows", "evaluation
     "senders", "starts", "archives")  # fmt: skip
 
 
-def prune_tokens(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool) -> dict[str, Any]:
+def prune_tokens(config: Config, *, keep_steps: int, dry_run: bool) -> dict[str, Any]:
     """Drop the payloads that cannot be sampled under the configured limits.
 
     Payloads are kept if they can be sampled, belong to a batch that is not trained yet, or to one that a resumed
@@ -48,7 +48,7 @@ def prune_tokens(config: Config, clock: Clock, *, keep_steps: int, dry_run: bool
         run = _run_of(store, config.database, config.run.name)
         sizes = store.trajectories.payload_sizes(run)
         kept = first_kept(config.database, store.batches.steps_done(run), keep_steps)
-        service, found, drop = BufferService(store, run, config, clock), Movable([], 0), list[int]()
+        service, found, drop = BufferService(store, run, config, clock := SystemClock()), Movable([], 0), list[int]()
         while found.after is not None:
             found = service.movable(Archive(since_step=kept, after=found.after))
             drop += found.trajectories
@@ -86,10 +86,8 @@ def prune_rows(
                 raise UsageError(f"{run.name} is the only run of {path}: delete the file")
         else:
             _refuse_needed(store, run, before_step, keep_steps, path)
-            newest = store.database.all(
-                "SELECT newest_trajectory FROM batches WHERE run = ? AND step = ?", run.id, before_step
-            )
-            if not newest:
+            query = "SELECT newest_trajectory FROM batches WHERE run = ? AND step = ?"
+            if not (newest := store.database.all(query, run.id, before_step)):
                 raise UsageError(f"run {run.name} in {path} has no batch of step {before_step}")
             old += f""" AND t.id <= {newest[0][0] or 0}
                 AND NOT EXISTS (SELECT 1 FROM consumption_rows c JOIN batches b ON b.id = c.batch
@@ -122,16 +120,10 @@ def _refuse_needed(store: Store, run: Run, before_step: int, keep_steps: int, pa
     done = store.batches.steps_done(run)
     first = first_kept(path, done, keep_steps)
     if before_step > first:
-        is_recent = first >= done - keep_steps
-        why = (
-            f"--keep-steps {keep_steps} of {done} that were trained"
-            if is_recent
-            else "the oldest checkpoint next to it"
-        )
-        raise UsageError(
-            f"of run {run.name} in {path} the steps from {first} on stay ({why}): "
-            + ("lower --before-step" if first > 0 else "nothing can be deleted unless --keep-steps is lower")
-        )
+        recent, oldest = f"--keep-steps {keep_steps} of {done} that were trained", "the oldest checkpoint next to it"
+        why = recent if first >= done - keep_steps else oldest
+        remedy = "lower --before-step" if first > 0 else "nothing can be deleted unless --keep-steps is lower"
+        raise UsageError(f"of run {run.name} in {path} the steps from {first} on stay ({why}): {remedy}")
 
 
 def _check_disk(path: Path, size: int) -> None:
@@ -145,7 +137,7 @@ def _check_disk(path: Path, size: int) -> None:
 
 
 def _prune(
-    store: Store, run: Run, old: str, batches: str, *, archive: Path | None, dry_run: bool, whole: bool = False
+    store: Store, run: Run, old: str, batches: str, *, archive: Path | None, dry_run: bool, whole: bool
 ) -> dict[str, Any]:
     """Delete the trajectories that the query `old` selects, and the batches of the condition `batches`."""
     database = store.database
@@ -165,7 +157,12 @@ def _prune(
             where = f"id IN ({old})"
             done["exported"] = export(store.path, archive, where=where, format_=None, force=False)["trajectories"]
         # Before their batches: if it is interrupted, no trajectory looks as if no batch had ever used it.
-        _delete_trajectories(store, run, ids)
+        for start in range(0, len(ids), _ROWS):
+            rows = [(id_,) for id_ in ids[start : start + _ROWS]]
+            with store.transaction():
+                for table, column in _OF_TRAJECTORIES.items():
+                    database.execute_many(f"DELETE FROM {table} WHERE {column} = ?", rows)  # noqa: S608
+                database.execute("UPDATE runs SET pruned = pruned + ? WHERE id = ?", (len(rows), run.id))
         with store.transaction():
             trained = database.one(f"SELECT COUNT(*) FROM consumption_rows WHERE {slots}")[0]  # noqa: S608
             database.execute(f"DELETE FROM consumption_rows WHERE {slots}")  # noqa: S608
@@ -178,12 +175,3 @@ def _prune(
                 database.execute("DELETE FROM runs WHERE id = ?", (run.id,))
         database.shrink()
     return {**done, "file_bytes_after": database.size_bytes(), "dry_run": dry_run}
-
-
-def _delete_trajectories(store: Store, run: Run, ids: list[int]) -> None:
-    for start in range(0, len(ids), _ROWS):
-        rows = [(id_,) for id_ in ids[start : start + _ROWS]]
-        with store.transaction():
-            for table, column in _OF_TRAJECTORIES.items():
-                store.database.execute_many(f"DELETE FROM {table} WHERE {column} = ?", rows)  # noqa: S608
-            store.database.execute("UPDATE runs SET pruned = pruned + ? WHERE id = ?", (len(rows), run.id))

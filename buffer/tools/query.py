@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ _START_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def query(path: Path, sql: str, parameters: Sequence[Any] = ()) -> Iterator[tuple[list[str], sqlite3.Cursor]]:
+def query(path: Path, sql: str) -> Iterator[tuple[list[str], sqlite3.Cursor]]:
     """Run one statement that reads: yield its column headings, and its rows, which are read when requested.
 
     Raises UsageError with SQLite's message if the statement is wrong, or if it would write.
     """
     with open_reader(path) as connection, reading_only(connection):
-        cursor = connection.execute(sql, parameters)
+        cursor = connection.execute(sql)
         if cursor.description is None:
             raise UsageError("the statement returns no rows: a query is one SELECT")
         yield [column[0] for column in cursor.description], cursor
@@ -82,7 +82,6 @@ class PageRows:
         self._connection = connection
 
     def all(self, sql: str, *values: Any) -> list[dict[str, Any]]:
-        """Return all rows of a statement."""
         return read_maps(self._connection, sql, *values)
 
     def first(self, sql: str, *values: Any) -> dict[str, Any] | None:

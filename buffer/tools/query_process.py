@@ -117,13 +117,9 @@ def _read(uri: str, sql: str, rows: int, seconds: float) -> QueryResult:
             headings = [column[0][:200] for column in cursor.description]
             for row in cursor:
                 size += sum(map(_encoded_bytes, row))
-                if len(found) == rows:
-                    cut = f"first {quantity(len(found), 'row')} only"
-                elif size > _MAX_RESULT_BYTES:
-                    cut = (
-                        f"first {quantity(len(found), 'row')} only: a result has at most {_MAX_RESULT_BYTES >> 20} MiB"
-                    )
-                if cut:
+                if len(found) == rows or size > _MAX_RESULT_BYTES:
+                    why = "" if len(found) == rows else f": a result has at most {_MAX_RESULT_BYTES >> 20} MiB"
+                    cut = f"first {quantity(len(found), 'row')} only{why}"
                     break
                 found.append(list(row))
     return QueryResult(headings=headings, rows=found, cut=cut)

@@ -97,7 +97,6 @@ def _row(record: dict[str, Any], version: int, own: Float32) -> tuple[Any, ...]:
     """Return the values of `_COLUMNS`; those that compare with the engine are None where it is unknown."""
     counted = np.array(record["loss_mask"] or [1] * len(own), bool)
     sampled, scored = np.array(record["logprobs"], float)[counted], own[counted].astype(float)
-    compared = (
-        (sampled.sum(), np.abs(scored - sampled).max()) if record["temperature"] and len(sampled) else (None,) * 2
-    )
+    is_known = record["temperature"] and len(sampled)
+    compared = (sampled.sum(), np.abs(scored - sampled).max()) if is_known else (None, None)
     return record["id"], version, scored.sum(), *compared, own.astype("<f4").tobytes()

@@ -135,11 +135,11 @@ def newest(path: Path, lines: int) -> list[dict[str, Any]]:
         return read_maps(connection, f"{_TAIL} ORDER BY id DESC LIMIT ?", lines)[::-1]
 
 
-def follow(path: Path, after: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
+def follow(path: Path, after: int) -> Iterator[dict[str, Any]]:
     """Yield trajectories with a larger id as they are committed, which is the order of their ids, indefinitely."""
     with open_reader(path) as connection:
         while True:
             for row in read_maps(connection, f"{_TAIL} WHERE id > ? ORDER BY id", after):
                 after = row["id"]
                 yield row
-            sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)

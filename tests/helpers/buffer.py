@@ -63,6 +63,12 @@ def _empty() -> bytes:
         return path.read_bytes()
 
 
+def sampleable(service: BufferService) -> list[int]:
+    """Return the ids of the trajectories that a service can sample."""
+    index = service.state.index
+    return sorted(entry.id for prompt in index.prompts() for entry in index.entries(prompt))
+
+
 class ServiceHarness:
     """A buffer service on a real database, driven without sockets."""
 
@@ -127,6 +133,10 @@ class ServiceHarness:
             rows=rows,
         )
         self.ask(message, role="trainer", sender="t.1")
+
+    def sampleable(self) -> list[int]:
+        """Return the ids of the trajectories that can be sampled."""
+        return sampleable(self.service)
 
     def fill(self, prompts: int, samples: int, version: int = 0) -> None:
         """Register prompts, and put a group of different responses to each."""

@@ -12,7 +12,6 @@ from tba.buffer.store.tables.runs import Run
 from tba.buffer.store.tables.trajectories import Trajectories
 from tba.buffer.store.views import EXPLORED
 from tba.common.wire.messages import ReportStep
-from tba.common.wire.trajectory import RowNumbers
 
 STEPS_DONE = "SELECT COALESCE(MAX(step) + 1, 0) FROM batches WHERE run = ? AND trained_at IS NOT NULL"
 SUMMARY = "trajectories, min_staleness, mean_staleness, max_staleness, mean_age_seconds, max_age_seconds, mean_reward"
@@ -51,14 +50,11 @@ ORDER BY c.slot
 
 
 class Batches:
-    """The batches of the runs of a database."""
-
     def __init__(self, database: DatabaseFile, trajectories: Trajectories) -> None:
         self._database = database
         self._trajectories = trajectories
 
     def has(self, run: Run, step: int) -> bool:
-        """Return whether the batch of a step is recorded."""
         return bool(self._database.all("SELECT 1 FROM batches WHERE run = ? AND step = ?", run.id, step))
 
     def response_tokens(self, run: Run, step: int) -> list[int]:
@@ -106,7 +102,11 @@ class Batches:
             (now, json.dumps(message.metrics), run.id, message.step),
         )
         if message.rows is not None:
-            self._set_numbers(run, message.step, message.rows)
+            (batch,) = self._database.one("SELECT id FROM batches WHERE run = ? AND step = ?", run.id, message.step)
+            *columns, log_ratios = astuple(message.rows)
+            count = len(message.rows.skipped)
+            numbers = zip(*columns, log_ratios or [None] * count, repeat(batch), range(count), strict=False)
+            self._database.execute_many(_SET_NUMBERS, list(numbers))
         rows = [
             (trajectory, message.reference, logprob)
             for trajectory, logprob in zip(message.trajectory_ids, message.reference_logprobs, strict=True)
@@ -117,15 +117,7 @@ class Batches:
             rows,
         )
 
-    def _set_numbers(self, run: Run, step: int, numbers: RowNumbers) -> None:
-        (batch,) = self._database.one("SELECT id FROM batches WHERE run = ? AND step = ?", run.id, step)
-        *columns, log_ratios = astuple(numbers)
-        log_ratios = log_ratios or [None] * len(numbers.skipped)
-        rows = zip(*columns, log_ratios, repeat(batch), range(len(numbers.skipped)), strict=False)
-        self._database.execute_many(_SET_NUMBERS, list(rows))
-
     def steps_done(self, run: Run) -> int:
-        """Return the number of steps that were trained."""
         return int(self._database.one(STEPS_DONE, run.id)[0])
 
     def recorded_steps(self, run: Run) -> int:

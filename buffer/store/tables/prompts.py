@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from tba.buffer.store.database import Table
@@ -25,8 +24,6 @@ class OpenVisit:
 
 
 class Prompts(Table):
-    """The prompts of the runs of a database."""
-
     def add(
         self,
         run: Run,
@@ -62,8 +59,17 @@ class Prompts(Table):
         return dict(self._database.all(query, run.id, offset))
 
 
+class Decision(NamedTuple):
+    """What an epoch does with a prompt, because `passed` of its newest `answers` answers passed."""
+
+    prompt: int
+    decision: Literal["skipped", "postponed"]
+    passed: int
+    answers: int
+
+
 class Visits(Table):
-    """The visits of prompts. A visit is open from its lease to the commit of its trajectories."""
+    """The visits of prompts, each open from its lease to the commit of its trajectories, and what epochs decided."""
 
     def newest_epoch(self, run: Run) -> tuple[int, list[int]]:
         """Return the newest epoch, 0 before the first visit, and the prompts of its visits in their order."""
@@ -94,7 +100,6 @@ class Visits(Table):
         return int(cursor.lastrowid or 0)
 
     def lease_again(self, visit: int, sender: int, now: float) -> None:
-        """Lease an open visit to another sender."""
         self._database.execute("UPDATE visits SET sender = ?, leased_at = ? WHERE id = ?", (sender, now, visit))
 
     def close(self, visits: Sequence[int], now: float) -> None:
@@ -104,32 +109,15 @@ class Visits(Table):
             (now, json.dumps(visits)),
         )
 
-
-class Decision(NamedTuple):
-    """What an epoch does with a prompt, because `passed` of its newest `answers` answers passed."""
-
-    prompt: int
-    decision: Literal["skipped", "postponed"]
-    passed: int
-    answers: int
-
-
-class CurriculumRows(Table):
-    """The decisions of the runs of a database."""
-
-    def add(self, run: Run, epoch: int, decisions: Sequence[Decision]) -> None:
+    def decide(self, run: Run, epoch: int, decisions: Sequence[Decision]) -> None:
         """Record the decisions for an epoch. Call it in the transaction that opens its first visit."""
         # In the order of the key: each row is then appended to the table.
         self._database.execute_many(
             "INSERT INTO curriculum_rows (run, epoch, prompt, decision, passed, answers) VALUES (?, ?, ?, ?, ?, ?)",
-            [
-                (run.id, epoch, one.prompt, one.decision, one.passed, one.answers)
-                for one in sorted(decisions, key=attrgetter("prompt"))
-            ],
+            [(run.id, epoch, *one) for one in sorted(decisions)],
         )
 
-    def of(self, run: Run, epoch: int) -> list[Decision]:
-        """Return the decisions for an epoch."""
+    def decisions(self, run: Run, epoch: int) -> list[Decision]:
         rows = self._database.all(
             "SELECT prompt, decision, passed, answers FROM curriculum_rows WHERE run = ? AND epoch = ?", run.id, epoch
         )

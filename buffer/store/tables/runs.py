@@ -24,8 +24,6 @@ WHERE excluded.not_measured IS NULL OR evaluation_rows.not_measured IS NOT NULL 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of the database."""
-
     id: int
     uuid: str
     name: str
@@ -41,8 +39,6 @@ class Task(NamedTuple):
 
 
 class Runs(Table):
-    """The runs of a database."""
-
     def open(self, name: str, seed: int, now: float, start: tuple[str, str, str | None]) -> Run:
         """Return the run of this name, created if it does not exist, and record a start: config, software, origins."""
         self._database.execute(
@@ -57,16 +53,13 @@ class Runs(Table):
         return run
 
     def all(self) -> list[Run]:
-        """Return all runs in the file."""
         return [Run(*row) for row in self._database.all("SELECT id, uuid, name, seed FROM runs ORDER BY id")]
 
     def task(self, run: Run) -> Task:
-        """Return the task of a run."""
         query = "SELECT task, fingerprint, COALESCE(prompts, 0) FROM runs WHERE id = ?"
         return Task(*self._database.one(query, run.id))
 
     def register_task(self, run: Run, task: Task) -> None:
-        """Record the task of a run."""
         self._database.execute("UPDATE runs SET task = ?, fingerprint = ?, prompts = ? WHERE id = ?", (*task, run.id))
 
     def finish(self, run: Run, step: int | None) -> None:
@@ -74,14 +67,11 @@ class Runs(Table):
         self._database.execute("UPDATE runs SET finished_step = ? WHERE id = ?", (step, run.id))
 
     def finished_step(self, run: Run) -> int | None:
-        """Return the last step of a finished run, else None."""
         step: int | None = self._database.one("SELECT finished_step FROM runs WHERE id = ?", run.id)[0]
         return step
 
 
 class Senders(Table):
-    """The senders of all runs of a database."""
-
     def number(self, run: Run, sender: str, role: str) -> int:
         """Return the id of a sender, inserted if it is new."""
         self._database.execute(
@@ -91,7 +81,6 @@ class Senders(Table):
         return int(self._database.one("SELECT id FROM senders WHERE sender = ?", sender)[0])
 
     def describe(self, sender: str, host: str, pid: int) -> None:
-        """Record the host and process id of a sender."""
         self._database.execute("UPDATE senders SET host = ?, pid = ? WHERE sender = ?", (host, pid, sender))
 
     def trainers(self, run: Run) -> list[tuple[str, str]]:
@@ -101,8 +90,6 @@ class Senders(Table):
 
 
 class Snapshots(Table):
-    """The snapshots of the runs of a database."""
-
     def add(self, run: Run, message: AnnounceSnapshot, now: float) -> None:
         """Record an announced snapshot. A version that exists is not changed."""
         ref = message.weights
@@ -123,8 +110,6 @@ class Snapshots(Table):
 
 
 class Evaluations(Table):
-    """The evaluations of the runs of a database."""
-
     def put(self, run: Run, message: PutEvaluation) -> None:
         """Store an evaluation in place of one of the same key, unless it measured nothing and that one did."""
         row = {name: getattr(message, name) for name in (*_OF_KEY, *_MEASURED)}

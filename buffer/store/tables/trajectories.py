@@ -25,19 +25,8 @@ _NEWEST = 8
 _NUMBER_BYTES = 128
 _TURN_BYTES = 9
 TRAJECTORY_COLUMNS = (
-    "id",
-    "run",
-    "prompt",
-    "visit",
-    "sender",
-    "sequence",
-    "policy_version",
-    "prompt_tokens",
-    "response_tokens",
-    "dedup_hash",
-    "received_at",
-    "payload_bytes",
-    *ROW_FIELDS,
+    *("id", "run", "prompt", "visit", "sender", "sequence", "policy_version", "prompt_tokens", "response_tokens"),
+    *("dedup_hash", "received_at", "payload_bytes", *ROW_FIELDS),
 )
 _ARRAYS = tuple(kind.name for kind in ARRAY_KINDS[:KEPT])
 # The blobs of a trajectory in the order of ARRAY_KINDS: an expression for each, and where they are.
@@ -68,8 +57,6 @@ JOIN trajectory_rows t ON t.id = y.trajectory WHERE t.run = ? AND NOT EXISTS (
 
 
 class Trajectories:
-    """The trajectories of the runs of a database."""
-
     def __init__(self, database: DatabaseFile) -> None:
         self._database = database
         self._next_id: int | None = None

@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -159,18 +160,16 @@ def test_a_batch_whose_record_is_not_synced_is_not_handed_out(serving, trainer, 
     assert trainer.poll(0.1) == []
 
 
-def unreadable(serving, monkeypatch, error: Exception) -> None:
-    def fails(_):
-        raise error
-
-    monkeypatch.setattr(serving.store.trajectories, "payloads", fails)
-
-
 def test_a_batch_that_the_disk_cannot_read_is_requested_until_it_can(serving, trainer, trajectory, monkeypatch):
+    """And one whose reading fails in another way is refused, after which the server continues."""
     put_a_group(serving, trajectory)
     monkeypatch.setattr("tba.common.wire.client._RESEND_SECONDS", 0.2)
     with monkeypatch.context() as patched:
-        unreadable(serving, patched, StorageError("the disk"))
+        patched.setattr(serving.store.trajectories, "payloads", Mock(side_effect=ValueError("?")))
+        trainer.post(REQUEST)
+        (refused,) = trainer.poll(60)
+        assert refused.message.code == "internal"
+        patched.setattr(serving.store.trajectories, "payloads", Mock(side_effect=StorageError("the disk")))
         trainer.post(REQUEST)
         wait_until(lambda: trainer.poll(0.05) == [] and trainer.trouble == "the disk")
         assert serving.committed("batches") == 0
@@ -180,29 +179,9 @@ def test_a_batch_that_the_disk_cannot_read_is_requested_until_it_can(serving, tr
     assert serving.committed("batches") == 1
 
 
-def test_a_batch_that_fails_to_be_read_is_refused_and_the_server_continues(serving, trainer, trajectory, monkeypatch):
-    put_a_group(serving, trajectory)
-    with monkeypatch.context() as patched:
-        unreadable(serving, patched, ValueError("?"))
-        trainer.post(REQUEST)
-        (refused,) = trainer.poll(60)
-    assert refused.message.code == "internal"
-    batch, _ = trainer.call(REQUEST, messages.Batch, deadline_seconds=60)
-    assert len(batch.trajectory_ids) == 4
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """A client that sends no request again within a test."""
+def test_status_and_heartbeat_are_answered_while_the_database_is_locked(serving, trajectory, monkeypatch):
+    # Nothing is sent again.
     monkeypatch.setattr("tba.common.wire.client._RESEND_SECONDS", 600.0)
-
-
-def wait_for_answers(serving, *requests: int) -> None:
-    answered = set[int]()
-    wait_until(lambda: answered.update(one.header.id for one in serving.client.poll(0.1)) or answered >= set(requests))
-
-
-def test_status_and_heartbeat_are_answered_while_the_database_is_locked(patient, serving, trajectory):
     serving.store.database._connection.execute("PRAGMA busy_timeout = 300")
     with closing(sqlite3.connect(serving.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -210,9 +189,8 @@ def test_status_and_heartbeat_are_answered_while_the_database_is_locked(patient,
         # The writer waits for the lock with the hello: later requests form one group.
         time.sleep(0.1)
         serving.put([trajectory()])
-        status = serving.client.post(GetStatus())
-        life = serving.client.post(messages.Heartbeat(activity="a", reason="", weights_version=None, metrics={}))
-        wait_for_answers(serving, status, life)
+        asked, answered = {serving.client.post(GetStatus()), serving.client.post(HEARTBEAT)}, set[int]()
+        wait_until(lambda: answered.update(one.header.id for one in serving.client.poll(0.1)) or answered >= asked)
         assert serving.committed() == 0
 
 
@@ -241,23 +219,23 @@ def arrival(message, peer=b"p", role="monitor", id_=1, sender="s.1", deadline=0.
 
 def test_a_transaction_takes_some_of_each_queue_and_one_batch():
     mailbox = Mailbox(1 << 20)
+
+    def taken() -> list[str]:
+        return [one.header.type for one in mailbox.take(0)]
+
     for n in range(50):
         mailbox.add(arrival(GetStatus(), peer=bytes([n])))
     for _ in range(3):
         mailbox.add(arrival(BATCH))
     mailbox.add(arrival(messages.Goodbye(), role="searcher"))
-    types = [taken.header.type for taken in mailbox.take(0)]
-    assert types == [*["get_status"] * 32, "sample_batch", "goodbye"]
-    assert [taken.header.type for taken in mailbox.take(0)] == [*["get_status"] * 18, "sample_batch"]
-
-
-def test_a_status_does_not_wait_behind_the_heartbeats_of_a_fleet_nor_do_they_for_several_transactions():
-    mailbox = Mailbox(1 << 20)
+    assert taken() == [*["get_status"] * 32, "sample_batch", "goodbye"]
+    assert taken() == [*["get_status"] * 18, "sample_batch"]
+    assert taken() == ["sample_batch"]
+    # A status does not wait behind the heartbeats of a fleet, nor do they for several transactions.
     for n in range(200):
         mailbox.add(arrival(HEARTBEAT, peer=bytes([n]), role="searcher"))
     mailbox.add(arrival(GetStatus()))
-    types = [taken.header.type for taken in mailbox.take(0)]
-    assert types == [*["heartbeat"] * 200, "get_status"]
+    assert taken() == [*["heartbeat"] * 200, "get_status"]
     assert mailbox.empty
 
 
@@ -288,42 +266,33 @@ def parked_lease(sender: str, peer: bytes = b"1", deadline: float = 1.0) -> Arri
     return arrival(LEASE, peer=peer, role="searcher", sender=sender, deadline=deadline)
 
 
-def test_a_newer_request_of_a_sender_takes_the_place_of_the_older_one():
+def test_parked_requests_are_one_of_each_sender_few_of_a_connection_and_taken_once_when_overdue():
     parked = Parked()
-    old, new = parked_lease("a.1"), parked_lease("a.1", peer=b"2")
-    assert parked.add(old)
-    assert parked.add(new)
-    assert parked.of_type(LEASE.TYPE) == {"a.1": new}
-
-
-def test_one_connection_cannot_park_many_requests():
-    parked = Parked()
+    old, new, late = parked_lease("a.1"), parked_lease("a.1", peer=b"2"), parked_lease("b.1", deadline=2.0)
+    assert all(map(parked.add, (old, new, late)))
+    assert parked.of_type(LEASE.TYPE) == {"a.1": new, "b.1": late}
+    assert [parked.take_overdue(1.0) for _ in range(2)] == [[new], []]
+    assert parked.of_type(LEASE.TYPE) == {"b.1": late}
     flood = [parked_lease(f"a{n}.1") for n in range(1000)]
-    assert sum(map(parked.add, flood)) == len(parked.of_type(LEASE.TYPE)) < 10
-    assert parked.add(parked_lease("b.1", peer=b"2")), "other connections are not affected"
+    assert 1 + sum(map(parked.add, flood)) == len(parked.of_type(LEASE.TYPE)) < 10
+    assert parked.add(parked_lease("c.1", peer=b"2")), "other connections are not affected"
     for item in list(parked.of_type(LEASE.TYPE).values()):
         parked.remove(item)
     assert parked.add(flood[-1])
-
-
-def test_overdue_requests_are_taken_once():
-    parked = Parked()
-    early, late = parked_lease("a.1", deadline=1.0), parked_lease("b.1", deadline=2.0)
-    assert parked.add(early)
-    assert parked.add(late)
-    assert parked.take_overdue(1.0) == [early]
-    assert parked.take_overdue(1.0) == []
-    assert parked.of_type(LEASE.TYPE) == {"b.1": late}
 
 
 def ask(path, sql: str, *, limit: int = 100, seconds: float = 30.0) -> QueryResult:
     return query_limited(path, sql, rows=limit, seconds=seconds)
 
 
-def test_rows_of_every_type_come_back_as_they_are(filled):
+def test_rows_of_every_type_come_back_as_they_are_and_a_crash_of_sqlite_ends_no_other_process(filled):
+    """SQLite up to 3.45 recurses for each step of a path, and a later one has a limit."""
     result = ask(filled, "SELECT 1 AS i, 0.5 AS r, 'ä' AS t, x'00ff' AS b, NULL AS n, 9e999 AS infinite")
     assert result.headings == ["i", "r", "t", "b", "n", "infinite"]
     assert result.rows == [[1, 0.5, "ä", b"\x00\xff", None, float("inf")]]
+    crash = "json_set('{}', '$.' || replace(hex(zeroblob(1000000)), '00', 'a.'), 1)"
+    with pytest.raises(UsageError, match="ended SQLite with SIGSEGV: write it in another way|SQL: "):
+        ask(filled, f"SELECT length({crash})")
     assert ask(filled, "SELECT COUNT(*) FROM trajectories").rows == [[7]]
 
 
@@ -356,11 +325,3 @@ def test_a_function_that_looks_at_no_clock_is_ended_at_the_limit(filled, call):
         endless(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM endless)"""
     with pytest.raises(UsageError, match=r"^the query takes longer than 0.2 s: read fewer rows$"):
         ask(filled, f"{numbers} SELECT {call}", seconds=0.2)
-
-
-def test_a_query_that_crashes_sqlite_ends_no_other_process(filled):
-    """SQLite up to 3.45 recurses for each step of a path, and a later one has a limit."""
-    crash = "json_set('{}', '$.' || replace(hex(zeroblob(1000000)), '00', 'a.'), 1)"
-    with pytest.raises(UsageError, match="ended SQLite with SIGSEGV: write it in another way|SQL: "):
-        ask(filled, f"SELECT length({crash})")
-    assert ask(filled, "SELECT 1").rows == [[1]]

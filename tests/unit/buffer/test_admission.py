@@ -5,7 +5,6 @@ from contextlib import closing
 
 import pytest
 
-from tba.buffer.service import training
 from tba.buffer.service.clients import Clients
 from tba.common.config import Config
 from tba.common.errors import Refused
@@ -78,8 +77,13 @@ def test_a_message_of_another_role_changes_nothing_and_is_logged(buffer, caplog)
 
 
 def test_no_other_client_puts_or_says_goodbye_in_the_name_of_a_sender_at_work(buffer):
-    with connected(buffer.address, "searcher", "victim") as victim:
+    with connected(buffer.address, "monitor") as monitor, connected(buffer.address, "searcher", "victim") as victim:
+        # A monitor does not keep it from its name.
+        victim.sender = monitor.sender
+        ask(monitor, BEAT)
         prepare(victim)
+        with pytest.raises(Refused, match="is another client, a searcher"):
+            ask(monitor, BEAT)
         other = BufferClient(buffer.address, role="searcher", name="other", sender=victim.sender)
         posing = BufferClient(buffer.address, role="monitor", name="other", sender=victim.sender, secret=victim.secret)
         with closing(other), closing(posing):
@@ -98,22 +102,6 @@ def test_no_other_client_puts_or_says_goodbye_in_the_name_of_a_sender_at_work(bu
             ask(heir, BEAT)
 
 
-def test_a_monitor_does_not_keep_a_searcher_from_its_name(buffer):
-    with connected(buffer.address, "monitor") as monitor, connected(buffer.address, "searcher") as searcher:
-        searcher.sender = monitor.sender
-        ask(monitor, BEAT)
-        prepare(searcher)
-        with pytest.raises(Refused, match="is another client, a searcher"):
-            ask(monitor, BEAT)
-
-
-def test_only_the_trainer_that_said_hello_works_on_a_run(buffer):
-    with connected(buffer.address, "trainer", "real") as real, connected(buffer.address, "publisher") as thief:
-        ask(real, messages.Hello(host="node0", pid=1))
-        with pytest.raises(Refused, match="a trainer on node0 works on this run"):
-            ask(thief, messages.AnnounceSnapshot(weights=reference(0, 0), bytes=1))
-
-
 def test_versions_and_steps_follow_those_recorded(buffer):
     with connected(buffer.address, "searcher") as searcher:
         prepare(searcher)
@@ -127,6 +115,10 @@ def test_versions_and_steps_follow_those_recorded(buffer):
         with pytest.raises(Refused, match="v20 is the newest"):
             ask(publisher, messages.AnnounceSnapshot(weights=reference(21, 2), bytes=1))
         ask(publisher, messages.AnnounceSnapshot(weights=reference(20, 2), bytes=1))
+        # One that says hello is the only one that works on the run.
+        ask(trainer, messages.Hello(host="node0", pid=1))
+        with pytest.raises(Refused, match="a trainer on node0 works on this run"):
+            ask(publisher, messages.AnnounceSnapshot(weights=reference(21, 2), bytes=1))
 
 
 def test_a_put_under_a_known_number_with_another_response_is_refused(harness, trajectory):
@@ -147,63 +139,52 @@ def test_log_probabilities_of_trajectories_that_do_not_exist_are_refused(harness
     buffer.report(0, sorted(set(known)), [-1.0] * len(set(known)))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_report_with_numbers_of_more_or_fewer_rows_than_slots_is_refused_and_changes_nothing(harness, rows):
+ROWS = "has numbers of {} row.*, and its batch 2 slots: report one row"
+RATIOS = "log-ratios of {} bytes for the 2 response tokens of slot 1: report 2 bytes for each"
+REPORTS = [
+    *((numbers_of(rows), ROWS.format(rows)) for rows in (1, 3)),
+    *(
+        (numbers_of(2, token_log_ratios=log_ratios([0.5, 1.0], [0.5] * tokens)), RATIOS.format(2 * tokens))
+        for tokens in (0, 1, 3)
+    ),
+]
+
+
+@pytest.mark.parametrize(("rows", "sentence"), REPORTS)
+def test_a_report_with_numbers_of_other_rows_or_tokens_is_refused_and_changes_nothing(harness, rows, sentence):
     buffer = harness(fill=(1, 4))
     buffer.sample(0, 1, 2)
-    with pytest.raises(Refused, match=f"has numbers of {rows} rows?, and its batch 2 slots: report one row") as refused:
-        buffer.report(0, rows=numbers_of(rows))
+    with pytest.raises(Refused, match=sentence) as refused:
+        buffer.report(0, rows=rows)
     assert refused.value.code == "row_numbers"
     assert buffer.store.database.all("SELECT trained_at FROM batches") == [(None,)]
-    assert buffer.store.database.all("SELECT DISTINCT skipped FROM consumption") == [(None,)]
+    stored = "SELECT DISTINCT skipped, token_log_ratios FROM consumption_rows"
+    assert buffer.store.database.all(stored) == [(None, None)]
 
 
 def test_the_numbers_of_a_report_are_stored_slot_by_slot_and_those_of_a_repeated_one_replace_them(harness):
     buffer = harness(fill=(1, 4))
     buffer.sample(0, 1, 2)
-    numbers = "SELECT logprob, log_ratio, advantage, weight, mismatch, skipped FROM consumption ORDER BY slot"
+    database, written = buffer.store.database, []
+
+    def stored(columns: str) -> list[tuple]:
+        written.append(database.written)
+        return database.all(f"SELECT {columns} FROM consumption ORDER BY slot")
+
+    numbers = "logprob, log_ratio, advantage, weight, mismatch, skipped"
     buffer.report(0)
-    assert buffer.store.database.all(numbers) == [(None,) * 6] * 2
+    assert stored(numbers) == [(None,) * 6] * 2
     buffer.report(0, rows=numbers_of(2))
-    assert buffer.store.database.all(numbers) == [(*[None] * 5, 1), (-2.5, 0.125, -0.75, 1.0, 0.01, 0)]
-    buffer.report(0, rows=numbers_of(2, advantage=[1e308, -1e308]))
-    assert buffer.store.database.all("SELECT advantage FROM consumption ORDER BY slot") == [(1e308,), (-1e308,)]
+    assert stored(numbers) == [(*[None] * 5, 1), (-2.5, 0.125, -0.75, 1.0, 0.01, 0)]
+    buffer.report(0, rows=numbers_of(2, advantage=[1e308, -1e308], token_log_ratios=log_ratios(None, [0.5, -65504])))
+    assert stored("advantage") == [(1e308,), (-1e308,)]
+    ratios = database.all("SELECT token_log_ratios FROM consumption_rows ORDER BY slot")
+    assert read_log_ratios([blob for (blob,) in ratios]) == [None, [0.5, -65504]]
     # A report without numbers, of an older trainer, keeps them.
     buffer.report(0)
-    assert buffer.store.database.all("SELECT advantage FROM consumption ORDER BY slot") == [(1e308,), (-1e308,)]
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 3])
-def test_log_ratios_of_more_or_fewer_tokens_than_the_response_has_are_refused_and_change_nothing(harness, tokens):
-    buffer = harness(fill=(1, 4))
-    buffer.sample(0, 1, 2)
-    sentence = f"log-ratios of {2 * tokens} bytes for the 2 response tokens of slot 1: report 2 bytes for each"
-    with pytest.raises(Refused, match=sentence) as refused:
-        buffer.report(0, rows=numbers_of(2, token_log_ratios=log_ratios([0.5, 1.0], [0.5] * tokens)))
-    assert refused.value.code == "row_numbers"
-    assert buffer.store.database.all("SELECT DISTINCT trained_at FROM consumption") == [(None,)]
-    assert buffer.store.database.all("SELECT DISTINCT token_log_ratios FROM consumption_rows") == [(None,)]
-
-
-def test_log_ratios_of_tokens_are_stored_slot_by_slot_and_count_towards_the_log(harness):
-    buffer = harness(fill=(1, 4))
-    buffer.sample(0, 1, 2)
-    written = [buffer.store.database.written]
-    for values in ({}, {"token_log_ratios": log_ratios(None, [0.5, -65504])}):
-        buffer.report(0, rows=numbers_of(2, **values))
-        written.append(buffer.store.database.written)
-    stored = buffer.store.database.all("SELECT token_log_ratios FROM consumption_rows ORDER BY slot")
-    assert read_log_ratios([blob for (blob,) in stored]) == [None, [0.5, -65504]]
+    assert stored("advantage") == [(1e308,), (-1e308,)]
+    # Blobs count towards the log.
     assert written[2] - written[1] == written[1] - written[0] + 4
-
-
-def test_a_batch_whose_header_fits_no_message_is_refused_before_it_is_recorded(harness, monkeypatch):
-    buffer = harness(fill=(1, 4))
-    monkeypatch.setattr(training, "_MAX_BATCH_HEADER", 200)
-    with pytest.raises(Refused, match="the largest rows are trajectories") as refused:
-        buffer.sample(0, 1, 2)
-    assert refused.value.code == "oversize"
-    assert not buffer.store.batches.has(buffer.run, 0)
 
 
 def test_a_crowd_of_names_is_refused_and_those_at_work_are_not(harness, monkeypatch):
@@ -236,13 +217,18 @@ def test_a_crowd_of_names_that_do_no_work_keeps_no_searcher_out(harness, monkeyp
     buffer.ask(BEAT, sender="idle0.1")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("searchers", "patience", "seconds"), [(8, 60, 1), (600, 60, 2), (2000, 60, 3), (2000, 4, 1)])
-def test_a_large_fleet_sends_heartbeats_less_often_but_never_as_late_as_its_leases_expire(searchers, patience, seconds):
+def fleet(searchers: int, patience: float) -> tuple[Clients, ManualClock]:
     clock = ManualClock()
     clients = Clients(clock, patience)
     for n in range(searchers):
         clients.mark_seen(f"search{n}.1", "searcher")
+    return clients, clock
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("searchers", "patience", "seconds"), [(8, 60, 1), (600, 60, 2), (2000, 60, 3), (2000, 4, 1)])
+def test_a_large_fleet_sends_heartbeats_less_often_but_never_as_late_as_its_leases_expire(searchers, patience, seconds):
+    clients, clock = fleet(searchers, patience)
     assert clients.heartbeat_seconds == seconds
     clock.advance(patience + 1)
     assert clients.heartbeat_seconds == 1
@@ -250,10 +236,7 @@ def test_a_large_fleet_sends_heartbeats_less_often_but_never_as_late_as_its_leas
 
 @pytest.mark.parametrize(("searchers", "patience"), [(100, 3.0), (905, 9.0)])
 def test_a_live_process_of_a_name_that_starts_again_keeps_its_leases_between_two_heartbeats(searchers, patience):
-    clock = ManualClock()
-    clients = Clients(clock, 60.0)
-    for n in range(searchers):
-        clients.mark_seen(f"search{n}.1", "searcher")
+    clients, clock = fleet(searchers, 60)
     clients.mark_seen("search0.2", "searcher")
     clients.replace_earlier("search0.2")
     assert patience >= 3 * clients.heartbeat_seconds

@@ -23,7 +23,6 @@ from tba.tests.helpers.puts import log_ratios, make_episode, numbers_of
 
 PAYLOADS = "SELECT y.*, COALESCE(kept, x'') FROM payloads y LEFT JOIN kept_tokens USING (trajectory) ORDER BY 1"
 RATIOS = "SELECT trajectory, slot, token_log_ratios FROM consumption_rows ORDER BY trajectory"
-SAMPLEABLE = [(9,), (10,)]
 CAP = ["--set", "run.name=test", "--set", "buffer.prompt_cap=2", "--keep-steps", 0]
 
 
@@ -35,11 +34,8 @@ def capped(harness, trajectory):
     buffer.put([trajectory(tokens=[0] * 2000, logprobs=odd), trajectory(tokens=[1] * 2000)], 0)
     buffer.sample(0, prompts=1, samples=2)
     buffer.report(0, rows=numbers_of(2, token_log_ratios=log_ratios([0.5] * 2000, [-6e-8] * 2000)))
-    more = [
-        make_episode("p0"),
-        trajectory(text="2 + 2", tokens=[7], kept=np.array([3, 0])),
-        trajectory(error="no", tokens=[]),
-    ]
+    cut = trajectory(text="2 + 2", tokens=[7], kept=np.array([3, 0]))
+    more = [make_episode("p0"), cut, trajectory(error="no", tokens=[])]
     buffer.put([*more, *(trajectory(tokens=[n] * 2000) for n in range(5))], 2)
     buffer.store.close()
     return buffer.store.path
@@ -61,19 +57,31 @@ def read_all(path: Path) -> list[tuple[object, ...]]:
     return [(id_, *Archives().read(id_, url).payload) for id_, url in places]
 
 
-def test_tokens_that_cannot_be_sampled_move_and_come_back_bit_for_bit(move, capped, tmp_path):
+def test_tokens_that_cannot_be_sampled_move_and_come_back_bit_for_bit(move, capped, tmp_path, monkeypatch):
     before, ratios = ask(capped, PAYLOADS), ask(capped, RATIOS)
+    shown = [describe(capped, id_, None)["log_ratios"] for id_ in (1, 2, 3)]
     done = move("old", "--json").json
     assert (done["moved"], len(done["files"])) == (8, 1)
     assert done["file_bytes_after"] < done["file_bytes_before"]
-    assert ask(capped, "SELECT trajectory FROM payloads") == SAMPLEABLE
+    assert ask(capped, "SELECT trajectory FROM payloads") == [(9,), (10,)]
     assert read_all(capped) == before[:8]
     read = ArchiveFile(done["files"][0]).read(0)
     assert [(id_, slot, blob) for id_ in (1, 2) for (_, slot), blob in read[id_].log_ratios.items()] == ratios
     assert {blob for *_, blob in ask(capped, RATIOS)} == {None}
+    assert [describe(capped, id_, None)["log_ratios"] for id_ in (1, 2, 3)] == shown
+    assert sorted(own[0][0] for own in shown[:2]) == [-(2.0**-24), 0.5]
     assert {finding["result"] for finding in check(capped)} == {"ok"}
     assert ask(capped, "SELECT * FROM kept_tokens") == []
     assert [path.name[:12] for path in (tmp_path / "old").glob("*/*")] == ["000000000001"]
+    # Files that were moved are read once the database knows where.
+    (tmp_path / "old").rename(tmp_path / "new")
+    with pytest.raises(StorageError, match="is not there"):
+        read_all(capped)
+    change(capped, "UPDATE archives SET url = replace(url, '/old/', '/new/')")
+    assert read_all(capped) == before[:8]
+    monkeypatch.setattr("tba.buffer.store.archives._MOST_NUMBERS", 10)
+    with pytest.raises(StorageError, match="has more in one part than tba writes"):
+        read_all(capped)
 
 
 class Shelf(LocalFileSystem):  # type: ignore[misc]
@@ -113,20 +121,18 @@ def test_a_database_opens_only_files_that_tba_named_and_no_fifo(url, sentence, t
         ArchiveFile(url.format(name=name, path=tmp_path))
 
 
-def test_a_part_with_more_numbers_than_tba_writes_is_refused(move, capped, monkeypatch):
-    (url,) = move("old", "--json").json["files"]
-    monkeypatch.setattr("tba.buffer.store.archives._MOST_NUMBERS", 10)
-    with pytest.raises(StorageError, match="has more in one part than tba writes"):
-        ArchiveFile(url)
-
-
-def test_several_files_and_groups_hold_everything_once(move, capped, monkeypatch):
+def test_several_files_and_groups_hold_everything_once_but_what_a_resumed_trainer_may_ask_for(
+    move, capped, monkeypatch
+):
     monkeypatch.setattr(tool, "_FILE_GROUPS", 2)
-    monkeypatch.setattr(tool, "_GROUP_BYTES", 17_000)
+    monkeypatch.setattr(tool, "_GROUP_BYTES", 10_000)
     before = ask(capped, PAYLOADS)
-    done = move("old", "--json").json
-    assert (done["moved"], len(done["files"])) == (8, 2)
-    assert sum(len(ArchiveFile(url).groups) for url in done["files"]) > 2
+    assert move("old", "--keep-steps", 1, "--json").json["moved"] == 6
+    assert [row[0] for row in ask(capped, PAYLOADS)] == [1, 2, 9, 10]
+    (url,) = move("old", "--json").json["files"]
+    files = [url for (url,) in ask(capped, "SELECT url FROM archives")]
+    assert (len(files), url in files) == (3, True)
+    assert sum(len(ArchiveFile(url).groups) for url in files) > 3
     assert read_all(capped) == before[:8]
     assert move("old", "--json").json["moved"] == 0
 
@@ -145,23 +151,6 @@ def test_show_export_and_import_read_the_archive(move, capped, tba_buffer, tmp_p
     assert (done["new"], ask(tmp_path / "new.sqlite", PAYLOADS)[2][1:]) == (8, read_all(capped)[2][1:])
     text = "SELECT text, turns FROM trajectory_rows WHERE id IN (3, 4)"
     assert [json.loads(turns) for _, turns in ask(tmp_path / "new.sqlite", text)] == [make_episode().turns, []]
-
-
-def test_log_ratios_of_tokens_are_shown_from_the_archive(move, capped):
-    before = [describe(capped, id_, None)["log_ratios"] for id_ in (1, 2, 3)]
-    move("old")
-    assert [describe(capped, id_, None)["log_ratios"] for id_ in (1, 2, 3)] == before
-    assert sorted(ratios[0][0] for ratios in before[:2]) == [-(2.0**-24), 0.5]
-
-
-def test_files_that_were_moved_are_read_once_the_database_knows_where(move, capped, tmp_path):
-    before = ask(capped, PAYLOADS)
-    move("old")
-    (tmp_path / "old").rename(tmp_path / "new")
-    with pytest.raises(StorageError, match="is not there"):
-        read_all(capped)
-    change(capped, "UPDATE archives SET url = replace(url, '/old/', '/new/')")
-    assert read_all(capped) == before[:8]
 
 
 def test_a_running_server_drops_what_left_its_sampling(harness, trajectory, tmp_path):
@@ -183,11 +172,6 @@ def test_a_running_server_drops_what_left_its_sampling(harness, trajectory, tmp_
     assert read_all(buffer.store.path) == before[:3]
 
 
-def test_what_a_resumed_trainer_may_ask_for_stays(move, capped):
-    assert move("old", "--keep-steps", 1, "--json").json["moved"] == 6
-    assert [row[0] for row in ask(capped, PAYLOADS)] == [1, 2, 9, 10]
-
-
 def test_a_file_without_a_record_is_used_by_the_next_command(move, capped, monkeypatch):
     before = ask(capped, PAYLOADS)
 
@@ -195,6 +179,9 @@ def test_a_file_without_a_record_is_used_by_the_next_command(move, capped, monke
         raise RuntimeError("cut off")
 
     with monkeypatch.context() as patched:
+        patched.setattr(tool, "_as_read", lambda _: None)
+        assert "has other tokens than the database: nothing of it was dropped" in move("elsewhere").message
+        assert ask(capped, PAYLOADS) == before
         patched.setattr(tool._Mover, "_adopt", cut_off)
         with pytest.raises(RuntimeError, match="cut off"):
             move("old")
@@ -204,12 +191,6 @@ def test_a_file_without_a_record_is_used_by_the_next_command(move, capped, monke
     assert move("old", "--json").json["files"] == [there.absolute().as_uri()]
     assert [*Path("old").rglob("*.*")] == [there]
     assert read_all(capped) == before[:8]
-
-
-def test_a_file_that_differs_from_the_database_drops_nothing(move, capped, monkeypatch):
-    monkeypatch.setattr(tool, "_as_read", lambda _: None)
-    assert "has other tokens than the database: nothing of it was dropped" in move("old").message
-    assert len(ask(capped, PAYLOADS)) == 10
 
 
 def test_a_file_of_another_copy_of_the_database_does_not_replace_other_tokens(move, capped):
@@ -224,10 +205,6 @@ def test_a_file_of_another_copy_of_the_database_does_not_replace_other_tokens(mo
     assert read_all(capped) == before[:8]
 
 
-def removed(file: Path) -> None:
-    file.unlink()
-
-
 def damaged(file: Path) -> None:
     """Change a byte of the tokens of the first trajectories."""
     with pyarrow.parquet.ParquetFile(file) as opened:
@@ -238,19 +215,15 @@ def damaged(file: Path) -> None:
     file.write_bytes(data)
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-9])
+HARMS = {
+    Path.unlink: "is not there",
+    damaged: "cannot be read",
+    lambda file: file.write_bytes(file.read_bytes()[:-9]): "cannot be read",
+    lambda file: file.write_bytes(max(file.parent.iterdir()).read_bytes()): "is another file",
+}
 
 
-def swapped(file: Path) -> None:
-    other = next(path for path in file.parent.iterdir() if path != file)
-    file.write_bytes(other.read_bytes())
-
-
-@pytest.mark.parametrize(
-    ("harm", "sentence"),
-    [(removed, "is not there"), (damaged, "cannot be read"), (cut, "cannot be read"), (swapped, "is another file")],
-)
+@pytest.mark.parametrize(("harm", "sentence"), HARMS.items(), ids=["removed", "damaged", "cut", "swapped"])
 def test_a_file_that_cannot_be_read_is_named_everywhere(move, capped, tba_buffer, monkeypatch, harm, sentence):
     monkeypatch.setattr(tool, "_FILE_GROUPS", 1)
     monkeypatch.setattr(tool, "_GROUP_BYTES", 10_000)
@@ -266,18 +239,18 @@ def test_a_file_that_cannot_be_read_is_named_everywhere(move, capped, tba_buffer
         assert [named in detail for detail in failed] == [True]
 
 
-@pytest.mark.parametrize(
-    ("destination", "sentence"),
-    [
-        ("nope://x", "Protocol not known"),
-        ("/proc/nowhere", "the archive /proc/nowhere"),
-        ("memory://bucket/old", "ends with this command"),
-    ],
-)
-def test_a_destination_that_cannot_be_written_is_named_and_nothing_is_lost(move, capped, destination, sentence):
-    refused = move(destination)
-    assert refused.exit_code in (1, 2)
-    assert sentence in refused.message
+DESTINATIONS = {
+    "nope://x": "Protocol not known",
+    "/proc/nowhere": "the archive /proc/nowhere",
+    "memory://bucket/old": "ends with this command",
+}
+
+
+def test_a_destination_that_cannot_be_written_is_named_and_nothing_is_lost(move, capped):
+    for destination, sentence in DESTINATIONS.items():
+        refused = move(destination)
+        assert refused.exit_code in (1, 2)
+        assert sentence in refused.message
     assert len(ask(capped, PAYLOADS)) == 10
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tba.tests.helpers.buffer import change
-from tba.tests.helpers.puts import make_episode
+from tba.tests.helpers.puts import make_episode, make_trajectory
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,6 @@ def test_a_table_has_its_numbers_on_the_right_and_the_start_of_a_long_text(tba_b
     assert (long.count("x") < 20_000, "… (16000000 characters)" in long.replace("\n", "")) == (True, True)
     machine = tba_buffer("query", "SELECT printf('%.*c', 16000000, 'x') AS text", "-b", filled, "--json").json
     assert len(machine[0]["text"]) == 16_000_000
-
-
-def test_a_query_without_an_answer_says_so_to_people_only(tba_buffer, filled):
-    sql = "SELECT id FROM trajectories WHERE reward > 9"
-    done = tba_buffer("query", sql, "-b", filled)
-    assert (done.exit_code, done.output.split(), done.message.strip()) == (0, ["id"], "no rows")
-    assert tba_buffer("query", sql, "-b", filled, "--json").output.strip() == "[]"
-    assert "no rows" not in tba_buffer("query", sql, "-b", filled, "--csv").message
 
 
 def test_query_prints_json_and_csv_for_machines(tba_buffer, filled):
@@ -69,17 +61,16 @@ def test_values_that_json_lacks_print_as_text(tba_buffer, filled, sql, rows):
     assert tba_buffer("query", sql, "-b", filled, "--json").json == rows
 
 
-def test_a_note_reports_that_rows_were_left_out(tba_buffer, filled):
+def test_a_note_reports_that_rows_were_left_out_or_to_people_that_there_are_none(tba_buffer, filled):
     cut = tba_buffer("query", "SELECT id FROM trajectories", "-b", filled, "--limit", 2)
     assert len(cut.output.splitlines()) == 3
     assert cut.message == "first 2 rows only: --limit 0 shows all\n"
     assert tba_buffer("query", "SELECT id FROM trajectories", "-b", filled, "--limit", 7).message == ""
-
-
-def test_two_columns_of_the_same_name_are_no_json_object(tba_buffer, filled):
-    refused = tba_buffer("query", "SELECT 1 AS a, 2 AS a", "-b", filled, "--json")
-    assert (refused.exit_code, refused.output) == (2, "")
-    assert "two columns are named 'a'" in refused.message
+    nothing = ("query", "SELECT id FROM trajectories WHERE reward > 9", "-b", filled)
+    done = tba_buffer(*nothing)
+    assert (done.exit_code, done.output.split(), done.message.strip()) == (0, ["id"], "no rows")
+    assert tba_buffer(*nothing, "--json").output.strip() == "[]"
+    assert "no rows" not in tba_buffer(*nothing, "--csv").message
 
 
 @pytest.mark.parametrize(
@@ -118,16 +109,14 @@ def test_query_only_reads(sql, tba_buffer, filled, tmp_path):
         ("", "returns no rows"),
         ("SELECT json('{')", "malformed JSON"),
         ("SELECT zeroblob(2000000000)", "too big"),
+        ("SELECT 1 AS a, 2 AS a", "two columns are named 'a'"),
     ],
 )
 def test_wrong_sql_gives_one_sentence(sql, words, tba_buffer, filled):
-    refused = tba_buffer("query", sql, "-b", filled)
-    assert refused.exit_code == 2
+    refused = tba_buffer("query", sql, "-b", filled, "--json")
+    assert (refused.exit_code, refused.output) == (2, "")
     assert words in refused.message
-
-
-def test_json_and_csv_exclude_each_other(tba_buffer, filled):
-    assert tba_buffer("query", "SELECT 1", "-b", filled, "--json", "--csv").exit_code == 2
+    assert tba_buffer("query", sql, "-b", filled, "--json", "--csv").exit_code == 2
 
 
 READERS = [
@@ -141,31 +130,26 @@ READERS = [
 ]
 
 
-@pytest.mark.parametrize("command", READERS, ids=lambda command: command[0])
-def test_a_missing_file_is_a_usage_error(command, tba_buffer):
-    refused = tba_buffer(*command, "--buffer", "nowhere.sqlite")
-    assert refused.exit_code == 2
-    assert "nowhere.sqlite does not exist" in refused.message
-
-
-def test_the_directory_of_a_run_stands_for_its_database(tba_buffer, filled, tmp_path):
+def test_the_directory_of_a_run_and_a_file_instead_of_a_configuration_stand_for_the_database(
+    tba_buffer, filled, tmp_path
+):
     (tmp_path / "run").mkdir()
-    filled.rename(tmp_path / "run/buffer.sqlite")
+    path = filled.rename(tmp_path / "run/buffer.sqlite")
     outcome = tba_buffer("stats", "-b", "run")
     assert outcome.exit_code == 0
-    assert outcome.output == tba_buffer("stats", "-b", "run/buffer.sqlite").output
+    assert outcome.output == tba_buffer("stats", "-b", path).output == tba_buffer("stats", path).output
+    assert tba_buffer("check", path).exit_code == 0
+    assert "exclude each other" in tba_buffer("stats", path, "-b", path).message
 
 
 @pytest.mark.parametrize("command", READERS, ids=lambda command: command[0])
-def test_a_file_that_is_not_a_buffer_database_is_refused(command, tba_buffer, tmp_path):
+def test_a_file_that_is_no_buffer_of_this_build_is_refused(command, tba_buffer, filled, tmp_path):
     (tmp_path / "text").write_text("not a database, but long enough to look like one" * 20)
     change(tmp_path / "empty", "CREATE TABLE a (b)")
+    missing = tba_buffer(*command, "--buffer", "nowhere.sqlite")
+    assert (missing.exit_code, "nowhere.sqlite does not exist" in missing.message) == (2, True)
     assert "is not a readable buffer database" in tba_buffer(*command, "-b", "text").message
     assert "is the database of another program, with the table a:" in tba_buffer(*command, "-b", "empty").message
-
-
-@pytest.mark.parametrize("command", READERS, ids=lambda command: command[0])
-def test_a_database_of_another_build_is_refused_with_what_to_do(command, tba_buffer, filled):
     change(filled, f"PRAGMA application_id = {int.from_bytes(b'tba') << 8}")
     refused = tba_buffer(*command, "-b", filled)
     assert refused.exit_code == 1
@@ -190,67 +174,15 @@ def test_a_directory_in_which_sqlite_cannot_read_is_explained(tba_buffer, filled
 # ---------------------------------------------------------------- show
 
 
-def test_show_prints_everything_about_a_trajectory_as_json(tba_buffer, filled):
+def test_show_prints_everything_about_a_trajectory(tba_buffer, filled):
     known = tba_buffer("show", 2, "-b", filled, "--json").json
     assert (known["reward"], known["reward_parts"], known["text"]) == (0.25, {"correct": 1.0}, "answer 01")
     assert (known["prompt_ids"], known["response_ids"], known["version_runs"]) == ([1, 2], [0, 1, 9], [[0, 3]])
     assert [(row["step"], row["staleness"]) for row in known["trained_by"]] == [(0, 0)]
     assert known["reference_logprobs"] == {"initial": -1.5}
-
-
-def test_show_prints_a_trajectory_for_people(tba_buffer, filled):
     shown = tba_buffer("show", 2, "-b", filled).output
     for words in ("reward part correct", "v0 x 3 tokens", "answer 01", "token ids [1, 2]", "staleness"):
         assert words in shown
-
-
-@pytest.mark.needs("transformers")
-def test_show_prints_an_episode_turn_by_turn_with_sampled_text_told_apart(tba_buffer, harness, example_model):
-    buffer = harness()
-    buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
-    buffer.fill(1, 0)
-    runs = np.array([[0, 3], [0, 9]], np.int32)
-    first, *others = make_episode().turns
-    # Nothing is between the first two turns.
-    turns = [first | {"tokens": 1}, first | {"start": 1, "tokens": 1}, *others]
-    buffer.put([make_episode(version_runs=runs, turns=turns)], 0)
-    shown = tba_buffer("show", 1, "-b", buffer.store.path).output
-    assert shown.count("not sampled") == 3
-    assert shown.count("a new context") == 2
-    for words in (
-        "turn 0, 1 token by v0 in 0.5 s, reward 0.25:\n2\n",
-        "turn 4, 1 token by v0 in 0.5 s, reward 1:\n1\n",
-    ):
-        assert words in shown
-    known = tba_buffer("show", 1, "-b", buffer.store.path, "--json").json
-    assert known["turns"] == turns
-    sampled = [(piece["start"], piece["tokens"]) for piece in known["pieces"] if piece["sampled"]]
-    assert sampled == [(turn["start"], turn["tokens"]) for turn in turns]
-    change(buffer.store.path, "DELETE FROM payloads")
-    assert "Its tokens were dropped" in tba_buffer("show", 1, "-b", buffer.store.path).output
-
-
-@pytest.mark.needs("transformers")
-def test_show_decodes_tokens_with_the_recorded_model_and_prints_times_in_utc(
-    tba_buffer, harness, trajectory, example_model
-):
-    buffer = harness()
-    buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
-    buffer.fill(1, 0)
-    buffer.put([trajectory(lease=0, tokens=[4, 5])], first_sequence=0)
-    shown = tba_buffer("show", 1, "-b", buffer.store.path).output
-    assert "response:\n12\n" in shown
-    assert "1970-01-01 00:16:40.000 UTC" in shown
-    assert "at text" not in shown
-
-
-def test_a_database_may_stand_where_a_configuration_is_expected(tba_buffer, filled):
-    assert tba_buffer("stats", filled, "--json").json == tba_buffer("stats", "-b", filled, "--json").json
-    assert tba_buffer("check", filled).exit_code == 0
-    assert "exclude each other" in tba_buffer("stats", filled, "-b", filled).message
-
-
-def test_show_says_that_no_step_trained_on_a_trajectory_and_names_the_largest_id_for_an_unknown_one(tba_buffer, filled):
     assert "no step has trained on it" in tba_buffer("show", 7, "-b", filled).output
     refused = tba_buffer("show", 99, "-b", filled)
     assert refused.exit_code == 2
@@ -258,15 +190,38 @@ def test_show_says_that_no_step_trained_on_a_trajectory_and_names_the_largest_id
     assert tba_buffer("show", 10**20, "-b", filled).exit_code == 2
 
 
+@pytest.mark.needs("transformers")
+def test_show_decodes_with_the_recorded_model_and_tells_sampled_text_of_turns_apart(tba_buffer, harness, example_model):
+    buffer = harness()
+    buffer.store.open_run("test", seed=0, config={"model": {"path": str(example_model)}}, software={})
+    buffer.fill(1, 0)
+    runs = np.array([[0, 3], [0, 9]], np.int32)
+    first, *others = make_episode().turns
+    buffer.put([make_trajectory(lease=0, tokens=[4, 5])], 1)
+    shown = tba_buffer("show", 1, "-b", buffer.store.path).output
+    assert "response:\n12\n" in shown
+    assert "1970-01-01 00:16:40.000 UTC" in shown
+    assert "at text" not in shown
+    # Nothing is between the first two turns.
+    turns = [first | {"tokens": 1}, first | {"start": 1, "tokens": 1}, *others]
+    buffer.put([make_episode(version_runs=runs, turns=turns)], 0)
+    shown = tba_buffer("show", 2, "-b", buffer.store.path).output
+    assert shown.count("not sampled") == 3
+    assert shown.count("a new context") == 2
+    for words in (
+        "turn 0, 1 token by v0 in 0.5 s, reward 0.25:\n2\n",
+        "turn 4, 1 token by v0 in 0.5 s, reward 1:\n1\n",
+    ):
+        assert words in shown
+    known = tba_buffer("show", 2, "-b", buffer.store.path, "--json").json
+    assert known["turns"] == turns
+    sampled = [(piece["start"], piece["tokens"]) for piece in known["pieces"] if piece["sampled"]]
+    assert sampled == [(turn["start"], turn["tokens"]) for turn in turns]
+    change(buffer.store.path, "DELETE FROM payloads")
+    assert "Its tokens were dropped" in tba_buffer("show", 2, "-b", buffer.store.path).output
+
+
 # ---------------------------------------------------------------- tail and stats
-
-
-def test_tail_prints_the_newest_trajectory_last(tba_buffer, filled):
-    lines = tba_buffer("tail", "-n", 2, "-b", filled).output.splitlines()
-    for line, words in zip(lines, (("#6 ", "answer 12"), ("#7 ", "reward: no number")), strict=True):
-        assert all(word in line for word in words)
-    as_json = tba_buffer("tail", "-n", 3, "--json", "-b", filled).output.splitlines()
-    assert [json.loads(line)["id"] for line in as_json] == [5, 6, 7]
 
 
 def test_control_characters_in_responses_are_escaped_for_the_terminal(tba_buffer, harness, trajectory):
@@ -277,22 +232,21 @@ def test_control_characters_in_responses_are_escaped_for_the_terminal(tba_buffer
     assert "\nresponse:\n1\n\\x1b]0;title\\x07\\r2\\u2028é\n" in tba_buffer("show", 1, "-b", path).output
     assert "\x1b" not in tba_buffer("query", "SELECT text FROM trajectories", "-b", path).output
     assert tba_buffer("tail", "-b", path, "--json").json["text"] == "1\n\x1b]0;title\x07\r2\u2028é"
+    change(path, "UPDATE senders SET sender = 'a' || char(27) || '[2J'")
+    assert "a\\x1b[2J" in tba_buffer("tail", "-n", 1, "-b", path).output
 
 
-def test_names_of_searchers_are_escaped_for_the_terminal(tba_buffer, filled):
-    change(filled, "UPDATE senders SET sender = 'a' || char(27) || '[2J'")
-    assert "a\\x1b[2J" in tba_buffer("tail", "-n", 1, "-b", filled).output
-
-
-def test_stats_print_counts(tba_buffer, filled):
+def test_stats_tail_and_check_print_for_people_json_and_csv(tba_buffer, filled):
     (numbers,) = tba_buffer("stats", "--json", "-b", filled).json
     assert (numbers["trajectories"], numbers["with_error"], numbers["steps_trained"]) == (7, 1, 1)
     assert "mean reward" in tba_buffer("stats", "-b", filled).output
-
-
-def test_stats_tail_and_check_print_csv(tba_buffer, filled):
     (numbers,) = csv.DictReader(tba_buffer("stats", "--csv", "-b", filled).output.splitlines())
     assert (numbers["trajectories"], numbers["with_error"]) == ("7", "1")
+    lines = tba_buffer("tail", "-n", 2, "-b", filled).output.splitlines()
+    for line, words in zip(lines, (("#6 ", "answer 12"), ("#7 ", "reward: no number")), strict=True):
+        assert all(word in line for word in words)
+    as_json = tba_buffer("tail", "-n", 3, "--json", "-b", filled).output.splitlines()
+    assert [json.loads(line)["id"] for line in as_json] == [5, 6, 7]
     tail = list(csv.DictReader(tba_buffer("tail", "-n", 2, "--csv", "-b", filled).output.splitlines()))
     assert [(row["id"], row["error"]) for row in tail] == [("6", ""), ("7", "reward: no number")]
     checks = list(csv.DictReader(tba_buffer("check", "--csv", "-b", filled).output.splitlines()))

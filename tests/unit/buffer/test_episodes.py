@@ -20,8 +20,7 @@ WHOLE: dict[str, Any] = {"segments": np.zeros(0, np.int32), "loss_mask": np.zero
 @pytest.fixture
 def buffer(harness, trajectory):
     """A buffer with two groups, each of an episode and a response of one turn, and a failed episode."""
-    made = harness()
-    made.fill(2, 0)
+    made = harness(fill=(2, 0))
     for n in range(2):
         episode = make_episode(f"p{n}", 0, tokens=[n, *make_episode().response_ids[1:]])
         made.put([episode, trajectory(f"p{n}", 0, tokens=[n, 9])], first_sequence=10 * n)
@@ -51,14 +50,6 @@ def test_the_view_of_turns_has_every_turn_that_was_sent(buffer):
     assert rows == [*([("completed", 4, None), ("eos", 0, None)] * 2), ("turn_timeout", 1, "turn_timeout")]
 
 
-def test_turns_of_a_run_or_a_trajectory_are_found_without_reading_all_rows(buffer):
-    for condition in ("run = 'test'", "trajectory = 3", "1"):
-        sql = f"EXPLAIN QUERY PLAN SELECT * FROM turns WHERE {condition} LIMIT 10"
-        plan = [row[3] for row in buffer.store.database.all(sql)]
-        assert "SCAN t" not in plan
-        assert any("trajectories_episodes" in step or step.startswith("SEARCH t USING INTEGER") for step in plan)
-
-
 def test_a_batch_of_episodes_has_their_turn_rewards_and_is_repeated_after_a_restart(buffer, harness):
     first = buffer.sample(0, prompts=2, samples=2)
     rewards = {1: [0.25, -0.5, 0.0, 1.0], 3: [0.25, -0.5, 0.0, 1.0]}
@@ -72,8 +63,7 @@ def test_a_batch_of_episodes_has_their_turn_rewards_and_is_repeated_after_a_rest
 
 
 def test_the_size_of_a_batch_counts_the_rewards_of_turns(harness):
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     turns = [make_episode().turns[0] | {"start": n, "tokens": 1, "reward": 0.1} for n in range(1000)]
     rows = [
         make_episode(lease=0, tokens=[*range(999), k], logprobs=np.zeros(1000, np.float32), turns=turns, **WHOLE)
@@ -89,22 +79,18 @@ def test_the_size_of_a_batch_counts_the_rewards_of_turns(harness):
     )
 
 
-def test_a_batch_without_episodes_has_no_turn_rewards(harness):
-    buffer = harness()
-    buffer.fill(2, 2)
-    assert buffer.sample(0, prompts=2, samples=2).message.turn_rewards is None
+MALFORMED = [("turns", "["), ("turns", "[1]"), ("turns", '[{"start": 0}]'), ("reward_parts", '{"correct": []}')]
 
 
-@pytest.mark.parametrize("turns", ["[", "[1]", '[{"start": 0}]'])
-def test_a_batch_with_malformed_turns_is_refused(buffer, turns):
-    buffer.store.database.execute("UPDATE trajectory_rows SET turns = ?", (turns,))
-    with pytest.raises(StorageError, match="turns that the database holds are malformed"):
+@pytest.mark.parametrize(("column", "value"), MALFORMED)
+def test_a_batch_with_malformed_values_is_refused(buffer, column, value):
+    buffer.store.database.execute(f"UPDATE trajectory_rows SET {column} = ?", (value,))
+    with pytest.raises(StorageError, match=f"{column.replace('_', ' ')} that the database holds are malformed"):
         buffer.sample(0, prompts=2, samples=2)
 
 
 def test_equal_responses_to_different_contexts_are_no_duplicates(harness, trajectory):
-    buffer = harness()
-    buffer.fill(1, 0)
+    buffer = harness(fill=(1, 0))
     contexts = ([1, 2], [1, 2, 3], [1, 2])
     rows = [replace(trajectory(tokens=[5, 6]), prompt_ids=np.array(ids, np.int32)) for ids in contexts]
     buffer.put(rows, 0)
@@ -113,27 +99,15 @@ def test_equal_responses_to_different_contexts_are_no_duplicates(harness, trajec
 
 
 def put(buffer, *responses: HeldOutResponse, version: int = 0, **changes: Any) -> None:
-    fields: dict[str, Any] = {
-        "step": version,
-        "prompts": 2,
-        "prompt_set": "a",
-        "settings": "b",
-        "evaluated_at": 1.0 + version,
-        "seconds": 1.0,
-    }
-    metrics: dict[str, Any] = {"metrics": {"accuracy": 0.5}, "intervals": {}}
-    message = PutEvaluation(version=version, responses=list(responses), **fields | metrics | changes)
+    fields: dict[str, Any] = {"step": version, "evaluated_at": 1.0 + version, "metrics": {"accuracy": 0.5}} | changes
+    settings: dict[str, Any] = {"prompts": 2, "prompt_set": "a", "settings": "b", "seconds": 1.0, "intervals": {}}
+    message = PutEvaluation(version=version, responses=list(responses), **settings | fields)
     buffer.ask(message, role="evaluator", sender="e.1")
 
 
 def response(prompt: str, text: str, correct: float, **changes: Any) -> HeldOutResponse:
-    fields: dict[str, Any] = {
-        "prompt_text": f"{prompt}?",
-        "answer": "42",
-        "reward": correct,
-        "reward_parts": {"correct": correct},
-    }
-    return HeldOutResponse(prompt=prompt, response=text, **fields | changes)
+    fields: dict[str, Any] = {"reward": correct, "reward_parts": {"correct": correct}} | changes
+    return HeldOutResponse(prompt=prompt, prompt_text=f"{prompt}?", answer="42", response=text, **fields)
 
 
 def test_the_responses_of_an_evaluation_are_replaced_with_it_but_not_by_one_without_a_measurement(harness):
@@ -148,21 +122,15 @@ def test_the_responses_of_an_evaluation_are_replaced_with_it_but_not_by_one_with
 
 def test_the_wrong_responses_are_those_of_the_newest_evaluation(harness, tba_here):
     buffer = harness()
+    asked = ("eval", "--wrong", "--json", "--set", f"buffer.database={buffer.store.path}", "--set", "run.name=test")
+    nothing = tba_here(*asked)
+    assert (nothing.exit_code, "evaluate it with `tba eval`" in nothing.message) == (2, True)
     put(buffer, response("p0", "40", 0.0))
     put(buffer, response("p0", "41", 0.0), response("p1", "42", 1.0), response("p2", "", 0.0, error="no"), version=8)
     put(buffer, response("p9", "7", 0.3, reward_parts={}), version=9, step=3)
     buffer.store.close()
-    where = ("--set", f"buffer.database={buffer.store.path}", "--set", "run.name=test")
-    rows = tba_here("eval", "--wrong", "--json", *where).json
+    rows = tba_here(*asked).json
     assert [(row["version"], row["prompt"], row["response"], row["error"]) for row in rows] == [
         (8, "p0?", "41", None),
         (8, "p2?", "", "no"),
     ]
-
-
-def test_without_stored_responses_the_question_what_is_wrong_has_no_answer(harness, tba_here):
-    buffer = harness()
-    buffer.store.close()
-    where = ("--set", f"buffer.database={buffer.store.path}", "--set", "run.name=test")
-    asked = tba_here("eval", "--wrong", *where)
-    assert (asked.exit_code, "evaluate it with `tba eval`" in asked.message) == (2, True)

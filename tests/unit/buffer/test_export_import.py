@@ -3,9 +3,15 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tba.buffer.offline.offline_buffer import OfflineBuffer, read_recorded_run
+from tba.buffer.service.service import BufferService
 from tba.buffer.store.store import Store
+from tba.buffer.tools import import_file
+from tba.common.config import Config
+from tba.common.errors import StorageError
 from tba.tests.helpers.buffer import ask as ask_file
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import make_episode
@@ -49,8 +55,6 @@ TURNS = (
 
 @pytest.mark.parametrize("name", FILES)
 def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness, trajectory, target, ask, tmp_path):
-    import numpy as np
-
     buffer = harness(fill=(2, 2))
     logprobs = np.array([-0.1, -1e-7, -3.3333333], np.float32)
     odd = {"text": 'a "b"\n\u2028é', "metadata": {"deep": [{"x": 1.5}]}, "loss_mask": np.array([1, 0, 1], np.uint8)}
@@ -74,26 +78,25 @@ def test_an_exported_trajectory_is_imported_unchanged(name, tba_buffer, harness,
     assert metadata == {"deep": [{"x": 1.5}], "imported_version": 0, "imported_run": buffer.run.uuid}
 
 
-def test_imports_belong_to_no_policy_of_the_run_and_are_never_on_policy(
+def test_imports_belong_to_no_policy_of_the_run_and_are_leased_only_if_the_task_has_their_prompts(
     tba_buffer, filled, target, harness, tmp_path, ask
 ):
     tba_buffer("import", filled, *target)
-    assert set(ask("SELECT policy_version, policy_step, epoch, searcher LIKE 'import.%' FROM trajectories")) == {
-        (-1, None, None, 1)
-    }
+    columns = "policy_version, policy_step, epoch, searcher LIKE 'import.%'"
+    assert set(ask(f"SELECT {columns} FROM trajectories")) == {(-1, None, None, 1)}
     buffer = harness(tmp_path / "other/buffer.sqlite")
-    buffer.service = _serve_run(buffer, "other")
+    buffer.run = buffer.store.open_run("other", seed=0, config={}, software={})
+    buffer.service = BufferService(buffer.store, buffer.run, buffer.config, buffer.clock)
+    status = buffer.service.status()
+    assert (status.prompts, status.sampleable) == (0, 6)
+    # p0, which was also imported.
+    buffer.register(1)
+    assert buffer.service.status().prompts == 1
+    buffer.announce(0, 0)
+    assert {visit.prompt_key for visit in buffer.lease(3).visits} == {"p0"}
     batch = buffer.sample(0, prompts=2, samples=3).message
-    assert set(batch.policy_version) == {-1}
-    assert set(batch.staleness) == {0}
-    assert set(batch.temperature) == {1.0}
-
-
-def _serve_run(buffer, name):
-    from tba.buffer.service.service import BufferService
-
-    buffer.run = buffer.store.open_run(name, seed=0, config={}, software={})
-    return BufferService(buffer.store, buffer.run, buffer.config, buffer.clock)
+    facts = zip(batch.policy_version, batch.staleness, batch.temperature, strict=True)
+    assert (len(batch.trajectory_ids), {*facts}) == (6, {(-1, 0, 1.0)})
 
 
 @pytest.mark.parametrize("name", [*FILES, "backup.sqlite"])
@@ -133,56 +136,23 @@ def test_each_run_of_a_database_has_its_own_imports(tba_buffer, filled, target, 
     assert ask("SELECT run, COUNT(*) FROM trajectories GROUP BY 1") == [("another", 8), ("other", 8)]
 
 
-def test_an_import_does_not_create_a_second_run_with_the_default_name(tba_buffer, filled):
+def test_a_run_that_may_not_get_the_rows_and_a_row_that_occurs_twice_are_refused(tba_buffer, filled, target, tmp_path):
     tba_buffer("export", "rows.jsonl", "-b", filled)
     refused = tba_buffer("import", "rows.jsonl", "-b", filled)
     assert refused.exit_code == 78
     assert 'belongs to run test, and run.name is run: set run.name = "test"' in refused.message
-    assert tba_buffer("import", "rows.jsonl", "-b", filled, "--set", "run.name=test", "--json").json["new"] == 0
-
-
-def test_a_trajectory_that_occurs_twice_in_a_file_is_an_error(tba_buffer, filled, target, tmp_path, ask):
-    tba_buffer("export", "rows.jsonl", "-b", filled)
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
-    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, lines[3]]))
-    refused = tba_buffer("import", "rows.jsonl", *target)
-    assert refused.exit_code == 2
-    assert "rows.jsonl:8: trajectory 4 of run" in refused.message
-
-
-def test_nothing_is_imported_into_the_record_of_an_offline_run(tba_buffer, filled, target, tmp_path):
-    from tba.buffer.offline.offline_buffer import OfflineBuffer, read_recorded_run
-    from tba.common.config import Config
-
-    (tmp_path / "demos.jsonl").write_text(json.dumps(GOOD))
+    (tmp_path / "twice.jsonl").write_text("\n".join([*lines, lines[3]]))
+    refused = tba_buffer("import", "twice.jsonl", "-b", "new.sqlite")
+    assert (refused.exit_code, "twice.jsonl:8: trajectory 4 of run" in refused.message) == (2, True)
     config = Config.model_validate({"run": {"dir": tmp_path / "other", "name": "other"}})
     OfflineBuffer(config, read_recorded_run(filled, run=None, as_of=None), replay=False).close()
-    refused = tba_buffer("import", "demos.jsonl", *target)
+    refused = tba_buffer("import", "rows.jsonl", *target)
     assert refused.exit_code == 78
     assert "belongs to run other, which was trained offline from" in refused.message
 
 
-def test_imported_prompts_are_trained_on_and_leased_only_if_the_task_has_them(tba_buffer, filled, target, harness):
-    tba_buffer("import", filled, *target)
-    buffer = harness(filled.parent / "other/buffer.sqlite")
-    buffer.service = _serve_run(buffer, "other")
-    assert buffer.service.status().prompts == 0
-    assert buffer.service.status().sampleable == 6
-    # p0, which was also imported.
-    buffer.register(1)
-    assert buffer.service.status().prompts == 1
-    buffer.announce(0, 0)
-    assert {visit.prompt_key for visit in buffer.lease(3).visits} == {"p0"}
-    assert len(buffer.sample(0, prompts=2, samples=3).message.trajectory_ids) == 6
-
-
 # ---------------------------------------------------------------- export
-
-
-def test_where_selects_trajectories(tba_buffer, filled, tmp_path):
-    tba_buffer("export", "good.jsonl", "-b", filled, "--where", "reward > 0.3 AND error IS NULL")
-    rows = [json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()]
-    assert [row["reward"] for row in rows] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -203,16 +173,21 @@ def test_a_refused_export_gives_one_sentence_and_leaves_no_file(arguments, words
     assert {path for path in tmp_path.iterdir() if not path.name.startswith(filled.name)} <= before
 
 
-def test_an_export_replaces_a_file_only_with_force(tba_buffer, filled, tmp_path):
+@pytest.mark.parametrize(("command", "done"), [("export", "7 trajectories"), ("backup", "integrity ok")])
+def test_an_export_or_a_backup_replaces_a_file_only_with_force(command, done, tba_buffer, filled, tmp_path):
     (tmp_path / "x.jsonl").write_text("precious")
-    assert "exists: choose another name" in tba_buffer("export", "x.jsonl", "-b", filled).message
+    refused = tba_buffer(command, "x.jsonl", "-b", filled)
+    assert (refused.exit_code, "exists: choose another name" in refused.message) == (2, True)
     assert (tmp_path / "x.jsonl").read_text() == "precious"
-    assert tba_buffer("export", "x.jsonl", "-b", filled, "--force").exit_code == 0
-    itself = tba_buffer("export", filled, "--format", "jsonl", "-b", filled, "--force")
-    assert "is the database itself" in itself.message
+    assert done in tba_buffer(command, "x.jsonl", "-b", filled, "--force").output
+    itself = filled.rename(tmp_path / "filled.jsonl")
+    assert "is the database itself" in tba_buffer(command, itself, "-b", itself, "--force").message
 
 
-def test_an_export_reports_compacted_trajectories(tba_buffer, filled):
+def test_an_export_has_what_where_selects_and_reports_compacted_trajectories(tba_buffer, filled, tmp_path):
+    tba_buffer("export", "good.jsonl", "-b", filled, "--where", "reward > 0.3 AND error IS NULL")
+    rows = [json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [0.5, 0.5]
     tba_buffer("prune", "--tokens", "-b", filled, "--set", "run.name=test", "--keep-steps", 0)
     done = tba_buffer("export", "x.jsonl", "-b", filled, "--json").json
     assert (done["trajectories"], done["without_tokens"]) == (6, 1)
@@ -320,19 +295,17 @@ def test_an_invalid_parquet_row_is_located(tba_buffer, target, tmp_path):
     assert "none.parquet is not a readable parquet file" in tba_buffer("import", "none.parquet", *target).message
 
 
-def test_an_imported_error_without_a_kind_is_of_the_kind_imported(tba_buffer, target, tmp_path, ask):
+def test_an_imported_error_without_a_kind_is_of_the_kind_imported_and_text_needs_a_model(
+    tba_buffer, target, tmp_path, ask
+):
     lines = [GOOD | {"error": "no"}, GOOD | {"error": "late", "error_kind": "worker"}, GOOD]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert tba_buffer("import", "rows.jsonl", *target).exit_code == 0
     kinds = ask("SELECT error_kind FROM trajectories ORDER BY id")
     assert kinds == [("imported",), ("worker",), (None,)]
-
-
-def test_importing_text_without_a_model_names_the_setting(tba_buffer, tmp_path):
-    (tmp_path / "demos.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
-    refused = tba_buffer("import", "demos.jsonl", "--set", f"run.dir={tmp_path / 'o'}")
-    assert refused.exit_code == 78
-    assert "model.path is not set" in refused.message
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    refused = tba_buffer("import", "rows.jsonl", "--set", f"run.dir={tmp_path / 'o'}")
+    assert (refused.exit_code, "model.path is not set" in refused.message) == (78, True)
 
 
 @pytest.mark.parametrize(
@@ -342,15 +315,11 @@ def test_a_refused_source_creates_no_database(source, words, tba_buffer, target,
     (tmp_path / "rows.csv").write_text("a,b\n")
     arguments = [filled, "-b", filled] if source == "self" else [source, *target]
     refused = tba_buffer("import", *arguments)
-    assert refused.exit_code == 2
-    assert words in refused.message
+    assert (refused.exit_code, words in refused.message) == (2, True)
     assert not (tmp_path / "other").exists()
 
 
 def test_a_failure_during_an_import_reports_the_rows_imported_so_far(tba_buffer, target, tmp_path, monkeypatch, ask):
-    from tba.buffer.tools import import_file
-    from tba.common.errors import StorageError
-
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(GOOD | {"reward": n}) + "\n" for n in range(100)))
     put = import_file.ImportTarget.put
 

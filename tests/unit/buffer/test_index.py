@@ -240,7 +240,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert len(eligible) < groups
         else:
             assert len({group[0].prompt for group in used.groups}) == groups
-            assert all(entry in eligible[entry.prompt] for group in used.groups for entry in group)
+            assert all(entry in eligible[group[0].prompt] for group in used.groups for entry in group)
 
     @invariant()
     def equals_the_model(self) -> None:

@@ -14,8 +14,7 @@ from tba.common.config import Config, CurriculumSection
 from tba.common.errors import EXIT_CONFIG, Refused
 from tba.common.wire import messages
 from tba.common.wire.fields import NO_POLICY
-from tba.tests.helpers.buffer import ServiceHarness
-from tba.tests.helpers.clock import ManualClock
+from tba.tests.helpers.buffer import ServiceHarness, change
 from tba.tests.helpers.puts import make_trajectory, put_message
 
 
@@ -31,12 +30,6 @@ def test_every_prompt_of_an_epoch_is_leased_once_before_the_next_epoch_shuffled_
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_leases_whose_reply_was_lost_are_granted_again(harness):
-    buffer = harness(fill=(10, 0))
-    lost = buffer.lease(3).visits
-    assert buffer.lease(3, held=[]).visits == lost
-
-
 def open_leases(buffer) -> set[int]:
     """Return the ids of the visits that are open in the database."""
     return {visit.id for visit in buffer.store.visits.open(buffer.run)}
@@ -50,15 +43,10 @@ def test_a_put_closes_no_visit_of_another_sender_and_none_of_another_prompt(harn
     assert open_leases(buffer) == {theirs.lease, mine.lease}
     buffer.put([trajectory(mine.prompt_key, mine.lease)], 2, sender="b.1")
     assert open_leases(buffer) == set(buffer.service.state.leases.open) == {theirs.lease}
-
-
-def test_rows_already_stored_close_no_visit(harness, trajectory):
-    buffer = harness(fill=(1, 0))
-    # The same prompt in two epochs.
-    first, second = buffer.lease(2).visits
-    buffer.put([trajectory(first.prompt_key, first.lease)], 0)
-    buffer.put([trajectory(second.prompt_key, second.lease)], 0)
-    assert open_leases(buffer) == {second.lease}
+    # Rows that are stored already close none: here the same prompt in another epoch.
+    later = next(visit for visit in buffer.lease(2, sender="b.1").visits if visit.prompt_key == mine.prompt_key)
+    buffer.put([trajectory(later.prompt_key, later.lease)], 2, sender="b.1")
+    assert later.lease in open_leases(buffer)
 
 
 def test_a_visit_is_open_until_the_last_of_its_single_responses_is_stored(harness, trajectory):
@@ -105,52 +93,42 @@ def test_a_late_put_closes_its_visit_unless_it_is_leased_to_another_searcher(har
     assert open_leases(buffer) == {first.lease}
 
 
-def test_a_heartbeat_keeps_leases(harness):
-    buffer = harness(buffer={"lease_seconds": 30}, fill=(4, 0))
-    buffer.lease(2, sender="slow.1")
-    buffer.clock.advance(29)
-    buffer.ask(messages.Heartbeat(activity="generating", reason="", weights_version=0, metrics={}), sender="slow.1")
-    buffer.clock.advance(29)
-    buffer.service.expire_leases()
-    assert len(buffer.lease(2, sender="other.1").visits) == 2
-    assert buffer.service.state.leases.held_by("slow.1") == 2
+BEAT = messages.Heartbeat(activity="generating", reason="", weights_version=0, metrics={})
 
 
-HELLO = messages.Hello(host="h", pid=1)
-
-
-def test_a_restarted_searcher_soon_gets_the_leases_of_its_earlier_start(harness):
-    buffer = harness(buffer={"lease_seconds": 120}, fill=(4, 0))
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_restarted_searcher_soon_gets_the_leases_of_its_earlier_start_unless_that_lives(harness, lives):
+    buffer = harness(buffer={"lease_seconds": 120}, fill=(8, 0))
     before = {v.lease for v in buffer.lease(4, sender="node-cpu0.aaaa").visits}
-    buffer.ask(HELLO, sender="node-cpu0.bbbb")
-    buffer.clock.advance(4)
-    buffer.service.expire_leases()
-    assert {v.lease for v in buffer.lease(4, sender="node-cpu0.bbbb").visits} == before
-
-
-def test_two_living_searchers_with_one_name_keep_their_own_leases(harness):
-    buffer = harness(fill=(8, 0))
-    first = {v.lease for v in buffer.lease(4, sender="node-cpu0.aaaa").visits}
-    buffer.ask(HELLO, sender="node-cpu0.bbbb")
+    buffer.ask(messages.Hello(host="h", pid=1), sender="node-cpu0.bbbb")
     buffer.clock.advance(2)
-    buffer.ask(messages.Heartbeat(activity="x", reason="", weights_version=0, metrics={}), sender="node-cpu0.aaaa")
+    if lives:
+        buffer.ask(BEAT, sender="node-cpu0.aaaa")
     buffer.clock.advance(2)
     buffer.service.expire_leases()
-    assert not first & {v.lease for v in buffer.lease(4, sender="node-cpu0.bbbb").visits}
+    found = {v.lease for v in buffer.lease(4, sender="node-cpu0.bbbb").visits}
+    assert found == before if not lives else not found & before
 
 
-def test_a_searcher_that_was_silent_too_long_keeps_leases_not_granted_to_another(harness):
+def test_a_heartbeat_keeps_leases_and_after_a_silence_those_not_granted_to_another_are_kept(harness):
     buffer = harness(buffer={"lease_seconds": 30}, fill=(8, 0))
     mine = [v.lease for v in buffer.lease(4, sender="slow.1").visits]
-    buffer.clock.advance(31)
+    buffer.clock.advance(29)
+    buffer.ask(BEAT, sender="slow.1")
+    buffer.clock.advance(29)
     buffer.service.expire_leases()
+    assert buffer.service.state.leases.held_by("slow.1") == 4
+    buffer.clock.advance(2)
+    buffer.service.expire_leases()
+    assert buffer.service.state.leases.held_by("slow.1") == 0
     buffer.lease(1, held=mine, sender="slow.1")
     assert not set(mine) & {v.lease for v in buffer.lease(3, sender="other.1").visits}
 
 
-def test_after_a_goodbye_the_leases_of_a_searcher_go_to_others_and_it_gets_none(harness):
+def test_leases_whose_reply_was_lost_are_granted_again_and_after_a_goodbye_to_others(harness):
     buffer = harness(fill=(4, 0))
     left = buffer.lease(4, sender="a.1").visits
+    assert buffer.lease(4, held=[], sender="a.1").visits == left
     buffer.ask(messages.Goodbye(), sender="a.1")
     assert buffer.lease(4, sender="a.1").visits == []
     assert buffer.lease(4, sender="b.1").visits == left
@@ -180,14 +158,18 @@ def test_the_first_fill_is_not_held_back_by_max_staleness(harness, staleness, mi
     assert len(buffer.lease(30).visits) == granted
 
 
-def test_prompts_arrive_in_chunks_are_leased_only_when_complete_and_others_are_refused(harness):
+def register(buffer, offset: int, keys: list[str], sender: str = "s.1", total: int = 4, fingerprint: str = "0" * 64):
+    message = messages.RegisterPrompts(task="t", fingerprint=fingerprint, total=total, offset=offset, keys=keys)
+    return buffer.ask(message, sender=sender).message
+
+
+def test_prompts_are_leased_only_when_complete_and_others_are_refused(harness):
     buffer = harness()
-    half = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=0, keys=["p0", "p1"])
-    assert buffer.ask(half).message == messages.Registered(known=2, complete=False)
+    assert register(buffer, 0, ["p0", "p1"]) == messages.Registered(known=2, complete=False)
     with pytest.raises(Refused, match="not registered yet"):
         buffer.lease(1)
     with pytest.raises(Refused, match="other data"):
-        buffer.ask(replace(half, fingerprint="1" * 64, keys=["q0"]))
+        register(buffer, 0, ["q0"], fingerprint="1" * 64)
     with pytest.raises(Refused, match="lower train.prompts_per_step"):
         harness(train={"prompts_per_step": 5}).register(4)
 
@@ -217,97 +199,71 @@ def test_a_trainer_ahead_of_an_old_copy_of_the_database_gets_new_data(harness, t
 
 
 def test_prompts_are_added_in_their_order_and_only_once(harness):
-    buffer = harness()
-    chunks = {offset: ["p0", "p1", "p2", "p3"][offset : offset + 2] for offset in (0, 1, 2)}
-
-    def register(offset: int) -> int:
-        message = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=offset, keys=chunks[offset])
-        return buffer.ask(message).message.known
-
+    buffer, keys = harness(), ["p0", "p1", "p2", "p3"]
     # The chunk at 2 leaves a gap at first, the one at 1 overlaps.
-    assert [register(offset) for offset in (2, 0, 0, 1, 2)] == [0, 2, 2, 3, 4]
+    known = [register(buffer, offset, keys[offset : offset + 2]).known for offset in (2, 0, 0, 1, 2)]
+    assert known == [0, 2, 2, 3, 4]
     state = buffer.service.state
-    order, ids = state.leases.order, dict(state.prompt_ids)
+    order, ids = state.leases.order, list(state.prompt_ids.items())
     state.rebuild()
-    assert (state.leases.order, list(state.prompt_ids.items())) == (order, list(ids.items()))
-    assert list(ids) == ["p0", "p1", "p2", "p3"]
+    assert (state.leases.order, list(state.prompt_ids.items())) == (order, ids)
+    assert [key for key, _ in ids] == keys
 
 
 def test_one_searcher_sends_the_prompts_and_another_goes_on_if_it_falls_silent(harness):
     buffer = harness()
-
-    def register(sender: str, offset: int, keys: list[str]) -> messages.Registered:
-        message = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=4, offset=offset, keys=keys)
-        return buffer.ask(message, sender=sender).message
-
-    assert not register("a.1", 0, []).wait
-    assert register("b.1", 0, []).wait
-    assert not register("a.1", 0, ["p0"]).wait
+    assert not register(buffer, 0, [], "a.1").wait
+    assert register(buffer, 0, [], "b.1").wait
+    assert not register(buffer, 0, ["p0"], "a.1").wait
     buffer.clock.advance(9)
-    assert register("b.1", 1, []).wait
+    assert register(buffer, 1, [], "b.1").wait
     buffer.clock.advance(2)
-    assert not register("b.1", 1, []).wait
+    assert not register(buffer, 1, [], "b.1").wait
     # The first one was only slow: what it sends counts, and it leaves the rest to the other.
-    assert register("a.1", 1, ["p1"]) == messages.Registered(known=2, complete=False, wait=True)
-    assert register("b.1", 1, ["p1", "p2", "p3"]) == messages.Registered(known=4, complete=True)
-    assert register("a.1", 2, []) == messages.Registered(known=4, complete=True)
+    assert register(buffer, 1, ["p1"], "a.1") == messages.Registered(known=2, complete=False, wait=True)
+    assert register(buffer, 1, ["p1", "p2", "p3"], "b.1") == messages.Registered(known=4, complete=True)
+    assert register(buffer, 2, [], "a.1") == messages.Registered(known=4, complete=True)
 
 
 @pytest.mark.parametrize("keys", [["p0", "p1", "p0"], ["a", "p2"]])
 def test_two_equal_prompt_keys_are_refused_and_leave_nothing(harness, keys):
     buffer = harness()
     if keys[0] == "a":
-        buffer.ask(messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=5, offset=0, keys=["p0", "p1", "p2"]))
-    known = len(buffer.service.state.prompt_ids)
-    chunk = messages.RegisterPrompts(task="t", fingerprint="0" * 64, total=5, offset=known, keys=keys)
+        register(buffer, 0, ["p0", "p1", "p2"], total=5)
+    state = buffer.service.state
+    known = len(state.prompt_ids)
     with pytest.raises(Refused, match=f"two prompts of task t have the key '{keys[-1]}'") as refused:
-        buffer.ask(chunk)
+        register(buffer, known, keys, total=5)
     assert refused.value.exit_code == EXIT_CONFIG
-    assert len(buffer.service.state.prompt_ids) == known
-    assert (buffer.service.state.task.name is None) == (known == 0), "a corrected task can be registered"
+    assert len(state.prompt_ids) == known
+    assert (state.task.name is None) == (known == 0), "a corrected task can be registered"
 
 
-def crowd(harness, searchers: int, leases: int):
-    """Return a buffer whose searchers hold all prompts that bounded staleness has room for, and their next requests."""
-    prompts = searchers * leases
-    buffer = harness(buffer={"max_staleness": 1}, train={"prompts_per_step": prompts // 2, "publish_every": 1})
-    buffer.register(2 * prompts)
-    buffer.announce(0, 0)
-    assert buffer.service.with_room(()) == []
-    # All are alive before the first one asks, and each gets its part.
-    for n in range(searchers):
-        buffer.ask(messages.Heartbeat(activity="x", reason="", weights_version=0, metrics={}), sender=f"s{n}.1")
-    buffer.held = {
-        f"s{n}.1": [v.lease for v in buffer.lease(leases, sender=f"s{n}.1").visits] for n in range(searchers)
+def test_waiting_searchers_wake_for_new_weights_and_room_and_as_many_as_there_is_room_for(harness, trajectory):
+    buffer = harness(buffer={"max_staleness": 1}, train={"prompts_per_step": 12, "publish_every": 1}, fill=(48, 0))
+    assert buffer.service.leasing.with_room(()) == []
+    senders = [f"s{n}.1" for n in range(6)]
+    # All are alive before the first one asks, and each gets its part. Together they hold all that staleness allows.
+    for sender in senders:
+        buffer.ask(BEAT, sender=sender)
+    held = {sender: [v.lease for v in buffer.lease(4, sender=sender).visits] for sender in senders}
+    waiting = {
+        sender: messages.LeasePrompts(want=4, held=own, weights_version=0, wait_seconds=1.0)
+        for sender, own in held.items()
     }
-    wait = {
-        sender: messages.LeasePrompts(want=leases, held=held, weights_version=0, wait_seconds=1.0)
-        for sender, held in buffer.held.items()
-    }
-    assert all(buffer.ask(request, sender=sender) is None for sender, request in wait.items())
-    return buffer, wait
-
-
-def test_waiting_searchers_wake_only_for_room_and_as_many_as_there_is_room_for(harness, trajectory):
-    buffer, waiting = crowd(harness, searchers=6, leases=4)
+    assert all(buffer.ask(request, sender=sender) is None for sender, request in waiting.items())
     asked = waiting.items()
-    assert buffer.service.with_room(asked) == []
+    assert buffer.service.leasing.with_room(asked) == []
     # Two visits fail, so two prompts are no longer under way.
-    for n, lease in enumerate(buffer.held["s3.1"][:2]):
+    for n, lease in enumerate(held["s3.1"][:2]):
         prompt = buffer.service.state.prompt_keys[buffer.service.state.leases.open[lease].prompt]
         failed = trajectory(prompt, lease, tokens=[], error="no number", stop_reason="error", reward=0.0)
         buffer.put([failed], n, sender="s3.1")
-    assert buffer.service.with_room(asked) == ["s3.1"], "the others have their part"
+    assert buffer.service.leasing.with_room(asked) == ["s3.1"], "the others have their part"
     assert len(buffer.ask(waiting["s3.1"], sender="s3.1").message.visits) == 2
-    assert buffer.service.with_room(asked) == []
-
-
-def test_new_weights_wake_every_waiting_searcher_once(harness):
-    buffer, waiting = crowd(harness, searchers=3, leases=2)
-    assert buffer.service.with_room(waiting.items()) == []
+    assert buffer.service.leasing.with_room(asked) == []
     buffer.announce(1, 1)
-    assert buffer.service.with_room(waiting.items()) == list(waiting)
-    assert buffer.service.with_room(waiting.items()) == []
+    assert [buffer.service.leasing.with_room(asked) for _ in range(2)] == [senders, []]
 
 
 ANSWERS = 4
@@ -328,11 +284,10 @@ class Searching:
         for _ in range(count):
             (visit,) = self._buffer.lease(1).visits
             key = visit.prompt_key
+            rewards = [float(n < self.passes.get(key, 2)) for n in range(ANSWERS)]
             rows = [
-                make_trajectory(
-                    key, visit.lease, tokens=[self._sequence + n], reward=float(n < self.passes.get(key, 2))
-                )
-                for n in range(ANSWERS)
+                make_trajectory(key, visit.lease, tokens=[self._sequence + n], reward=reward)
+                for n, reward in enumerate(rewards)
             ]
             self._buffer.put(rows, self._sequence)
             self._sequence += ANSWERS
@@ -340,8 +295,8 @@ class Searching:
         return keys
 
 
-def start(harness, path=None, prompts: int = 8, **curriculum: object) -> ServiceHarness:
-    return harness(path, curriculum={**ON, **curriculum}, fill=(prompts, 0))
+def start(harness, path=None, **curriculum: object) -> ServiceHarness:
+    return harness(path, curriculum={**ON, **curriculum}, fill=(8, 0))
 
 
 def test_an_epoch_skips_what_is_solved_and_ends_with_what_never_passed(harness):
@@ -354,10 +309,8 @@ def test_an_epoch_skips_what_is_solved_and_ends_with_what_never_passed(harness):
     assert searching.visit(6) == [*first, *last]
     status = buffer.service.status()
     assert (status.epoch, status.skipped_prompts, status.postponed_prompts) == (1, 2, 2)
-    rows = buffer.store.database.all(
-        "SELECT epoch, prompt, decision, pass_rate, answers FROM curriculum ORDER BY prompt"
-    )
-    assert rows == [
+    query = "SELECT epoch, prompt, decision, pass_rate, answers FROM curriculum ORDER BY prompt"
+    assert buffer.store.database.all(query) == [
         (1, "p1", "skipped", 1.0, 4),
         (1, "p2", "skipped", 0.75, 4),
         (1, "p5", "postponed", 0.0, 4),
@@ -365,28 +318,23 @@ def test_an_epoch_skips_what_is_solved_and_ends_with_what_never_passed(harness):
     ]
 
 
-@pytest.mark.parametrize("visited", [8, 9, 11, 14])
-def test_a_restart_within_an_epoch_keeps_its_order_and_what_the_next_one_decides(harness, tmp_path, visited):
+@pytest.mark.parametrize(
+    ("visited", "count", "changes"),
+    [(8, 30, {}), (9, 30, {}), (11, 30, {}), (14, 30, {}), (10, 14, {"solved": "off", "unsolved_last": False})],
+)
+def test_a_restart_within_an_epoch_keeps_its_order_and_the_settings_then_decide_of_the_next_one(
+    harness, tmp_path, visited, count, changes
+):
     passes = {"p1": 4, "p2": 3, "p5": 0, "p6": 0}
-    whole = Searching(start(harness, tmp_path / "whole.sqlite"), passes).visit(30)
+    whole = Searching(start(harness, tmp_path / "whole.sqlite"), passes).visit(count)
     before = start(harness, tmp_path / "parts.sqlite")
     keys = Searching(before, passes).visit(visited)
     before.store.close()
-    after = harness(tmp_path / "parts.sqlite", curriculum=ON)
-    keys += Searching(after, passes, sequence=visited * ANSWERS).visit(30 - visited)
-    assert keys == whole
-
-
-def test_other_settings_after_a_restart_change_the_next_epoch_and_not_the_current_one(harness, tmp_path):
-    passes = {"p1": 4, "p2": 4}
-    whole = Searching(start(harness, tmp_path / "whole.sqlite"), passes).visit(14)
-    before = start(harness, tmp_path / "parts.sqlite")
-    keys = Searching(before, passes).visit(10)
-    before.store.close()
-    after = harness(tmp_path / "parts.sqlite", curriculum={**ON, "solved": "off"})
-    searching = Searching(after, passes, sequence=10 * ANSWERS)
-    assert keys + searching.visit(4) == whole
-    assert len(set(searching.visit(8))) == 8
+    restarted = harness(tmp_path / "parts.sqlite", curriculum={**ON, **changes})
+    after = Searching(restarted, passes, sequence=visited * ANSWERS)
+    assert keys + after.visit(count - visited) == whole
+    if changes:
+        assert len(set(after.visit(8))) == 8
 
 
 def test_answers_that_were_compacted_still_count(harness, tmp_path):
@@ -397,17 +345,10 @@ def test_answers_that_were_compacted_still_count(harness, tmp_path):
     config = Config.model_validate(
         {"run": {"name": "test"}, "buffer": {"database": str(path), "prompt_cap": 1}, "curriculum": ON}
     )
-    done = prune_tokens(config, ManualClock(), keep_steps=0, dry_run=False)
+    done = prune_tokens(config, keep_steps=0, dry_run=False)
     assert done["trajectories_compacted"] == 8 * (ANSWERS - 1)
     after = harness(path, curriculum=ON, buffer={"prompt_cap": 1})
     assert "p1" not in Searching(after, {}, sequence=8 * ANSWERS).visit(7)
-
-
-def test_a_prompt_with_exactly_the_pass_rate_is_solved():
-    # In binary, 0.28 * 25 is a little more than 7.
-    curriculum = Curriculum(CurriculumSection(solved=0.28, answers=25, revisit_every=1000))
-    curriculum.note(7, [0] * 25, [1.0] * 7 + [0.0] * 18)
-    assert [one.decision for one in curriculum.decide(1, [7], least=0)] == ["skipped"]
 
 
 def test_a_failed_transaction_takes_back_the_epoch_that_it_began(harness):
@@ -443,16 +384,11 @@ def test_a_solved_prompt_is_revisited_and_comes_back_when_it_is_forgotten(harnes
 
 @pytest.mark.parametrize(("max_staleness", "kept"), [("unbounded", 3), (1, 6)])
 def test_an_epoch_keeps_enough_prompts_for_the_batches_under_way(harness, max_staleness, kept):
-    buffer = harness(
-        curriculum=ON, train={"prompts_per_step": 3, "publish_every": 1}, buffer={"max_staleness": max_staleness}
-    )
-    buffer.register(8)
-    buffer.announce(0, 0)
+    train, limits = {"prompts_per_step": 3, "publish_every": 1}, {"max_staleness": max_staleness}
+    buffer = harness(curriculum=ON, train=train, buffer=limits, fill=(8, 0))
     state = buffer.service.state
     for prompt, key in state.prompt_keys.items():
-        state.curriculum.note(
-            prompt, [0] * 4, [1.0] * (3 if key in ("p0", "p1") else 4) + [0.0] * (key in ("p0", "p1"))
-        )
+        state.curriculum.note(prompt, [0] * 4, [1.0, 1.0, 1.0, float(key not in ("p0", "p1"))])
     state.begin_epoch()
     assert len(state.leases.order) == kept
     assert {"p0", "p1"} <= {state.prompt_keys[prompt] for prompt in state.leases.order}, "the least solved are kept"
@@ -475,26 +411,23 @@ def test_only_the_newest_answers_of_the_run_count():
     assert decisions() == [(7, "skipped", 3)]
     curriculum.note(7, [1, 1], [0.0, 0.0])
     assert decisions() == []
+    # In binary, 0.28 * 25 is a little more than 7.
+    exact = Curriculum(CurriculumSection(solved=0.28, answers=25, revisit_every=1000))
+    exact.note(7, [0] * 25, [1.0] * 7 + [0.0] * 18)
+    assert [one.decision for one in exact.decide(1, [7], least=0)] == ["skipped"]
 
 
-def test_check_counts_skipped_prompts_and_finds_a_missing_decision(harness):
+def test_check_counts_skipped_prompts_finds_a_missing_decision_and_none_is_left_of_a_pruned_run(harness):
     buffer = start(harness)
     Searching(buffer, {"p1": 4}).visit(20)
-    results = {row["check"]: row["result"] for row in check(buffer.store.path)}
-    assert set(results.values()) == {"ok"}
-    with buffer.store.transaction():
-        buffer.store.database.execute("DELETE FROM curriculum_rows WHERE epoch = 1", ())
-    results = {row["check"]: row["result"] for row in check(buffer.store.path)}
-    assert results["past epochs are complete"] == "fail"
-
-
-def test_pruning_a_run_leaves_none_of_its_decisions(harness, tmp_path):
-    buffer = start(harness, tmp_path / "two.sqlite")
-    Searching(buffer, {"p1": 4}).visit(9)
+    path = buffer.store.path
+    assert {row["result"] for row in check(path)} == {"ok"}
+    change(path, "DELETE FROM curriculum_rows WHERE epoch = 1")
+    assert {row["check"]: row["result"] for row in check(path)}["past epochs are complete"] == "fail"
     buffer.store.open_run("other", seed=0, config={}, software={})
     buffer.store.close()
-    prune_rows(tmp_path / "two.sqlite", "test", None, keep_steps=0, archive=None, dry_run=False)
-    assert {row["result"] for row in check(tmp_path / "two.sqlite")} == {"ok"}
+    prune_rows(path, "test", None, keep_steps=0, archive=None, dry_run=False)
+    assert {row["result"] for row in check(path)} == {"ok"}
 
 
 WINDOW = 4
@@ -555,12 +488,11 @@ def test_only_the_newest_responses_say_how_long_the_next_will_be(harness, trajec
 def test_searchers_share_the_long_prompts(harness):
     buffer = harness(curriculum={"longest_first": True}, train={"prompts_per_step": 12}, fill=(12, 0))
     answer(buffer, buffer.lease(12).visits, lambda key: 10 + int(key[1:]))
-    for sender in ("s.1", "a.1", "b.1"):
-        buffer.ask(messages.Heartbeat(activity="x", reason="", weights_version=0, metrics={}), sender=sender)
-    leased = [
-        [int(visit.prompt_key[1:]) for visit in buffer.lease(4, sender=sender).visits]
-        for sender in ("s.1", "a.1", "b.1")
-    ]
+    senders = ("s.1", "a.1", "b.1")
+    for sender in senders:
+        buffer.ask(BEAT, sender=sender)
+    visits = [buffer.lease(4, sender=sender).visits for sender in senders]
+    leased = [[int(visit.prompt_key[1:]) for visit in own] for own in visits]
     assert leased == [[11, 8, 5, 2], [10, 7, 4, 1], [9, 6, 3, 0]]
 
 

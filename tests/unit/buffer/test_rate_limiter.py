@@ -50,55 +50,6 @@ def test_at_most_one_side_waits(ratio, prompts, samples, responses, extra, actio
         assert inserted - sampled / ratio <= limiter.slack + 1e-6
 
 
-# ------------------------------------------------------------ configuration
-
-
-def refusal(**sections: Any) -> str:
-    with pytest.raises(ValidationError) as caught:
-        Config.model_validate(sections)
-    return str(caught.value)
-
-
-def test_a_slack_that_could_hold_back_both_sides_is_refused():
-    train, search = {"prompts_per_step": 4, "samples_per_prompt": 8}, {"samples_per_prompt": 8}
-    message = refusal(train=train, search=search, buffer={"samples_per_insert": 2, "samples_per_insert_slack": 24})
-    assert "samples_per_insert_slack = 24 must be at least 25" in message
-    config = Config.model_validate({"train": train, "search": search, "buffer": {"samples_per_insert": 2}})
-    assert config.samples_per_insert_slack == 50
-
-
-def test_a_ratio_too_low_for_a_staleness_limit_is_refused():
-    buffer = {"samples_per_insert": 0.5, "max_staleness": 4}
-    groups = {"train": {"samples_per_prompt": 8}, "search": {"samples_per_prompt": 8}}
-    assert "must be at least train.samples_per_prompt / search.samples_per_prompt = 1" in refusal(
-        buffer=buffer, **groups
-    )
-
-
-def test_limits_smaller_than_a_batch_are_refused():
-    train = {"prompts_per_step": 4, "samples_per_prompt": 8}
-    assert "needs buffer.prompt_cap" in refusal(train=train, buffer={"replacement": "never", "prompt_cap": 7})
-    search = {"samples_per_prompt": 8}
-    never = {"replacement": "never", "max_trajectories": 31}
-    assert "less than the 32" in refusal(train=train, search=search, buffer=never)
-    assert "less than the 50" in refusal(train=train, search=search, buffer={"min_fill": 50, "max_trajectories": 49})
-    stale = {"replacement": "never", "max_staleness": 9}
-    assert "one visit must give a whole group" in refusal(train=train, search={"samples_per_prompt": 7}, buffer=stale)
-    guided = {"train": train, "buffer": {"replacement": "never"}}
-    message = refusal(search={"samples_per_prompt": 7, "guided": 0.5}, **guided)
-    assert "with search.guided needs search.samples_per_prompt >= train.samples_per_prompt = 8" in message
-    Config.model_validate({"search": {"samples_per_prompt": 8, "guided": 0.5}, **guided})
-    single = {"put": "sample", "samples_per_prompt": 20}
-    assert 'set buffer.replacement = "never"' in refusal(search=single)
-    assert "would train on the first response" in refusal(search=single, buffer={"replacement": "always"})
-    Config.model_validate({"search": single, "buffer": {"replacement": "never"}})
-    longer = {"search": {"put": "sample", "samples_per_prompt": 21}, "buffer": {"replacement": "never"}}
-    assert "would train on the first 20 responses, the shortest" in refusal(**longer)
-    # Visits of one phase fill a group together.
-    phases = {"phases": [{"until": 5, "weights": {"correct": 1.0}}]}
-    Config.model_validate({"search": {"samples_per_prompt": 7}, "task": phases, **guided})
-
-
 # ------------------------------------------------------------ service
 
 
@@ -118,6 +69,7 @@ def test_the_trainer_waits_for_inserts(harness):
     buffer = harness(
         buffer={"samples_per_insert": 1}, train={"prompts_per_step": 2, "samples_per_prompt": 2}, fill=(2, 3)
     )
+    assert buffer.config.samples_per_insert_slack == 2 * buffer.config.least_slack
     assert buffer.sample(0, prompts=2, samples=2) is not None
     assert buffer.sample(1, prompts=2, samples=2) is None
     assert buffer.ask(GetStatus()).message.trainer_waits_for == "", "it still trains on step 0"
@@ -127,25 +79,13 @@ def test_the_trainer_waits_for_inserts(harness):
     assert reason == "6 of 8 trajectories for 1 sample per insert"
 
 
-def test_searchers_that_are_ahead_are_held_back(harness):
-    buffer = limited(harness, 20, samples_per_insert_slack=12)
-    assert len(buffer.lease(10).visits) == 3
-    assert buffer.lease(10, held=[1, 2, 3]) is None
-
-
-def test_visits_of_one_prompt_in_two_epochs_count_as_two(harness):
-    buffer = limited(harness, 2, samples_per_insert_slack=16)
-    assert len(buffer.lease(4).visits) == 4
-    assert buffer.lease(4, held=[1, 2, 3, 4]) is None
-
-
-def test_searchers_are_not_held_back_while_the_trainer_lacks_prompts(harness, trajectory):
-    """Trajectories of one prompt, however many, cannot fill a batch of two prompts."""
-    buffer = limited(harness, 20, samples_per_insert_slack=12)
-    buffer.put([trajectory(lease=0, tokens=[n]) for n in range(30)], 0)
-    assert buffer.lease(2) is None
-    assert buffer.sample(0, prompts=2, samples=2) is None
-    assert len(buffer.lease(2).visits) == 2
+@pytest.mark.parametrize(("prompts", "slack", "granted"), [(20, 12, 3), (2, 16, 4)], ids=["", "two epochs"])
+def test_searchers_that_are_ahead_are_held_back(harness, prompts, slack, granted):
+    """Visits of one prompt in two epochs count as two."""
+    buffer = limited(harness, prompts, samples_per_insert_slack=slack)
+    visits = buffer.lease(4 if prompts == 2 else 10).visits
+    assert len(visits) == granted
+    assert buffer.lease(10, held=[visit.lease for visit in visits]) is None
 
 
 def test_responses_of_unfinished_groups_count_when_their_visit_is_answered(harness, trajectory):
@@ -168,9 +108,11 @@ def test_responses_of_unfinished_groups_count_when_their_visit_is_answered(harne
 
 
 @pytest.mark.parametrize("says_goodbye", [True, False])
-def test_searchers_are_held_back_again_after_the_trainer_that_lacked_prompts_is_gone(harness, trajectory, says_goodbye):
+def test_searchers_are_not_held_back_while_a_trainer_that_is_there_lacks_prompts(harness, trajectory, says_goodbye):
+    """Trajectories of one prompt, however many, cannot fill a batch of two prompts."""
     buffer = limited(harness, 20, samples_per_insert_slack=12, min_fill=20, lease_seconds=30)
     buffer.put([trajectory(lease=0, tokens=[n]) for n in range(30)], 0)
+    assert buffer.lease(2) is None
     assert buffer.sample(0, prompts=2, samples=2) is None
     assert len(buffer.lease(2).visits) == 2
     if says_goodbye:
@@ -202,6 +144,9 @@ def refusal_of(prompts: int, sections: dict[str, dict[str, Any]]) -> str:
 
 NEVER = {"replacement": "never"}
 GREEDY = {"temperature": 0}
+BY_8: dict[str, Any] = {"train": {"samples_per_prompt": 8}, "search": {"samples_per_prompt": 8}}
+PHASES = {"phases": [{"until": 5, "weights": {"correct": 1.0}}]}
+SINGLE: dict[str, Any] = {"search": {"put": "sample"}}
 IMPOSSIBLE: list[tuple[int, dict[str, Any], str]] = [
     (40, {"buffer": {"max_payload_bytes": 100}}, "no room for the 13 trajectories"),
     (40, {"buffer": {"max_trajectories": 12}}, "set at least 13"),
@@ -219,12 +164,32 @@ IMPOSSIBLE: list[tuple[int, dict[str, Any], str]] = [
     (40, {"buffer": {"min_fill": 50}, "search": GREEDY}, "at most 40 sampleable"),
     (40, {"buffer": NEVER, "search": GREEDY}, "set search.temperature above 0, or buffer.dedup = false"),
     (3, {}, "the task has 3 prompts and a batch needs 4 different ones: lower train.prompts_per_step"),
+    (40, BY_8 | {"buffer": {"samples_per_insert": 2, "samples_per_insert_slack": 24}}, "= 24 must be at least 25"),
+    (40, BY_8 | {"buffer": {"samples_per_insert": 0.5, "max_staleness": 4}},
+     "must be at least train.samples_per_prompt / search.samples_per_prompt = 1"),
+    (40, BY_8 | {"buffer": NEVER | {"prompt_cap": 7}}, "needs buffer.prompt_cap"),
+    (40, BY_8 | {"buffer": NEVER | {"max_trajectories": 31}}, "less than the 32"),
+    (40, BY_8 | {"buffer": {"min_fill": 50, "max_trajectories": 49}}, "less than the 50"),
+    (40, BY_8 | {"buffer": NEVER | {"max_staleness": 9}, "search": {"samples_per_prompt": 7}},
+     "one visit must give a whole group"),
+    (40, BY_8 | {"buffer": NEVER, "search": {"samples_per_prompt": 7, "guided": 0.5}},
+     "with search.guided needs search.samples_per_prompt >= train.samples_per_prompt = 8"),
+    (40, BY_8 | {"buffer": NEVER, "search": {"samples_per_prompt": 8, "guided": 0.5}}, ""),
+    # Visits of one phase fill a group together.
+    (40, BY_8 | {"buffer": NEVER, "search": {"samples_per_prompt": 7}, "task": PHASES}, ""),
+    (40, SINGLE, 'set buffer.replacement = "never"'),
+    (40, SINGLE | {"buffer": {"replacement": "always"}}, "would train on the first response"),
+    (40, SINGLE | {"buffer": NEVER}, ""),
+    (40, SINGLE | {"buffer": NEVER, "train": {"samples_per_prompt": 3}},
+     "would train on the first 3 responses, the shortest"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("prompts", "sections", "words"), IMPOSSIBLE)
 def test_settings_under_which_no_batch_can_form_are_refused_with_a_value_that_works(prompts, sections, words):
-    assert words in refusal_of(prompts, sections)
+    said = refusal_of(prompts, sections)
+    assert words in said
+    assert bool(words) == bool(said)
 
 
 @pytest.mark.parametrize("seed", range(2000 if FULL_SIZE else 60))

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tba.common.errors import Refused, StorageError, WireError
+from tba.common.errors import Refused, WireError
 from tba.common.wire import messages
 from tba.common.wire.codec import encode_reply
 from tba.common.wire.messages import GetStatus
@@ -56,6 +56,11 @@ def test_a_batch_that_fits_no_message_is_refused_and_not_recorded(harness, monke
     monkeypatch.setattr("tba.buffer.service.training.MAX_FRAME_BYTES", largest)
     frames = buffer.sample(0, 2, 2).frames
     assert max(map(len, frames)) <= largest < sum(map(len, frames)), "each frame fits, all together would not"
+    monkeypatch.setattr("tba.buffer.service.training._MAX_BATCH_HEADER", 200)
+    with pytest.raises(Refused, match="the largest rows are trajectories") as refused:
+        buffer.sample(1, 2, 2)
+    assert refused.value.code == "oversize"
+    assert not buffer.store.batches.has(buffer.run, 1)
 
 
 def test_staleness_is_counted_in_steps_from_the_earliest_step_of_a_response(harness, trajectory):
@@ -71,31 +76,18 @@ def test_staleness_is_counted_in_steps_from_the_earliest_step_of_a_response(harn
         assert dict(zip(batch.policy_version, batch.staleness, strict=True)) == expected
 
 
-def test_a_put_is_refused_whole_or_not_at_all(harness, trajectory):
+def test_a_refused_put_or_announcement_changes_nothing(harness, trajectory):
     buffer = harness(fill=(1, 0))
     with pytest.raises(WireError, match="metadata of row 1 cannot be written as JSON"):
         buffer.put([trajectory(), trajectory(tokens=[9], metadata={"x": b"bytes"})], 0)
     with pytest.raises(Refused, match="was never announced"):
         buffer.put([trajectory(), trajectory(tokens=[9], version=7)], 0)
-    assert buffer.ask(GetStatus()).message.trajectories == 0
-
-
-def test_a_sender_of_another_run_and_a_version_with_other_content_are_refused(harness):
-    buffer = harness()
-    buffer.announce(0, 0)
     with pytest.raises(Refused, match="announced before"):
         buffer.announce(0, 5)
+    assert buffer.ask(GetStatus()).message.trajectories == 0
     buffer.run = dataclasses.replace(buffer.run, uuid="f" * 32)
     with pytest.raises(Refused, match="serves another run"):
         buffer.ask(GetStatus())
-
-
-def test_a_finished_run_continues_when_a_trainer_says_hello(harness):
-    buffer = harness()
-    buffer.ask(messages.FinishRun(step=3), role="trainer", sender="t.1")
-    assert buffer.service.state.for_replies().finished
-    buffer.ask(messages.Hello(host="h", pid=1), role="trainer", sender="t.2")
-    assert not buffer.service.state.for_replies().finished
 
 
 @pytest.mark.parametrize(("searchers", "told"), [(1, None), (900, 3)])
@@ -110,7 +102,8 @@ def test_replies_name_the_time_between_heartbeats_only_where_it_is_not_a_second(
 
 def test_a_batch_says_how_often_earlier_ones_had_its_trajectories(harness):
     buffer = harness(fill=(2, 2))
-    assert [buffer.sample(step, 2, 2).message.reuse_mean for step in (0, 1, 2, 1)] == [0, 1, 2, 1]
+    batches = [buffer.sample(step, 2, 2).message for step in (0, 1, 2, 1)]
+    assert [(batch.reuse_mean, batch.turn_rewards) for batch in batches] == [(n, None) for n in (0, 1, 2, 1)]
 
 
 def test_rows_count_as_trained_on_before_their_step_is_reported(harness):
@@ -144,22 +137,27 @@ def test_the_status_says_why_puts_are_refused(harness):
     assert 0 < status.free_bytes <= status.disk_bytes
 
 
-def test_the_status_has_the_newest_version_from_before_the_trainer_started(harness):
+def test_a_trainer_that_says_hello_continues_a_finished_run_and_its_versions_are_newer(harness):
     buffer = harness()
     buffer.announce(0, 0)
     assert buffer.ask(GetStatus()).message.earlier_version is None
+    buffer.ask(messages.FinishRun(step=3), role="trainer", sender="trainer.1")
+    assert buffer.service.state.for_replies().finished
     buffer.ask(messages.Hello(host="h", pid=1), role="trainer", sender="trainer.2")
+    assert not buffer.service.state.for_replies().finished
     buffer.announce(1, 0)
     status = buffer.ask(GetStatus()).message
     assert (status.earlier_version, status.newest_version) == (0, 1)
 
 
+def beat(buffer, sender: str, **serves: str):
+    message = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={}, **serves)
+    return buffer.ask(message, sender=sender).message
+
+
 def sources(buffer, node: int, start: int = 0) -> list[int]:
     """Send a heartbeat of a searcher of a node, and return the nodes in its reply."""
-    beat = messages.Heartbeat(
-        activity="waiting", reason="", weights_version=None, metrics={}, serves=f"tcp://n{node}:5759"
-    )
-    reply = buffer.ask(beat, sender=f"node{node}.{start}").message
+    reply = beat(buffer, f"node{node}.{start}", serves=f"tcp://n{node}:5759")
     return [int(address.removeprefix("tcp://n").removesuffix(":5759")) for address in reply.addresses]
 
 
@@ -184,6 +182,7 @@ def test_the_searchers_of_a_node_are_one_source_and_one_that_left_or_is_silent_i
     sources(buffer, 0, start=1)
     assert sources(buffer, 0, start=2) == []
     assert sources(buffer, 1) == sources(buffer, 2) == [0]
+    assert beat(buffer, "plain.1") == messages.Done(), "its node serves nothing"
     buffer.ask(messages.Goodbye(), sender="node0.1")
     assert sources(buffer, 1) == [0]
     buffer.ask(messages.Goodbye(), sender="node0.2")
@@ -191,13 +190,6 @@ def test_the_searchers_of_a_node_are_one_source_and_one_that_left_or_is_silent_i
     assert sources(buffer, 2) == [1]
     buffer.clock.advance(31)
     assert sources(buffer, 2) == []
-
-
-def test_a_searcher_whose_node_serves_nothing_gets_no_sources(harness):
-    buffer = harness()
-    sources(buffer, 0)
-    beat = messages.Heartbeat(activity="waiting", reason="", weights_version=None, metrics={})
-    assert isinstance(buffer.ask(beat, sender="plain.1").message, messages.Done)
 
 
 NESTED = "[" * 20_000
@@ -219,13 +211,6 @@ def test_a_reader_of_a_malformed_value_shows_it_in_a_sentence(filled, tba_here, 
     arguments = {"show": ("buffer", "show", 5, "-b", filled), "report": ("report", filled)}
     done = tba_here(*arguments.get(command, ("buffer", "export", "rows.jsonl", "-b", filled)))
     assert (done.exit_code, words in done.message) == (1, True), done.message
-
-
-def test_a_batch_with_malformed_reward_parts_is_refused(harness, filled):
-    buffer = harness(filled)
-    buffer.store.database.execute("UPDATE trajectory_rows SET reward_parts = '{\"correct\": []}'")
-    with pytest.raises(StorageError, match="reward parts that the database holds are malformed"):
-        buffer.sample(0, prompts=2, samples=3)
 
 
 def test_an_explorers_rows_are_of_no_policy_and_as_old_as_the_weights_that_were_the_newest(harness, trajectory):
@@ -254,18 +239,13 @@ def test_an_explorers_rows_are_of_no_policy_and_as_old_as_the_weights_that_were_
     assert buffer.service.state.curriculum._answers == {1: (1, 1)}, "only the policy's own answer counts"
     for step in (12, 13):
         batch = buffer.sample(step, 1, 10).message
-        found = {
-            id_: facts
-            for id_, *facts in zip(
-                batch.trajectory_ids, batch.policy_version, batch.staleness, batch.explored, strict=True
-            )
-        }
-        assert found == {
-            1: [1, step - 10, False],
-            2: [-1, step - 10, True],
-            3: [-1, step, False],
-            **{id_: [-1, step, True] for id_ in (4, 5, 6, 7)},
-            **{id_: [-1, step, False] for id_ in (8, 9, 10)},
+        facts = zip(batch.policy_version, batch.staleness, batch.explored, strict=True)
+        assert dict(zip(batch.trajectory_ids, facts, strict=True)) == {
+            1: (1, step - 10, False),
+            2: (-1, step - 10, True),
+            3: (-1, step, False),
+            **dict.fromkeys((4, 5, 6, 7), (-1, step, True)),
+            **dict.fromkeys((8, 9, 10), (-1, step, False)),
         }
         # As a restart does.
         buffer.service.state.rebuild()

@@ -218,9 +218,9 @@ def check_reward_model(config: RewardModelSection) -> str:
 
 async def _check_server(config: RewardModelSection) -> str:
     try:
-        from tba.searcher.scoring.http_model import HttpModel
+        from tba.searcher.scoring.http_model import PROBE, HttpModel
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "httpx2", "train") from error
     async with HttpModel(config, config.api_key.get_secret_value()) as model:
-        await model.try_out(seconds=_SERVER_SECONDS)
+        await model.score(PROBE, "a", seconds=_SERVER_SECONDS)
     return f"{config.url} scores by {config.api}"

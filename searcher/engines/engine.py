@@ -47,8 +47,7 @@ class SamplingSettings:
 class GenerationRequest:
     """One response to generate. `id` is unique for the lifetime of the engine.
 
-    A `first` one is started before those that are queued: the next turn of an episode, or a request of
-    `search.serve`.
+    A `first` one starts before those that are queued: the next turn of an episode, or a request of `search.serve`.
     """
 
     id: int

@@ -241,12 +241,11 @@ def main() -> None:
     try:
         config = RewardModelSection.model_validate(settings["config"])
         model = RewardModel(Path(settings["directory"]), config, settings["device"])
-    except ConfigError as error:
-        connection.send(["refused", storable(str(error))])
-        sys.exit(1)
     except Exception as error:
-        log.exception("the model was not loaded")
-        connection.send(["failed", storable(named(error))])
+        is_refused = isinstance(error, ConfigError)
+        if not is_refused:
+            log.exception("the model was not loaded")
+        connection.send(["refused", storable(str(error))] if is_refused else ["failed", storable(named(error))])
         sys.exit(1)
     connection.send(["ready"])
     for items in connection.messages:
@@ -276,14 +275,10 @@ def _score(connection: Connection, model: RewardModel, items: Sequence[Any]) -> 
             scores = model.score([pairs[n] for n in batch], partial(begin, batch))
         except Exception as error:
             log.exception("the model failed", pairs=len(batch))
-            reason = storable(named(error))
-            connection.send(["results", [[ticket, None, reason] for ticket in batch_tickets]])
+            connection.send(["results", [[ticket, None, storable(named(error))] for ticket in batch_tickets]])
             sys.exit(1)
-        results = [
-            [ticket, None, score] if isinstance(score, str) else [ticket, score, None]
-            for ticket, score in zip(batch_tickets, scores, strict=True)
-        ]
-        connection.send(["results", results])
+        outcomes = ([None, score] if isinstance(score, str) else [score, None] for score in scores)
+        connection.send(["results", [[n, *outcome] for n, outcome in zip(batch_tickets, outcomes, strict=True)]])
 
 
 if __name__ == "__main__":

@@ -63,10 +63,7 @@ def load(config: Config, task: Task | None = None) -> LoadedTask:
 
 
 def make_rewards(config: Config, task: Task, device: str, stop: Callable[[], bool]) -> Rewards:
-    """Start the workers that score: the task's, and the reward model's if one is configured.
-
-    Raises ConfigError for a reward model with a task that has episodes.
-    """
+    """Start the workers that score. Raises ConfigError for a reward model with a task that has episodes."""
     check_scored(config, task)
     model = ModelScorer(config.reward_model, device, stop) if config.reward_model.configured else None
     return Rewards(task, config.task, model, weight=config.reward_model.weight)

@@ -34,10 +34,7 @@ class Generated:
 
 
 class Generator:
-    """One model and its engine.
-
-    Raises ConfigError for a model that cannot be loaded, and UsageError if `chat` needs a chat template that it lacks.
-    """
+    """One model and its engine. Raises ConfigError if it does not load, UsageError to `chat` without a template."""
 
     def __init__(self, config: Config, directory: Path, *, device: str, chat: bool) -> None:
         # Adapters are merged in the directory.
@@ -52,7 +49,6 @@ class Generator:
         self._requests = Requests(self._engine)
 
     def close(self) -> None:
-        """Free the device."""
         self._engine.close()
 
     def generate(self, prompt: Prompt, sampling: SamplingSettings, samples: int = 1) -> list[Generated]:

@@ -132,8 +132,7 @@ class Response:
 class Guide(NamedTuple):
     """What guided groups begin with: a `fraction` of the demonstration, as `Exploration.guide` returns it.
 
-    `stopping` ends a demonstration as it ends a response. `context` is the largest number of tokens of prompt and
-    response, None if it is not known.
+    `stopping` ends it as it ends a response. `context` is the most tokens of prompt and response, None if not known.
     """
 
     fraction: Callable[[Visit], float | None]
@@ -174,14 +173,10 @@ class GenerationStage:
 
     @property
     def waiting(self) -> int:
-        """Responses submitted and not yet returned by `done`."""
         return self._engine.in_flight + len(self._done)
 
     def submit(self, visit: Visit) -> list[tuple[int, Group, SamplingSettings]]:
-        """Queue the requests of a visit in the engine; for a prompt with an environment return its episodes to begin.
-
-        These are (ticket, group, settings).
-        """
+        """Queue a visit's requests; with an environment return the (ticket, group, settings) of its episodes."""
         prompt = self._prompts[visit.prompt_key]
         # Of a visit that another searcher left, what is missing: by numbers that no stored response of it had.
         missing = max(1, self._samples - visit.stored)

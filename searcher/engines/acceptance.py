@@ -105,8 +105,7 @@ class Acceptance:
         """Score the canary with freshly loaded weights, and compare with the trainer's log-probabilities.
 
         Of a sequence that fills the engine's `context`, the beginning is scored. With `calibrate` the mismatch may be
-        larger, and the limits of later snapshots follow from it. Raises CanaryMismatch if it exceeds the limits, or is
-        NaN.
+        larger, and sets the limits of later snapshots. Raises CanaryMismatch above the limits, and for NaN.
 
         This detects wrong weights, not stale ones: one optimiser step may change less than bfloat16 rounds. The engine
         itself must check that the new weights are in place.

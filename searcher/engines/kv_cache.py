@@ -43,7 +43,6 @@ class BatchKVCache(Cache):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        """Requests in the batch."""
         return len(self._starts)
 
     @property
@@ -85,10 +84,7 @@ class BatchKVCache(Cache):  # type: ignore[misc]
         return kept
 
     def reserve(self, rows: int, *, before: int = 0) -> None:
-        """Ensure space for this number of rows, the column at `end`, and `before` columns to its left.
-
-        Call it before each step.
-        """
+        """Ensure space for as many rows, the column at `end` and `before` columns left of it, before each step."""
         held, _, width, _ = self.layers[0].keys.shape
         if rows <= held and before <= self.end < width:
             return
@@ -158,8 +154,7 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """`sdpa` of transformers, except that with one token per row the query heads of a key head are its queries.
 
-    With a mask, transformers repeats keys and values for each query head: a copy of the cache in every layer of every
-    step. Returns [B, 1, heads, D].
+    With a mask, transformers copies keys and values for each query head, in every layer. Returns [B, 1, heads, D].
     """
     rows, heads, length, width = query.shape
     if length != 1 or "position_bias" in kwargs:

@@ -138,7 +138,6 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
-        """Advance all requests by about one token and return those that finished. [] when idle."""
         finished: list[Generation] = []
         if self._rows:
             finished += self._advance()

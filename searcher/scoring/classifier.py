@@ -42,10 +42,7 @@ Score = float | str
 
 
 class RewardModel:
-    """The classifier of a directory on one device.
-
-    Raises ConfigError if the files are not a reward model, OutOfMemory.
-    """
+    """The classifier of a directory on a device. Raises ConfigError if the files are no reward model, OutOfMemory."""
 
     def __init__(self, directory: Path, config: RewardModelSection, device: str) -> None:
         self._config = config
@@ -234,7 +231,6 @@ def _own_pad_id(config: Any) -> int | None:
 
 
 def main() -> None:
-    """Serve until the searcher closes the socket."""
     connection = Connection()
     transformers_logging.disable_progress_bar()
     settings = next(connection.messages)

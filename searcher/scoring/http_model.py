@@ -50,8 +50,7 @@ class _NotYet(Exception):
 class JsonClient:
     """Requests to one server, over at most `connections` connections. It belongs to one event loop.
 
-    `key` is sent as a bearer token if it is not empty. Without `keep_alive` nothing is open between requests, and
-    nothing has to be closed.
+    `key` is sent as a bearer token if it is not empty. Without `keep_alive` there is nothing to close.
     """
 
     def __init__(self, url: str, *, key: str = "", connections: int = 64, keep_alive: bool = True) -> None:
@@ -68,8 +67,7 @@ class JsonClient:
         """Return the JSON object that the server answers with, within `seconds`, retries with backoff included.
 
         Retried are failed connections, server errors (5xx), and requests to wait. Raises HttpUnavailable after the
-        deadline, and HttpRefused for another status, for a reply that is too large or not a JSON object, and for an
-        invalid URL.
+        deadline, HttpRefused for another status, a reply that is too large or no JSON object, and an invalid URL.
         """
         content = json.dumps(body).encode()
         failures, reason = 0, "no reply to the request"
@@ -90,7 +88,6 @@ class JsonClient:
             raise HttpUnavailable(f"{self.url}{route}: nothing usable within {seconds:g} s: {reason}") from None
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _post_once(self, route: str, content: bytes) -> dict[str, Any]:
@@ -189,7 +186,6 @@ class HttpModel:
 
 
 def main() -> None:
-    """Serve until the searcher closes the socket."""
     connection = Connection()
     settings = next(connection.messages)
     config = RewardModelSection.model_validate(settings["config"])

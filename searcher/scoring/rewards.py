@@ -103,8 +103,7 @@ def _placement(configured: str, own: str) -> tuple[str, dict[str, str]]:
 class Rewards:
     """Scores responses in other processes; `wait` returns them.
 
-    It closes `model` with itself; the model's logit counts `weight` times. Start it in the main thread and before the
-    engine, as `WorkerPool` says.
+    It closes `model` with itself; the model's logit counts `weight` times. Start it where `WorkerPool` says.
     """
 
     def __init__(
@@ -189,7 +188,6 @@ class Rewards:
         return scored
 
     def close(self) -> None:
-        """End the workers and the programs they started."""
         for pool in self._pools:
             pool.close()
 

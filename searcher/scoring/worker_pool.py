@@ -118,23 +118,18 @@ class Worker:
         self.send(settings.settings)
 
     def send(self, message: Any) -> None:
-        """Queue a message."""
         self._outbox += msgpack.packb(message)
         self.progress_at = time.monotonic()
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as fits in the socket's buffer.
-
-        Counts as progress: the worker cannot reply to what it has not received, so its time runs from the last byte.
-        """
+        """Send what fits the socket. It is progress: the worker's time runs from the last byte that it has received."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._outbox:
                 del self._outbox[: self.channel.send(self._outbox)]
                 self.progress_at = time.monotonic()
 
     def receive(self) -> Iterator[Any]:
-        """The messages that have arrived."""
         # A dead worker is detected by its exit code, not here.
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while chunk := self.channel.recv(_CHUNK_BYTES):
@@ -219,10 +214,7 @@ class Result:
 
 
 class WorkerPool:
-    """Keeps worker processes running and gives them items to score.
-
-    Start it in the main thread, since workers die with the thread that started them, and before the engine.
-    """
+    """Keeps workers running, which die with the thread that starts them: the main one, before the engine."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings

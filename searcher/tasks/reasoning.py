@@ -119,7 +119,6 @@ class ReasoningGymTask:
 
     @cached_property
     def _made(self) -> tuple[list[Prompt], list[Prompt]]:
-        """The training and the held-out prompts."""
         training, held_out = _make(Items(self._settings, self._sizes[0], self._sizes[1], self._seed))
         return self._as_prompts(training), self._as_prompts(held_out)
 
@@ -155,7 +154,6 @@ def _answer(response: str) -> str:
 
 
 def _settings(generators: _Generators) -> dict[str, tuple[float, dict[str, Any]]]:
-    """Return (weight, settings) by name of generator."""
     if isinstance(generators, str):
         generators = [generators]
     if not isinstance(generators, Mapping):

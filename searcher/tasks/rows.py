@@ -46,8 +46,7 @@ def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterato
 class RowsTask(ListedTask):
     """A task whose prompts are rows of data. A subclass has `name`, `_prompt` and `score`, and calls `_load` once.
 
-    `_prompt` gets a row and the names of its columns, and raises ValueError for a row that it cannot use. `notes` says
-    how many rows repeat a prompt.
+    `_prompt` gets a row and its columns, and raises ValueError for one of no use. `notes` count repeated prompts.
     """
 
     name: str

@@ -276,8 +276,7 @@ def check_answers(task: Task) -> None:
 def check_rendering(task: Task, prompts: Sequence[Prompt], renderer: PromptRenderer, context: int | None) -> None:
     """Raise TaskError for a prompt that cannot be rendered or leaves no room for a response.
 
-    `context` is the largest number of tokens of prompt and response, None if it is not known. Logs a warning if prompts
-    have today's date.
+    `context` is the most tokens of prompt and response, None if not known. Logs a warning if prompts have the date.
     """
     for prompt in prompts:
         try:

@@ -70,10 +70,7 @@ _POLL_SECONDS = 0.1
 
 
 class NodeCache:
-    """The cache as one searcher process uses it; others of the node use the same directory. Used by one thread.
-
-    Raises ConfigError if the directory cannot be used.
-    """
+    """The cache of a node, as one thread of a process uses it. Raises ConfigError if the directory cannot be used."""
 
     def __init__(self, directory: Path, progress: Progress) -> None:
         self.directory = directory
@@ -105,8 +102,7 @@ class NodeCache:
     def _check(self, key: SnapshotKey, path: Path, *, trust: bool) -> None:
         """Check a complete snapshot. Raises SnapshotError.
 
-        The files that an adapter shares with its base are checked with the base: else each adapter would cost a hash of
-        all weights.
+        The files that an adapter shares with its base are checked with the base, or each would cost a hash of them all.
         """
         check_manifest(path, key.manifest_sha256)
         manifest = read(path).manifest
@@ -194,10 +190,7 @@ class _Trainer:
     remote = False
 
     def fetch(self, version: int, name: str, target: Path, _size: int | None) -> str | None:
-        """Hard-link a file, so that it outlives the original, or else copy it. Raises SnapshotError.
-
-        The base of the snapshot has the plain name of its version.
-        """
+        """Hard-link a file, so that it outlives the original, or copy it. A base has the plain name of its version."""
         own = self.path.name.split("-")[0] == directory_name(version)
         source = (self.path if own else self.path.with_name(directory_name(version))) / name
         target.unlink(missing_ok=True)
@@ -244,9 +237,8 @@ class SnapshotAssembler:
     ) -> tuple[Snapshot, PinnedSnapshot]:
         """Return the complete, verified files of an announced snapshot, and the pin that keeps them.
 
-        `nodes` are the addresses to ask for files before the trainer. `refresh` hashes what is here again, with or
-        without a record, and fetches from the trainer and without deltas. Raises SnapshotError; what was fetched until
-        then is kept for the next attempt.
+        `nodes` are the addresses to ask for files before the trainer. `refresh` hashes what is here again, and fetches
+        from the trainer, without deltas. Raises SnapshotError; what was fetched is kept for the next attempt.
         """
         nodes = () if refresh else nodes
         with self._open_source(ref, nodes) as source:
@@ -416,7 +408,6 @@ def _patch(base: Path, published: Snapshot, changes: list[Snapshot]) -> None:
 
 
 def _unpacked(part: Path, change: Snapshot) -> Path:
-    """Where the delta of a snapshot lies while `part` is assembled."""
     return part / _CHAIN / f"{directory_name(change.manifest.version)}.safetensors"
 
 

@@ -118,8 +118,7 @@ class HotReload:
     def prepare(self, snapshot: Snapshot) -> None:
         """Let the workers read a snapshot, and wait for them. May be called from any thread.
 
-        Raises SnapshotError if it is not a snapshot of this model. Any other failure is logged: `load` tries again,
-        and falls back.
+        Raises SnapshotError if it is another model's. Any other failure is logged: `load` tries again, and falls back.
         """
         with self.lock:
             self._check(snapshot)
@@ -310,15 +309,11 @@ class VllmEngine(RunningVllm):
         }
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Read a snapshot alongside generation; call it from another thread.
-
-        Raises SnapshotError if it is not a snapshot of this model.
-        """
+        """Read a snapshot alongside generation, in another thread: `Engine.prepare`."""
         self.check()
         self.hot_reload.prepare(snapshot)
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        """Replace the weights by a verified snapshot's: `Engine.load_weights`."""
         self.check()
         try:
             return self.hot_reload.load(snapshot)

@@ -48,8 +48,7 @@ T = TypeVar("T")
 def _reported(method: Callable[P, T]) -> Callable[P, T | dict[str, str]]:
     """Return {FAILURE: reason} instead of raising.
 
-    When one of several workers raises, vLLM leaves the replies of the others in their queues, and takes them for the
-    replies to the next call.
+    When one of several workers raises, vLLM takes the replies of the others for those to the next call.
     """
 
     @functools.wraps(method)
@@ -101,7 +100,6 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
         model.tba_watch = self._processing.enter_context(ProcessingWatch(model))
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Load and process."""
         with contextlib.ExitStack() as self._processing:
             model: Any = super().load_model(*args, **kwargs)
         model.tba_packed = self._packed
@@ -188,9 +186,8 @@ class WeightWorker:
         if self.tba_thread is not None:
             self.tba_thread.join()
         self.tba_failure = None
-        if self.tba_swap is not None:
-            self.tba_thread = Background("prepare weights", functools.partial(self._tba_prepare, files, seed))
-            self.tba_thread.start()
+        self.tba_thread = Background("prepare weights", functools.partial(self._tba_prepare, files, seed))
+        self.tba_thread.start()
 
     @_reported
     def tba_prepared(self) -> tuple[bool, str | None]:
@@ -201,17 +198,15 @@ class WeightWorker:
     @_reported
     def tba_exchange(self) -> None:
         """Copy the prepared weights into the model. Raises EngineError if they do not take effect."""
-        if self.tba_swap is None:
-            raise EngineError("this model is not swapped in place")
+        assert self.tba_swap is not None
         self.tba_swap.exchange()
 
     @_reported
     def tba_reload(self, files: list[str], seed: int) -> None:
         """Overwrite all weights with vLLM's own layer-wise reload: slow, but for every model that vLLM loads.
 
-        It removes all adapters. It is not transactional: after an error the weights are undefined. Raises EngineError
-        if it leaves a tensor out: all are zero before, and a sample of those that are not processed after loading is
-        compared with the files.
+        It removes all adapters, and after an error the weights are undefined. Raises EngineError if it leaves a tensor
+        out: all are zero before, and a sample of those that are not processed later is compared with the files.
         """
         if self.tba_swap is None:
             self._tba_reload_all(map_files(files))
@@ -307,8 +302,7 @@ def _forget_packed_experts(model: nn.Module) -> None:
 def _unpack_heads(model: Any) -> None:
     """Without packing, also make heads and embeddings compute with their parameter.
 
-    `_cpu_skip_gemm_dispatch` keeps linear layers from being packed, but not these; they keep their weight alongside the
-    packed copy.
+    `_cpu_skip_gemm_dispatch` keeps linear layers from being packed, but not these, which have both forms.
     """
     if not getattr(model, "tba_packed", True):
         for module in model.modules():

@@ -58,13 +58,10 @@ def test_lists_are_drawn_from_with_equal_probability_and_independently():
     assert (np.abs(counts - 160) < 5 * np.sqrt(160)).all()
 
 
-def test_a_group_may_share_its_settings():
+def test_a_group_or_a_searcher_may_have_its_own_settings():
     drawn = temperatures(explore(temperature=[0.7, 1.0, 1.3], explore="group"))
     assert {len(group) for group in drawn} == {1}
     assert set.union(*drawn) == {0.7, 1.0, 1.3}
-
-
-def test_each_searcher_may_have_its_own_settings():
     keys: dict[str, Any] = {"temperature": {"min": 0.5, "max": 1.5}, "explore": "searcher"}
     own = [set.union(*temperatures(explore(searcher=f"gpu{n}", **keys))) for n in range(20)]
     assert {len(values) for values in own} == {1}
@@ -98,11 +95,11 @@ def test_an_invalid_setting_is_refused_in_one_sentence(assignment, sentence):
     assert sentence in str(caught.value)
 
 
-def test_each_form_can_be_written_as_one_assignment():
-    forms = {"0.7": 0.7, "[0.7, 1]": (0.7, 1.0), "{min = 0.7, max = 1.3}": {"min": 0.7, "max": 1.3}}
-    for text, value in forms.items():
-        resolved = resolve(None, environment={}, assignments=[f"search.temperature={text}"])
-        assert resolved.config.search.temperature == value
+@pytest.mark.parametrize(
+    ("text", "value"), [("0.7", 0.7), ("[0.7, 1]", (0.7, 1.0)), ("{min = 0.7, max = 1.3}", {"min": 0.7, "max": 1.3})]
+)
+def test_each_form_can_be_written_as_one_assignment(text, value):
+    assert resolve(None, environment={}, assignments=[f"search.temperature={text}"]).config.search.temperature == value
 
 
 SAMPLES = 2
@@ -294,27 +291,25 @@ def test_the_rewards_of_a_group_are_those_of_the_phase_in_which_its_visit_began(
         assert {row.sampling.get("phase") for row in rows} == {phase}
 
 
-def test_a_part_that_a_response_does_not_have_is_an_error_of_its_row(make):
-    pipeline, _, delivery = make(FakeEngine(), FakeTokenizer(), phases=[{"until": 1, "weights": {"judge": 1.0}}])
-    pipeline.submit(visits(1))
-    pipeline.step(generate=True, wait_seconds=0.0)
-    ((_, rows),) = delivery.groups
-    assert {row.error_kind for row in rows} == {"reward"}
-    assert all("the response has no part judge" in row.error for row in rows)
-
-
 @pytest.mark.parametrize(
-    ("truncated", "reward", "kind"), [("score", 0.0, "reward"), (-1.0, -1.0, None), ("mask", 0.0, "masked")]
+    ("truncated", "stop_reason", "reward", "kind"),
+    [
+        ("score", "eos", 0.0, "reward"),
+        ("score", "length", 0.0, "reward"),
+        (-1.0, "length", -1.0, None),
+        ("mask", "length", 0.0, "masked"),
+    ],
 )
-def test_what_is_cut_off_has_the_reward_of_task_truncated_though_it_lacks_a_part_of_the_phase(
-    make, truncated, reward, kind
+def test_a_part_of_the_phase_that_a_response_lacks_is_an_error_unless_it_was_cut_off_and_has_another_reward(
+    make, truncated, stop_reason, reward, kind
 ):
     phases = [{"until": 1, "weights": {"judge": 1.0}}]
-    pipeline, _, delivery = make(FakeEngine(stop_reason="length"), FakeTokenizer(), truncated=truncated, phases=phases)
+    pipeline, _, delivery = make(FakeEngine(0, stop_reason), FakeTokenizer(), truncated=truncated, phases=phases)
     pipeline.submit(visits(1))
     pipeline.step(generate=True, wait_seconds=0.0)
     ((_, rows),) = delivery.groups
     assert {(row.reward, row.error_kind) for row in rows} == {(reward, kind)}
+    assert all("the response has no part judge" in row.error for row in rows if kind == "reward")
 
 
 @pytest.mark.parametrize(

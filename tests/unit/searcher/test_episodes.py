@@ -323,17 +323,6 @@ def test_the_calculator_knows_sums_differences_and_products_alone(expression, va
 
 
 @pytest.mark.slow
-def test_the_calculator_answers_a_call_and_ends_at_an_answer():
-    task = CalculatorTask()
-    prompt = task.prompts()[0]
-    game = task.environment(prompt)
-    left, right_ = prompt.text.split()[2].rstrip("?").split("*")
-    turn = game.step(f"calc({left}*{right_})", True)
-    assert (turn.messages, turn.done) == ((("user", f" = {prompt.answer}\n"),), False)
-    assert game.step(f"so {prompt.answer}", True).reward == 1.0
-
-
-@pytest.mark.slow
 def test_the_warm_start_of_the_calculator_imitates_its_episodes(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     prepare = runpy.run_path(str(ROOT / "examples/calculator/prepare.py"))
@@ -344,8 +333,8 @@ def test_the_warm_start_of_the_calculator_imitates_its_episodes(monkeypatch):
         context, _, answer = second["prompt"].partition("<eos>")
         game = task.environment(prompt)
         turn = game.step(context.removeprefix(first["prompt"]), True)
-        assert (first["prompt"], turn.messages) == (prompt.text, (("user", answer),))
-        assert game.step(second["response"], True).reward == 1.0
+        assert (first["prompt"], turn.messages, turn.done) == (prompt.text, (("user", answer),), False)
+        assert [game.step(text, True).reward for text in (second["response"], f"so {prompt.answer}", "0")] == [1, 1, 0]
         assert tokenizer.decode(tokenizer(second["prompt"])["input_ids"]) == second["prompt"]
     calls = sum(row["response"].startswith("calc") for row in rows)
     assert calls == pytest.approx(0.15 * len(task.prompts()), rel=0.2)

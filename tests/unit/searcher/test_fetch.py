@@ -139,24 +139,19 @@ def test_a_manifest_that_was_not_announced_is_refused(trainer, assembler):
         assembler.assemble(ref)
 
 
-@pytest.mark.parametrize(
-    "name", ["..", ".", "../v00000001/model.safetensors", "/etc/hostname", "secret.txt", "link", "no\0name"]
-)
-def test_only_files_that_a_manifest_names_are_served(trainer, fetcher, server, tmp_path, name):
+def test_only_files_that_a_manifest_names_are_served(trainer, fetcher, server, tmp_path):
     trainer.full()
     trainer.path(0, "secret.txt").write_text("not named")
     trainer.path(0, "link").symlink_to("/etc/hostname")
-    with pytest.raises(SnapshotError, match="refused"):
-        fetcher.fetch(0, name, tmp_path / "target")
+    for name in ("..", ".", "../v00000001/model.safetensors", "/etc/hostname", "secret.txt", "link", "no\0name"):
+        with pytest.raises(SnapshotError, match="refused"):
+            fetcher.fetch(0, name, tmp_path / "target")
     assert server.served == {}
     # One that is named, and became a link.
     trainer.path(0, WEIGHTS).unlink()
     trainer.path(0, WEIGHTS).symlink_to("/etc/hostname")
     with pytest.raises(SnapshotError, match="refused"):
         fetcher.fetch(0, WEIGHTS, tmp_path / "target")
-
-
-def test_the_refusal_of_a_deleted_snapshot_names_the_file(trainer, fetcher, tmp_path):
     with pytest.raises(SnapshotError, match="v7 has no 'manifest.json' here"):
         fetcher.fetch(7, MANIFEST, tmp_path / "target")
 

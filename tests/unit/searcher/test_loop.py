@@ -296,8 +296,7 @@ def test_single_responses_are_put_as_they_end_and_the_last_one_closes_their_visi
 @pytest.mark.slow
 def test_generation_pauses_when_the_spool_is_full(search):
     engine, client = search(steps=600, put_delay=10**9, spool_mib=0.02)
-    roomy, _ = search(steps=600, put_delay=10**9)
-    assert len(engine.in_flight_at_steps) < len(roomy.in_flight_at_steps) / 2
+    assert len(engine.in_flight_at_steps) < 600 / 2
     # A put takes a block of the disk, however small it is.
     assert 5 <= len(client.puts) <= 5 + ROWS // SAMPLES
 

@@ -52,10 +52,7 @@ class Generator:
         self._engine.close()
 
     def generate(self, prompt: Prompt, sampling: SamplingSettings, samples: int = 1) -> list[Generated]:
-        """Return `samples` responses, in the order in which they end.
-
-        Raises TaskError for a prompt that cannot be rendered, EngineError for one that does not fit the context.
-        """
+        """Return responses as they end. Raises TaskError or EngineError for a prompt that cannot be rendered or fit."""
         try:
             ids = np.asarray(self._renderer.ids(prompt), np.int32)
         except ValueError as error:

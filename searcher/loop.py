@@ -223,10 +223,7 @@ class Searcher:
         self._last = clock.monotonic(), 0, 0
 
     def run(self, stop: Callable[[], bool], endpoint: Endpoint | None = None) -> None:
-        """Search until the run is finished or `stop()`; then deliver what is complete. Answers requests to an endpoint.
-
-        Raises Refused if the buffer rejects this searcher.
-        """
+        """Search until the run is finished or `stop()`, then deliver what is complete. Raises Refused by the buffer."""
         self._endpoint = endpoint
         self._join(stop)
         self._watchdog.start()

@@ -102,10 +102,7 @@ class Exploration:
 
 
 def draw(explored: Explored, generator: random.Random) -> float:
-    """Draw one value: the only one, one of a list with equal probability, or one of a range in steps of 0.01.
-
-    The steps keep the number of distinct settings small and the recorded values readable.
-    """
+    """Draw the only value, one of a list, or one of a range in steps of 0.01: recorded values stay readable."""
     if isinstance(explored, tuple):
         return generator.choice(explored)
     if isinstance(explored, dict):

@@ -163,10 +163,7 @@ class Spool:
 
 
 def read_put(path: Path) -> Frames:
-    """Return the frames of a put.
-
-    Raises RecordLost if the file is damaged or missing, StorageError if the disk cannot read it, which may pass.
-    """
+    """Return a put's frames. Raises RecordLost if it is damaged or missing, StorageError if the disk fails."""
     with _storage_errors(path):
         try:
             with open_regular(path) as file:

@@ -339,10 +339,7 @@ class TransformersEngine:
 
 
 def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
-    """Load a model for generation. Raises OutOfMemory, or ConfigError for one that this engine cannot serve.
-
-    That is one whose state is more than the keys and values of attention.
-    """
+    """Load a model. Raises OutOfMemory, or ConfigError for one with more state than attention's keys and values."""
     with loading(f"the model in {directory}", device):
         model = causal_model(directory, dtype).to(device).requires_grad_(False)
     if other := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES:

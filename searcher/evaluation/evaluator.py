@@ -189,10 +189,7 @@ def for_storage(texts: Sequence[str], prompts: Sequence[Prompt], answers: Sequen
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates one snapshot after the other. `open_evaluator` makes it and frees what it holds.
-
-    `answering` asks the questions of every evaluation. `serving` releases the snapshot that the engine serves.
-    """
+    """Evaluates snapshots, as `open_evaluator` says. `serving` releases the one that the engine serves."""
 
     config: Config
     subject: Subject

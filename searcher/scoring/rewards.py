@@ -101,10 +101,7 @@ def _placement(configured: str, own: str) -> tuple[str, dict[str, str]]:
 
 
 class Rewards:
-    """Scores responses in other processes; `wait` returns them.
-
-    It closes `model` with itself; the model's logit counts `weight` times. Start it where `WorkerPool` says.
-    """
+    """Scores responses in other processes, by the task and `weight` times the `model`, which it closes with itself."""
 
     def __init__(
         self, task: Task, config: TaskSection, model: ModelScorer | None = None, *, weight: float = 1.0

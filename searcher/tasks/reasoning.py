@@ -171,10 +171,7 @@ def _settings(generators: _Generators) -> dict[str, tuple[float, dict[str, Any]]
 
 
 def _make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Make the training and the held-out problems in a child process. Raises TaskError.
-
-    Some generators iterate over sets, whose order depends on the hash seed of the process, so it is set to 0.
-    """
+    """Make all problems in a child process, with hash seed 0: some generators iterate over sets. Raises TaskError."""
     command = [sys.executable, "-m", "tba.searcher.tasks.reasoning"]
     try:
         made = subprocess.run(  # noqa: S603

@@ -108,10 +108,7 @@ class RowsTask(ListedTask):
 
 
 def key_of(text: str, variables: dict[str, Any] | None = None) -> str:
-    """Return the key of a prompt, which depends on its text and the variables of its template alone.
-
-    Raises ValueError for a lone surrogate, and for an empty text, which is the null of CSV.
-    """
+    """Return the key of a text and its variables. Raises ValueError for a lone surrogate or an empty text, CSV's null."""
     if not text.strip():
         raise ValueError("the question is empty")
     asked = json.dumps([text, variables], sort_keys=True, default=str) if variables else text

@@ -145,10 +145,7 @@ class WeightsFollower:
         self._nodes = nodes
 
     def update(self, newest: WeightsRef | None) -> None:
-        """Swap to the snapshot that is ready, if one is, and have the newest one prepared.
-
-        Raises EngineError when the engine has refused several in a row, or cannot prepare any.
-        """
+        """Swap to what is ready, and have the newest prepared. Raises EngineError if several in a row were refused."""
         if self._thread is not None and not self._thread.running:
             self._finish(self._preparing, self._thread.failure)
             self._thread = self._prepared = None

@@ -217,10 +217,7 @@ class RunningVllm:
         return finished
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
-        """Teacher-forced log-probabilities at temperature 1: see `Engine.score`.
-
-        The sequences are of the vocabulary, and shorter than the context: vLLM samples one token after them.
-        """
+        """See `Engine.score`. The sequences are shorter than the context: vLLM samples one token after them."""
         self.check()
         waiting = {}
         for index, ids in enumerate(sequences):

@@ -47,10 +47,7 @@ class Derived:
 
 
 class ProcessingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the weights of a model through the operations that run while it is active.
-
-    Whatever has a weight among its inputs is made from it, and so is what is made from that.
-    """
+    """Follows the weights of a model through all operations while it is active, and what is made from them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

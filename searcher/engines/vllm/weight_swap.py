@@ -440,10 +440,7 @@ def _copy_box(one: TensorSlice, tensor: Tensor, parameter: Tensor) -> None:
 
 
 def _copy_through_staging(one: TensorSlice, tensor: Tensor, parameter: Tensor) -> None:
-    """Transfer whole rows as they are in the file, and cut and convert them on the device.
-
-    Torch would first convert a copy of the box on the host, in one thread, or of the whole box on the device.
-    """
+    """Transfer whole rows, and cut and convert them on the device: torch would do it before, in a copy of the box."""
     target = one.of_parameter(parameter)
     rows = tensor.narrow(0, one.start[0], one.size[0])
     step = max(1, _STAGING_BYTES // max(1, rows[0].nbytes))

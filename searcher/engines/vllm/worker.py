@@ -46,10 +46,7 @@ T = TypeVar("T")
 
 
 def _reported(method: Callable[P, T]) -> Callable[P, T | dict[str, str]]:
-    """Return {FAILURE: reason} instead of raising.
-
-    When one of several workers raises, vLLM takes the replies of the others for those to the next call.
-    """
+    """Return {FAILURE: reason} instead of raising: vLLM would take other replies for those to the next call."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T | dict[str, str]:

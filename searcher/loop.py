@@ -98,8 +98,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     with contextlib.ExitStack() as ending:
         ending.callback(_clear_weights, config, client)
         ending.callback(client.close)
-        # Before the engine: workers must not inherit its threads and memory, and it measures the free memory of the GPU
-        # after the reward model is loaded.
+        # Before the engine: workers must not inherit its threads, and it measures the memory that this leaves.
         rewards = make_rewards(config, task, device, stop)
         ending.callback(rewards.close)
         if stop():

@@ -23,11 +23,9 @@ log = get_logger(__name__)
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
-# As a fraction of the tolerance: rounding makes single tokens differ far more than their mean, and wrong weights make
-# all of them differ.
+# As a fraction of the tolerance: rounding makes single tokens differ far more than the mean, wrong weights all of them.
 _MEAN_FRACTION = 0.25
-# Later snapshots may deviate by these multiples of the calibrated deviation. The KL divergence grows with the square of
-# the differences.
+# Later snapshots may deviate by these multiples of the calibrated deviation. The KL grows with its square.
 _MARGINS = Mismatch(3.0, 3.0, 9.0)
 # The calibration may reach this multiple of the limits without it. Wrong weights differ by more.
 _WIDEST = 8.0

@@ -91,8 +91,7 @@ class BatchKVCache(Cache):  # type: ignore[misc]
         begin = self.begin
         used = self.end - begin
         end = max(used, before)
-        # Half as much again: amortized over the steps until the next reallocation, copying the used columns then costs
-        # about two columns per step.
+        # Half as much again: the copies of used columns then cost about two columns per step until the next one.
         columns = end + max(end // 2, _SPARE_COLUMNS)
         for layer in self.layers:
             layer.keys, layer.values = (

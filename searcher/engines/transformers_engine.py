@@ -48,8 +48,7 @@ _NO_LIMIT = 1 << 30
 # Parameters up to which a model in bfloat16 is checked in float32, on a copy of at most 1 GiB.
 _COPIED = 1 << 28
 
-# The layer types that the KV cache supports. With a sliding window it keeps all positions, and the mask hides those
-# outside.
+# The layer types that the KV cache supports. With a sliding window the mask hides the positions outside.
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 

@@ -86,8 +86,7 @@ class Worker:
         self._guard = guard
         self.channel, theirs = socket.socketpair()
         with theirs:
-            # In its own session: Ctrl-C is for the searcher alone, and the programs that a reward starts can be ended
-            # with the worker.
+            # In its own session: Ctrl-C is for the searcher alone, and programs of a reward are ended with the worker.
             self.process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-m", settings.module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,

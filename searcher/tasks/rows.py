@@ -108,7 +108,7 @@ class RowsTask(ListedTask):
 
 
 def key_of(text: str, variables: dict[str, Any] | None = None) -> str:
-    """Return the key of a text and its variables. Raises ValueError for a lone surrogate or an empty text, CSV's null."""
+    """Return the key of a text and its variables. Raises ValueError for a lone surrogate and an empty text (null)."""
     if not text.strip():
         raise ValueError("the question is empty")
     asked = json.dumps([text, variables], sort_keys=True, default=str) if variables else text

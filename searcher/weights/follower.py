@@ -46,8 +46,7 @@ _RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
 # Snapshots that the engine refuses in a row before the searcher gives up, counting attempts: about half a minute.
 _MOST_REFUSED = 5
-# Snapshots in a row whose files are gone at the first attempt, and that do not count as refused: newer ones have
-# replaced them, and are announced next.
+# Snapshots in a row that are gone at the first attempt and do not count as refused: newer ones are announced next.
 _MOST_MISSED = 2
 
 
@@ -94,8 +93,7 @@ class WeightsFollower:
             self._progress,
             node_pair(config.security.keys),
         )
-        # What is being prepared, or has been and is not swapped in yet. Nothing else is prepared meanwhile: the engine
-        # holds what is ready for one snapshot only.
+        # What is being prepared, or is not swapped in yet: the engine holds what is ready for one snapshot only.
         self._preparing: WeightsRef | None = None
         self._thread: Background | None = None
         self._prepared: Prepared | None = None

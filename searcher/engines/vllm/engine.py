@@ -140,8 +140,7 @@ class HotReload:
             except BaseException as error:
                 self._roll_back()
                 if isinstance(error, LoadFailed):
-                    # If the files are gone the snapshot is to blame, and a lack of memory may pass. Else it is the
-                    # engine.
+                    # If the files are gone it is the snapshot's fault, and a lack of memory may pass.
                     self._check(snapshot)
                     if not out_of_memory(error):
                         _fail(f"the engine does not accept the weights of v{snapshot.manifest.version}: {error}")

@@ -86,8 +86,7 @@ class MappedFiles:
 
     def __init__(self, *, pin: bool) -> None:
         self._pin = pin
-        # File systems, by device, whose files could not be registered: the model's own may be on a disk that refuses
-        # what the weights directory allows.
+        # Devices of file systems that refuse: that of the model may, and that of the weights directory not.
         self._refused: set[int] = set()
         # By device and inode, the least recently opened first.
         self._files: dict[tuple[int, int], _File] = {}

@@ -28,7 +28,7 @@ from tba.common.wire.trajectory import unpack_arrays
 from tba.searcher.engines.engine import Generation, LoadReport, Mismatch, SamplingSettings
 from tba.tests.helpers.announcer import write_snapshot
 from tba.tests.helpers.clock import ManualClock
-from tba.tests.helpers.engines import cpu_engine
+from tba.tests.helpers.engines import cpu_engine, logprobs_of
 
 ROWS, SAMPLES = 12, 4
 
@@ -319,7 +319,6 @@ def test_requests_are_answered_while_generation_pauses_and_take_no_row_of_the_ru
 @pytest.mark.slow
 def test_a_trajectory_records_the_settings_it_was_sampled_with(search, model):
     """The log-probabilities are those of the sampling distribution, so they show which settings were used."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     _, client = search(steps=80, temperature=[0.5, 1.0, 2.0])
@@ -331,10 +330,7 @@ def test_a_trajectory_records_the_settings_it_was_sampled_with(search, model):
         for prompt, response, logprobs, sampling in zip(
             arrays["prompt_ids"], arrays["response_ids"], arrays["logprobs"], rows.sampling, strict=True
         ):
-            ids = torch.tensor([[*prompt, *response]])
-            with torch.no_grad():
-                logits = reference(ids).logits[0, len(prompt) - 1 : -1] / sampling.temperature
-            expected = logits.log_softmax(-1)[torch.arange(len(response)), ids[0, len(prompt) :]]
+            expected = logprobs_of(reference, prompt, response, sampling.temperature)
             np.testing.assert_allclose(logprobs, expected, atol=1e-4)
             seen.add(sampling.temperature)
     assert seen == {0.5, 1.0, 2.0}

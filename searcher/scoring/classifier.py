@@ -173,14 +173,8 @@ def _model_in(directory: Path) -> str:
 def _load(directory: Path, device: torch.device) -> Any:
     config = _read_config(directory)
     with loading(_model_in(directory), device):
-        model, found = from_directory(
-            AutoModelForSequenceClassification,
-            directory,
-            config=config,
-            dtype="auto",
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        options = {"config": config, "dtype": "auto", "use_safetensors": True, "output_loading_info": True}
+        model, found = from_directory(AutoModelForSequenceClassification, directory, **options)
         # A checkpoint without a head loads too, with a random one.
         if missing := sorted(found["missing_keys"]):
             raise ConfigError(f"{_model_in(directory)} is not a classifier: it lacks {', '.join(missing[:3])}")

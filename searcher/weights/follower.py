@@ -86,13 +86,8 @@ class WeightsFollower:
         self._progress = Progress()
         # Addresses of the nodes to ask for files before the trainer.
         self._nodes: Sequence[str] = ()
-        self._assembler = SnapshotAssembler(
-            weights_directory(config),
-            config.search.weights_from,
-            clock,
-            self._progress,
-            node_pair(config.security.keys),
-        )
+        directory, way, own = weights_directory(config), config.search.weights_from, node_pair(config.security.keys)
+        self._assembler = SnapshotAssembler(directory, way, clock, self._progress, own)
         # What is being prepared, or is not swapped in yet: the engine holds what is ready for one snapshot only.
         self._preparing: WeightsRef | None = None
         self._thread: Background | None = None
@@ -207,15 +202,9 @@ class WeightsFollower:
             self._served.pinned.release()
         self._served, self._refused = prepared, None
         self._missed = self._refused_by_engine = 0
-        log.info(
-            "weights loaded",
-            version=prepared.ref.version,
-            step=prepared.ref.step,
-            seconds=self.last_load_seconds,
-            seconds_prepare=prepared.seconds,
-            way=self.report.way,
-            **self.report.metrics(),
-        )
+        about = {"version": prepared.ref.version, "step": prepared.ref.step}
+        seconds = {"seconds": self.last_load_seconds, "seconds_prepare": prepared.seconds}
+        log.info("weights loaded", **about, **seconds, way=self.report.way, **self.report.metrics())
 
     def _refuse(self, ref: WeightsRef, error: BaseException) -> None:
         # Other errors are of a manifest with invalid values, for example.

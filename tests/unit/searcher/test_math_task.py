@@ -108,27 +108,9 @@ def test_a_gold_answer_that_a_busy_machine_does_not_read_in_time_is_not_refused(
 @pytest.mark.parametrize(
     "gold",
     [
-        *(
-            "",
-            " ",
-            "proof",
-            "Proof.",
-            r"\text{proof}",
-            "TBD",
-            "notfound",
-            "None",
-            "nan",
-            r"\text{N/A}",
-            "https://a.org/12",
-        ),
-        *(
-            "omitted",
-            "unknown",
-            "[asy] draw((0,0)--(1,1)); [/asy]",
-            "9 (see figure)",
-            "See the solution",
-            "Answers may vary.",
-        ),
+        *("", " ", "proof", "Proof.", r"\text{proof}", "TBD", "notfound", "None", "nan", r"\text{N/A}"),
+        *("https://a.org/12", "omitted", "unknown", "[asy] draw((0,0)--(1,1)); [/asy]"),
+        *("9 (see figure)", "See the solution", "Answers may vary."),
         *(r"\text{Answers will differ}", "?", "...", "![](a.png)", r"\includegraphics{a}", "<image>", r"\blacksquare"),
     ],
 )
@@ -142,8 +124,8 @@ def test_a_gold_answer_that_says_that_there_is_no_value_is_one():
         "none",
         "no solution",
         "undefined",
-        r"\text{cannot be determined}",
         "never",
+        r"\text{cannot be determined}",
         r"\infty",
         "not enough information",
     )

@@ -1,6 +1,7 @@
 """The sampling settings of each response, and the pipeline, in which every response becomes a row."""
 
 import random
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ def make():
 
     def make(engine, tokenizer, search=None, **keys):
         sections = {"task": {"reward_workers": 0} | keys, "search": search or {}}
-        config, task = Config.model_validate(sections), ArithmeticTask()
+        config, task = Config.model_validate(sections), arithmetic()
         rewards = Rewards(task, config.task)
         delivery: Any = FakeDelivery()
         opened.append(rewards)
@@ -180,9 +181,21 @@ def make():
         rewards.close()
 
 
+# It takes long to make.
+arithmetic = cache(ArithmeticTask)
+
+
 def visits(count: int) -> list[Visit]:
-    prompts = ArithmeticTask().prompts()
+    prompts = arithmetic().prompts()
     return [Visit(lease=n + 1, epoch=0, prompt_key=prompts[n].key) for n in range(count)]
+
+
+def rows_of(pipeline: Any, delivery: Any) -> Any:
+    """Return the rows of one visit."""
+    pipeline.submit(visits(1))
+    pipeline.step(generate=True, wait_seconds=0.0)
+    ((_, rows),) = delivery.groups
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -196,9 +209,7 @@ def test_a_response_that_cannot_be_generated_or_decoded_is_a_row_with_its_error(
     make, refuse_every, broken, errors, kind
 ):
     pipeline, scoring, delivery = make(FakeEngine(refuse_every), FakeTokenizer(broken=broken))
-    pipeline.submit(visits(1))
-    pipeline.step(generate=True, wait_seconds=0.0)
-    ((_, rows),) = delivery.groups
+    rows = rows_of(pipeline, delivery)
     assert sorted(row.error or "" for row in rows) == errors
     assert [row.error_kind for row in rows] == [kind if row.error else None for row in rows]
     assert scoring.errors == sum(error != "" for error in errors)
@@ -228,9 +239,7 @@ def test_a_visit_that_another_searcher_left_gets_what_it_lacks_with_other_seeds(
 def test_kept_tokens_are_stored_with_the_row_if_they_fit_a_message(make, monkeypatch, caplog, spare, stored):
     monkeypatch.setattr("tba.searcher.pipeline.MAX_REQUEST_FRAME_BYTES", 12 * SAMPLES + spare)
     pipeline, _, delivery = make(FakeEngine(), FakeTokenizer(), search={"top_k": 2, "min_p": 0.1})
-    pipeline.submit(visits(1))
-    pipeline.step(generate=True, wait_seconds=0.0)
-    ((_, rows),) = delivery.groups
+    rows = rows_of(pipeline, delivery)
     assert [row.kept.tolist() for row in rows] == [stored] * SAMPLES
     assert rows[0].sampling == {"temperature": 1.0, "top_p": 1.0, "top_k": 2, "min_p": 0.1}
     assert caplog.text.count("the ratios of a response are not known") == (not stored)
@@ -255,9 +264,7 @@ def test_a_response_that_was_cut_off_is_scored_penalised_or_left_out_of_training
     for stop_reason in ("eos", "length"):
         engine = FakeEngine(stop_reason=stop_reason)
         pipeline, scoring, delivery = make(engine, FakeTokenizer(), truncated=truncated)
-        pipeline.submit(visits(1))
-        pipeline.step(generate=True, wait_seconds=0.0)
-        ((_, rows),) = delivery.groups
+        rows = rows_of(pipeline, delivery)
         # The parts of the task's reward stay. A finished answer is not affected.
         assert all({"correct", "format"} == row.reward_parts.keys() for row in rows)
         assert {row.reward for row in rows} == {reward if stop_reason == "length" else 0.0}
@@ -275,7 +282,7 @@ def test_the_rewards_of_a_group_are_those_of_the_phase_in_which_its_visit_began(
     engine = FakeEngine()
     engine.weights_version = version
     pipeline, _, delivery = make(engine, FakeTokenizer(), phases=PHASES)
-    prompts = ArithmeticTask().prompts()
+    prompts = arithmetic().prompts()
     right = next(prompt for prompt in prompts if prompt.answer == "85")
     wrong = next(prompt for prompt in prompts if prompt.answer != "85")
     pipeline.submit(Visit(lease=n, epoch=0, prompt_key=one.key) for n, one in enumerate((right, wrong), 1))
@@ -305,9 +312,7 @@ def test_a_part_of_the_phase_that_a_response_lacks_is_an_error_unless_it_was_cut
 ):
     phases = [{"until": 1, "weights": {"judge": 1.0}}]
     pipeline, _, delivery = make(FakeEngine(0, stop_reason), FakeTokenizer(), truncated=truncated, phases=phases)
-    pipeline.submit(visits(1))
-    pipeline.step(generate=True, wait_seconds=0.0)
-    ((_, rows),) = delivery.groups
+    rows = rows_of(pipeline, delivery)
     assert {(row.reward, row.error_kind) for row in rows} == {(reward, kind)}
     assert all("the response has no part judge" in row.error for row in rows if kind == "reward")
 

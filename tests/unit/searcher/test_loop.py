@@ -22,6 +22,7 @@ from msgspec.structs import asdict
 
 from tba.buffer.server.prometheus import SEARCHER_NAMES
 from tba.buffer.service.clients import Clients
+from tba.common.config import TaskSection
 from tba.common.wire import messages
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.trajectory import unpack_arrays
@@ -154,8 +155,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def problems() -> Any:
+    """The task, which takes long to make."""
+    from tba.searcher.tasks import load_task
+
+    return load_task(TaskSection(limit=200))
+
+
 @pytest.fixture
-def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched, SlowClient]]:
+def search(harness, model: Path, problems: Any, tmp_path: Path) -> Callable[..., tuple[Watched, SlowClient]]:
     """Run a searcher for a number of iterations of its loop."""
     from tba.common.rendering import PromptRenderer
     from tba.common.weights.model_files import eos_ids
@@ -165,7 +174,6 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
     from tba.searcher.loop import Searcher
     from tba.searcher.pipeline import Exploration
     from tba.searcher.scoring.rewards import Rewards
-    from tba.searcher.tasks import load_task
 
     def run(
         *,
@@ -200,10 +208,9 @@ def search(harness, model: Path, tmp_path: Path) -> Callable[..., tuple[Watched,
         if finished:
             buffer.ask(messages.FinishRun(step=0), role="trainer", sender="t.1")
         watched = Watched(engine)
-        loaded = load_task(config.task)
         searcher = Searcher(
             buffer.config.model_copy(update={"run": config.run.model_copy(update={"name": "test"})}),
-            engine=watched, loaded=LoadedTask(loaded, renderer, stopping), rewards=Rewards(loaded, config.task),
+            engine=watched, loaded=LoadedTask(problems, renderer, stopping), rewards=Rewards(problems, config.task),
             exploration=Exploration(config.search, run_seed=config.run.seed, searcher="s"),
             client=client, clock=clock,
         )  # fmt: skip

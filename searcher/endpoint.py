@@ -142,7 +142,7 @@ class Question(NamedTuple):
 
 
 class Completions:
-    """Reads requests and writes answers, in one thread. `run` returns the run's uuid; `context` is of `context_of`."""
+    """Reads requests and writes answers, in one thread. `run` returns the run's uuid; see `context_of` for `context`."""
 
     def __init__(
         self, config: Config, renderer: PromptRenderer, stopping: Stopping, context: int | None, run: Callable[[], str]
@@ -300,7 +300,10 @@ class Endpoint:
         self._thread.start()
 
     def step(self, ask: Ask, version: int | None, rows: int) -> int:
-        """Start what waits, at most `rows` at a time, by the weights of `version`; returns how many are generated."""
+        """Start what waits, at most `rows` at a time; returns how many responses are being generated.
+
+        `version` is that of the weights in use, None before the first.
+        """
         self._version = version
         while version is not None and self._waiting and self._generating < rows:
             ids, sampling, result = self._waiting.popleft()

@@ -34,7 +34,7 @@ class Generated:
 
 
 class Generator:
-    """One model and its engine. Raises ConfigError if it does not load, UsageError to `chat` without a template."""
+    """One model and its engine. Raises ConfigError if it does not load, UsageError for `chat` without a template."""
 
     def __init__(self, config: Config, directory: Path, *, device: str, chat: bool) -> None:
         # Adapters are merged in the directory.
@@ -52,7 +52,7 @@ class Generator:
         self._engine.close()
 
     def generate(self, prompt: Prompt, sampling: SamplingSettings, samples: int = 1) -> list[Generated]:
-        """Return responses as they end. Raises TaskError or EngineError for a prompt that cannot be rendered or fit."""
+        """Return `samples` responses as they end. Raises TaskError or EngineError for a prompt that cannot be used."""
         try:
             ids = np.asarray(self._renderer.ids(prompt), np.int32)
         except ValueError as error:

@@ -222,7 +222,7 @@ class Searcher:
         self._last = clock.monotonic(), 0, 0
 
     def run(self, stop: Callable[[], bool], endpoint: Endpoint | None = None) -> None:
-        """Search until the run is finished or `stop()`, then deliver what is complete. Raises Refused by the buffer."""
+        """Search until the run is finished or `stop()`, then deliver what is complete. Raises Refused."""
         self._endpoint = endpoint
         self._join(stop)
         self._watchdog.start()

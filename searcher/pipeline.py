@@ -166,7 +166,7 @@ class GenerationStage:
         return self.engine.in_flight + len(self._done)
 
     def submit(self, visit: Visit) -> list[tuple[int, Group, SamplingSettings]]:
-        """Queue a visit's requests; with an environment return the (ticket, group, settings) of its episodes."""
+        """Queue a visit's requests; with an environment return (ticket, group, settings) of its episodes to begin."""
         prompt = self._by_key[visit.prompt_key]
         # Of a visit that another searcher left, what is missing: by numbers that no stored response of it had.
         missing = max(1, self.samples - visit.stored)

@@ -288,7 +288,7 @@ def bootstrap(values_N: Floats, weights_N: Floats, *, seed: int) -> Interval:
 
 
 def distinct(responses: Sequence[Sequence[int]], n: int) -> float | None:
-    """Return distinct-n (Li et al. 2016): different n-grams of tokens by all n-grams. None without an n-gram."""
+    """Return distinct-n (Li et al. 2016): different n-grams of tokens, divided by all. None without an n-gram."""
     grams = [tuple(tokens[i : i + n]) for tokens in responses for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else None
 

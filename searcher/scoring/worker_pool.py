@@ -80,7 +80,7 @@ class PoolSettings:
 
 
 class Worker:
-    """`python -m MODULE FD`, with its items that have no result. It dies with the thread that started it."""
+    """`python -m MODULE FD`, and its items without a result. It dies with the thread that started it."""
 
     def __init__(self, settings: PoolSettings, guard: SessionGuard) -> None:
         self._guard = guard

@@ -142,7 +142,7 @@ class Question(NamedTuple):
 
 
 class Completions:
-    """Reads requests and writes answers, in one thread. `run` returns the run's uuid; see `context_of` for `context`."""
+    """Reads requests and writes answers, in one thread. `run` returns the run's uuid; `context`: see `context_of`."""
 
     def __init__(
         self, config: Config, renderer: PromptRenderer, stopping: Stopping, context: int | None, run: Callable[[], str]

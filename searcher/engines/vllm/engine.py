@@ -38,14 +38,8 @@ from tba.common.weights.snapshot import Canary, FileEntry, Manifest, Snapshot
 from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
 from tba.searcher.engines.engine import LoadReport, Mismatch
 from tba.searcher.engines.stopping import Stopping
+from tba.searcher.engines.vllm import start
 from tba.searcher.engines.vllm.running import SCORING_ROWS, LoadFailed, RunningVllm
-from tba.searcher.engines.vllm.start import (
-    adapter_request,
-    import_vllm,
-    leave_process_groups,
-    most_in_flight,
-    start_vllm,
-)
 
 log = get_logger(__name__)
 
@@ -270,20 +264,20 @@ class VllmEngine(RunningVllm):
 
         `pack_weights` False makes vLLM on a CPU compute with its parameters, as it does on a GPU.
         """
-        import_vllm()
+        start.import_vllm()
         directory = model_directory(model.path)
         files = weight_files(directory)
-        llm = start_vllm(
+        llm = start.start_vllm(
             model,
             search,
-            max_num_seqs=most_in_flight(search) + SCORING_ROWS,
+            max_num_seqs=start.most_in_flight(search) + SCORING_ROWS,
             seed=seed,
             lora_rank=lora_rank,
             pack_weights=pack_weights,
             # Requests to the endpoint may have strings of their own.
             reads_text=bool(stopping.strings or search.serve),
         )
-        adapter = adapter_request("") if lora_rank else None
+        adapter = start.adapter_request("") if lora_rank else None
         super().__init__(llm, search, stopping, prompt_tokens=prompt_tokens, adapter=adapter)
         try:
             self._limit_context()
@@ -337,7 +331,7 @@ class VllmEngine(RunningVllm):
                     self.call("tba_close")
             self._llm = None
             llm.engine_core.shutdown()
-            leave_process_groups()
+            start.leave_process_groups()
 
     def _limit_context(self) -> None:
         """Keep to the sequences that vLLM and the trainer rotate alike. Raises ConfigError if vLLM does so for none."""

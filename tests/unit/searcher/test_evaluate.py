@@ -4,7 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import combinations, count
 from typing import Any, cast
 
@@ -95,13 +95,11 @@ def evaluated(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("times", [0, 1, 3])
-def test_the_newest_snapshot_is_chosen_again_if_it_was_deleted_unless_the_trainer_deletes_each(
-    trainer, evaluated, times
-):
-    assert evaluated(Overtaken(trainer, times)) == [2 + times]
-    with pytest.raises(SnapshotError, match=r"raise train\.keep_snapshots"):
-        evaluated(Overtaken(trainer, 100))
+@pytest.mark.parametrize("times", [0, 1, 3, 100])
+def test_the_newest_snapshot_is_chosen_again_if_it_was_deleted_unless_each_is(trainer, evaluated, times):
+    too_often = pytest.raises(SnapshotError, match=r"raise train\.keep_snapshots")
+    with too_often if times == 100 else nullcontext():
+        assert evaluated(Overtaken(trainer, times)) == [2 + times]
 
 
 def test_deleted_snapshots_are_skipped_with_a_warning_but_a_named_one_and_a_damaged_one_are_errors(

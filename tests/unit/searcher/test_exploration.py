@@ -37,13 +37,10 @@ def temperatures(explored):
     return [{settings.temperature for settings in group} for group in explored]
 
 
-def test_every_response_of_a_run_has_its_own_seed_but_vllm_gets_none():
+def test_every_response_of_a_run_has_its_own_seed_and_settings_but_vllm_gets_no_seeds():
     seeds = [s.seed for run_seed in (0, 1) for group in explore(run_seed) for s in group]
     assert len(set(seeds)) == len(seeds) == 960
     assert {s.seed for group in explore(engine="vllm") for s in group} == {None}
-
-
-def test_seeds_and_settings_depend_on_the_run_and_the_visit_only():
     keys: dict[str, Any] = {"temperature": {"min": 0.5, "max": 1.5}, "top_p": [0.9, 1.0]}
     assert explore(3, "a", **keys) == explore(3, "b", **keys)
     assert explore(3, "a", **keys) != explore(4, "a", **keys)

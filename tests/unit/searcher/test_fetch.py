@@ -86,7 +86,7 @@ def part_of(tmp_path, ref):
     return part
 
 
-def test_a_snapshot_is_read_from_its_path_if_that_exists_and_fetched_otherwise(trainer, server, tmp_path):
+def test_a_snapshot_is_read_from_its_path_if_that_exists_and_fetched_otherwise(trainer, server, assembler, tmp_path):
     auto = SnapshotAssembler(tmp_path / "node", "auto", SystemClock())
     auto.assemble(trainer.full())
     assert server.served == {}
@@ -94,14 +94,12 @@ def test_a_snapshot_is_read_from_its_path_if_that_exists_and_fetched_otherwise(t
     found, _ = auto.assemble(elsewhere)
     assert found.weight_files[0].read_bytes() == trainer.truth[1]
     assert server.served[WEIGHTS] == len(trainer.truth[1])
-
-
-def test_without_path_and_server_the_error_names_the_setting(trainer, assembler, tmp_path):
-    elsewhere = replace(trainer.full(), address="", path="/not/on/this/node/v00000000")
+    # Without path and server.
+    elsewhere = replace(trainer.full(), address="", path="/not/on/this/node/v00000002")
     with pytest.raises(SnapshotError, match="set train.serve_snapshots"):
         assembler.assemble(elsewhere)
     with pytest.raises(SnapshotError, match="or train.serve_snapshots in the trainer's configuration"):
-        SnapshotAssembler(tmp_path / "node", "auto", SystemClock()).assemble(elsewhere)
+        auto.assemble(elsewhere)
 
 
 def test_a_fetch_resumes_where_an_earlier_one_was_interrupted(trainer, server, assembler, tmp_path):

@@ -97,12 +97,6 @@ def test_a_damaged_put_that_cannot_be_quarantined_is_left_to_the_next_searcher(s
     assert list(the_dead_spool(tmp_path).load()) == [1]
 
 
-def test_a_spool_that_cannot_be_created_is_reported_in_one_sentence(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="the spool .*file"):
-        Spool.create(tmp_path / "file", OWNER)
-
-
 # ---------------------------------------------------------------- dead searchers
 
 
@@ -131,10 +125,13 @@ def test_the_spool_of_another_host_is_left_alone_and_named_when_its_puts_are_old
     assert "spool of another host left alone" in caplog.text
 
 
-def test_a_directory_that_is_not_a_spool_is_left_alone(tmp_path):
+def test_a_directory_that_is_not_a_spool_is_left_alone_and_a_file_in_its_place_is_reported(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="the spool .*file"):
+        Spool.create(tmp_path / "file", OWNER)
     (tmp_path / "other").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/owner.json").write_text("{")
     assert find_dead_spools(tmp_path, "node") == []
     assert find_dead_spools(tmp_path / "missing", "node") == []
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3

@@ -1,6 +1,5 @@
 """Engines of small models without a tokenizer."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from tba.common.weights.model_files import eos_ids
 from tba.searcher.engines.stopping import Stopping
 
 
-def logprobs_of(model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> Any:
+def logprobs_of(model: Any, prompt: Any, response: Any, temperature: float = 1.0) -> Any:
     """Return those of a response, by one pass of a model of transformers over the whole, without cache or padding."""
     import torch
 

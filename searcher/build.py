@@ -63,10 +63,7 @@ def load(config: Config, task: Task | None = None) -> LoadedTask:
 
 
 def make_rewards(config: Config, task: Task, device: str, stop: Callable[[], bool]) -> Rewards:
-    """Start the workers that score: the task's, and the reward model's if one is configured.
-
-    Raises ConfigError for a reward model with a task that has episodes.
-    """
+    """Start the workers that score. Raises ConfigError for a reward model with a task that has episodes."""
     check_scored(config, task)
     model = ModelScorer(config.reward_model, device, stop) if config.reward_model.configured else None
     return Rewards(task, config.task, model, weight=config.reward_model.weight)
@@ -218,9 +215,9 @@ def check_reward_model(config: RewardModelSection) -> str:
 
 async def _check_server(config: RewardModelSection) -> str:
     try:
-        from tba.searcher.scoring.http_model import HttpModel
+        from tba.searcher.scoring.http_model import PROBE, HttpModel
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "httpx2", "train") from error
     async with HttpModel(config, config.api_key.get_secret_value()) as model:
-        await model.try_out(seconds=_SERVER_SECONDS)
+        await model.score(PROBE, "a", seconds=_SERVER_SECONDS)
     return f"{config.url} scores by {config.api}"

@@ -142,10 +142,7 @@ class Question(NamedTuple):
 
 
 class Completions:
-    """Reads requests and writes answers, in one thread. `run` returns the uuid of the run.
-
-    `context` is the largest number of tokens of prompt and response, if it is known.
-    """
+    """Reads requests and writes answers, in one thread. `run` returns the run's uuid; `context`: see `context_of`."""
 
     def __init__(
         self, config: Config, renderer: PromptRenderer, stopping: Stopping, context: int | None, run: Callable[[], str]
@@ -284,8 +281,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 class Endpoint:
     """Answers requests by the engine of a searcher. `step` belongs to the searcher's loop.
 
-    `token` is the secret that requests need; "" answers the loopback interface alone. Raises OSError if the address
-    cannot be bound.
+    Requests need the secret `token`; with "" the loopback interface alone is answered. Raises OSError as `bind` does.
     """
 
     def __init__(self, host: str, port: int, *, token: str, completions: Completions) -> None:
@@ -386,8 +382,7 @@ class Endpoint:
     def _admit(self, headers: Message) -> None:
         """Raise HttpError for a client that may not ask.
 
-        A page of another site cannot forge the Host header, even if the name of that site resolves to 127.0.0.1 (DNS
-        rebinding).
+        A page of another site cannot forge the Host header, even if its name resolves to 127.0.0.1 (DNS rebinding).
         """
         if self._token:
             given = headers.get("Authorization", "").removeprefix("Bearer ")

@@ -106,7 +106,6 @@ class Episode:
 
     @property
     def generation_seconds(self) -> float:
-        """The seconds that the engine took."""
         return float(sum(turn.details["seconds"] for turn in self.turns))
 
     def tokens(self) -> EpisodeTokens:

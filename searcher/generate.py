@@ -34,10 +34,7 @@ class Generated:
 
 
 class Generator:
-    """One model and its engine.
-
-    Raises ConfigError for a model that cannot be loaded, and UsageError if `chat` needs a chat template that it lacks.
-    """
+    """One model and its engine. Raises ConfigError if it does not load, UsageError for `chat` without a template."""
 
     def __init__(self, config: Config, directory: Path, *, device: str, chat: bool) -> None:
         # Adapters are merged in the directory.
@@ -52,14 +49,10 @@ class Generator:
         self._requests = Requests(self._engine)
 
     def close(self) -> None:
-        """Free the device."""
         self._engine.close()
 
     def generate(self, prompt: Prompt, sampling: SamplingSettings, samples: int = 1) -> list[Generated]:
-        """Return `samples` responses, in the order in which they end.
-
-        Raises TaskError for a prompt that cannot be rendered, EngineError for one that does not fit the context.
-        """
+        """Return `samples` responses as they end. Raises TaskError or EngineError for a prompt that cannot be used."""
         try:
             ids = np.asarray(self._renderer.ids(prompt), np.int32)
         except ValueError as error:

@@ -98,8 +98,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     with contextlib.ExitStack() as ending:
         ending.callback(_clear_weights, config, client)
         ending.callback(client.close)
-        # Before the engine: workers must not inherit its threads and memory, and it measures the free memory of the GPU
-        # after the reward model is loaded.
+        # Before the engine: workers must not inherit its threads, and it measures the memory that this leaves.
         rewards = make_rewards(config, task, device, stop)
         ending.callback(rewards.close)
         if stop():
@@ -136,8 +135,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
 def open_endpoint(config: Config, loaded: LoadedTask, run: Callable[[], str]) -> Endpoint | None:
     """Open the endpoint of a searcher at the first free port from that of `search.serve` on.
 
-    With port 0 it is any free one. None without `search.serve`, or if the address cannot be bound: the run goes on
-    without. `run` returns the uuid of the run.
+    With port 0 it is any free one. None without `search.serve`, or if it cannot be bound. `run` returns the run's uuid.
     """
     if not config.search.serve:
         return None
@@ -224,10 +222,7 @@ class Searcher:
         self._last = clock.monotonic(), 0, 0
 
     def run(self, stop: Callable[[], bool], endpoint: Endpoint | None = None) -> None:
-        """Search until the run is finished or `stop()`; then deliver what is complete. Answers requests to an endpoint.
-
-        Raises Refused if the buffer rejects this searcher.
-        """
+        """Search until the run is finished or `stop()`, then deliver what is complete. Raises Refused."""
         self._endpoint = endpoint
         self._join(stop)
         self._watchdog.start()
@@ -418,8 +413,7 @@ class Searcher:
 def register_prompts(client: BufferClient, task: Task, renderer: PromptRenderer, stop: Callable[[], bool]) -> None:
     """Send keys, rendered texts and answers of the prompts that the buffer lacks, unless another searcher does.
 
-    Raises Refused if it has others, or if another searcher renders them with other settings; BufferUnavailable after
-    `stop()`.
+    Raises Refused if it has others, or another searcher renders them differently; BufferUnavailable after `stop()`.
     """
     prompts = task.prompts()
     digest = fingerprint(prompts, renderer.settings(prompts))
@@ -463,9 +457,8 @@ def _chunk(prompts: Sequence[Prompt], start: int, renderer: PromptRenderer) -> S
 def outage_prompts(prompts: Sequence[Prompt], config: Config, sender: str) -> Iterator[messages.Visit]:
     """Yield prompts without a lease, for an outage of the buffer: an endless shuffle per searcher and start.
 
-    They become rows without a visit, which are trained on. The buffer's epoch order is not affected, so no prompt is
-    skipped. Where the configuration limits how far searchers may run ahead, only the buffer can keep that limit, and
-    no prompt is generated without a lease.
+    They become rows without a visit, which are trained on; the order of the epoch is not affected. There are none if
+    the configuration limits how far searchers may run ahead: only the buffer can keep that limit.
     """
     if config.max_staleness is not None or config.samples_per_insert is not None:
         return

@@ -102,10 +102,7 @@ class Exploration:
 
 
 def draw(explored: Explored, generator: random.Random) -> float:
-    """Draw one value: the only one, one of a list with equal probability, or one of a range in steps of 0.01.
-
-    The steps keep the number of distinct settings small and the recorded values readable.
-    """
+    """Draw the only value, one of a list, or one of a range in steps of 0.01: recorded values stay readable."""
     if isinstance(explored, tuple):
         return generator.choice(explored)
     if isinstance(explored, dict):
@@ -132,8 +129,7 @@ class Response:
 class Guide(NamedTuple):
     """What guided groups begin with: a `fraction` of the demonstration, as `Exploration.guide` returns it.
 
-    `stopping` ends a demonstration as it ends a response. `context` is the largest number of tokens of prompt and
-    response, None if it is not known.
+    `stopping` ends it as it ends a response. `context` is the most tokens of prompt and response, None if not known.
     """
 
     fraction: Callable[[Visit], float | None]
@@ -141,56 +137,45 @@ class Guide(NamedTuple):
     context: int | None
 
 
+@dataclass(eq=False)
 class GenerationStage:
     """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each.
 
     `metadata` returns those of the rows of a visit when it is submitted. Without `guide` all responses are plain.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        task: Task,
-        prompts: Iterable[Prompt],
-        renderer: PromptRenderer,
-        settings: Callable[[Visit, int], SamplingSettings],
-        samples: int,
-        metadata: Callable[[], dict[str, Any]] = dict,
-        guide: Guide | None = None,
-    ) -> None:
-        self._engine = engine
-        self._task = task
-        self._settings = settings
-        self._samples = samples
-        self._metadata = metadata
-        self._guide = guide
-        self._renderer = renderer
-        self._prompts = by_key = {prompt.key: prompt for prompt in prompts}
+    engine: Engine
+    task: Task
+    prompts: Iterable[Prompt]
+    renderer: PromptRenderer
+    settings: Callable[[Visit, int], SamplingSettings]
+    samples: int
+    metadata: Callable[[], dict[str, Any]] = dict
+    guide: Guide | None = None
+
+    def __post_init__(self) -> None:
+        self._by_key = by_key = {prompt.key: prompt for prompt in self.prompts}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
-        self._prompt_ids = cache(lambda key: np.asarray(renderer.ids(by_key[key]), np.int32))
-        self._requests = Requests(engine)
+        self._prompt_ids = cache(lambda key: np.asarray(self.renderer.ids(by_key[key]), np.int32))
+        self._requests = Requests(self.engine)
         self.ask = self._requests.ask
         self._done: list[Response] = []
 
     @property
     def waiting(self) -> int:
-        """Responses submitted and not yet returned by `done`."""
-        return self._engine.in_flight + len(self._done)
+        return self.engine.in_flight + len(self._done)
 
     def submit(self, visit: Visit) -> list[tuple[int, Group, SamplingSettings]]:
-        """Queue the requests of a visit in the engine; for a prompt with an environment return its episodes to begin.
-
-        These are (ticket, group, settings).
-        """
-        prompt = self._prompts[visit.prompt_key]
+        """Queue a visit's requests; with an environment return (ticket, group, settings) of its episodes to begin."""
+        prompt = self._by_key[visit.prompt_key]
         # Of a visit that another searcher left, what is missing: by numbers that no stored response of it had.
-        missing = max(1, self._samples - visit.stored)
-        first = self._samples * visit.stored
-        settings = [self._settings(visit, sample) for sample in range(first, first + missing)]
-        metadata = self._metadata()
+        missing = max(1, self.samples - visit.stored)
+        first = self.samples * visit.stored
+        settings = [self.settings(visit, sample) for sample in range(first, first + missing)]
+        metadata = self.metadata()
         # What an explorer serves has no version of the run.
-        version = metadata.get("newest_version", self._engine.weights_version)
-        if has_environment(self._task, prompt):
+        version = metadata.get("newest_version", self.engine.weights_version)
+        if has_environment(self.task, prompt):
             group = Group(visit, prompt, _NO_TOKENS, missing, metadata, version=version)
             return [(self._requests.new_id(), group, sampling) for sampling in settings]
         prefix = self._prefix(visit, prompt, settings[0].max_tokens)
@@ -203,20 +188,20 @@ class GenerationStage:
             try:
                 self.ask(context, sampling, partial(self._take, group, sampling), first=False)
             except EngineError as error:
-                runs = np.array([[self._engine.weights_version, 0]], np.int32)
+                runs = np.array([[self.engine.weights_version, 0]], np.int32)
                 nothing = Generation(self._requests.new_id(), _NO_TOKENS, _NO_LOGPROBS, runs, STOP_ERROR, 0.0)
                 self._done.append(Response(group, sampling, nothing, f"not generated: {error}"))
         return []
 
     def _prefix(self, visit: Visit, prompt: Prompt, max_tokens: int) -> Int32 | None:
         """Return the tokens that a guided group begins with, None for a plain one: at most all but the last token."""
-        guide = self._guide
+        guide = self.guide
         fraction = guide.fraction(visit) if guide and prompt.demonstration else None
         if guide is None or fraction is None:
             return None
         room = max_tokens if guide.context is None else guide.context - len(self._prompt_ids(prompt.key))
         demonstration = guide.stopping.before_string(prompt.demonstration)
-        shown = self._renderer.response_ids(self._renderer.text(prompt), demonstration)
+        shown = self.renderer.response_ids(self.renderer.text(prompt), demonstration)
         ids = list(takewhile(lambda id_: id_ not in guide.stopping.ids, shown))[: min(room, max_tokens)]
         return np.asarray(ids[: round(fraction * (len(ids) - 1))], np.int32)
 

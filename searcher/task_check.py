@@ -226,10 +226,7 @@ def _results(
 
 
 def _own_speed(section: TaskSection, task: Task, scripts: Sequence[_Script]) -> tuple[int, float]:
-    """Score or play in this process: the time of a worker includes how often it is asked.
-
-    Returns the number of scores or turns, and the seconds that they took.
-    """
+    """Return the number of scores or turns and their seconds in this process: asking a worker would take longer."""
     rewards = Rewards(task, section.model_copy(update={"reward_workers": 0}))
     # The first score may import and compile.
     _run(rewards, task, scripts[:1])

@@ -65,14 +65,12 @@ class Window:
         yield from self._waiting
 
     def add(self, put: Put) -> None:
-        """Append a put."""
         self._waiting.append(put)
 
     def post(self, read: Callable[[int], Frames | None]) -> None:
         """Post waiting puts while there is room.
 
-        `read` returns the frames of a put that is only in the spool, or None if it is lost, which drops it. If it
-        raises, the put stays first.
+        `read` returns the frames of a spooled put, None for a lost one, which is dropped. If it raises, the put stays.
         """
         while self._waiting and self._has_room(self._waiting[0].size):
             frames = self._waiting[0].frames or read(self._waiting[0].id)
@@ -117,10 +115,7 @@ class Delivery:
         self.away = False
 
     def open(self) -> None:
-        """Create the spool and take over those of dead searchers. The client must know the run's uuid by now.
-
-        Raises StorageError if the spool cannot be created.
-        """
+        """Create the spool, and take over those of dead searchers of the client's run. Raises StorageError."""
         client, host = self._client, socket.gethostname()
         found = find_dead_spools(self._root, host)
         self._spool = Spool.create(
@@ -146,7 +141,6 @@ class Delivery:
 
     @property
     def leases(self) -> Iterator[int]:
-        """The leases of the puts that are not acknowledged."""
         return (put.lease for put in self._window if put.lease != fields.NO_VISIT)
 
     @property
@@ -162,7 +156,6 @@ class Delivery:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Figures for the heartbeat."""
         spools = [*self._dead, *([self._spool] if self._spool is not None else [])]
         return {
             "unacknowledged_groups": float(self.puts),
@@ -178,10 +171,7 @@ class Delivery:
         return not (self.puts or self._deliveries)
 
     def submit(self, trajectories: Sequence[Trajectory], lease: int, *, closes: bool = True) -> None:
-        """Spool a put, and post it if the window has room. Raises StorageError like `step`.
-
-        `closes`: these are the last rows of the visit.
-        """
+        """Spool a put, the last of its visit if it `closes`, and post it if there is room. Raises as `step`."""
         assert self._spool is not None, "nothing is generated before `open`"
         columns, arrays = pack(trajectories)
         message = messages.PutTrajectories(first_sequence=self.rows, rows=messages.Rows(**columns), closes=closes)

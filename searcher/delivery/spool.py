@@ -93,12 +93,12 @@ class Spool:
         return sizes
 
     def path(self, id_: int) -> Path:
-        """The file of a put."""
         return self.directory / f"{id_:016}{_PUT_SUFFIX}"
 
     def append(self, id_: int, frames: Frames) -> None:
         """Write a put under its request id. Raises StorageError and leaves no trace if the disk refuses it."""
-        parts = _encode(frames)
+        body = msgpack.packb(frames)
+        parts = [xxhash.xxh3_64_digest(body), body]
         path = self.path(id_)
         temporary = f"{path}.tmp"
         size = sum(map(len, parts))
@@ -116,10 +116,7 @@ class Spool:
         self._count(id_, size)
 
     def read(self, id_: int) -> Frames | None:
-        """Return the frames of a put. None if it is lost; then it is moved to `spool/aside`.
-
-        Raises StorageError if the disk does not read it now.
-        """
+        """Return a put's frames; None for a lost one, which moves to `spool/aside`. Raises StorageError."""
         try:
             return read_put(self.path(id_))
         except RecordLost as error:
@@ -133,10 +130,7 @@ class Spool:
         return None
 
     def acknowledge(self, id_: int) -> None:
-        """Release the file of a put that the buffer has stored.
-
-        Raises StorageError if the disk refuses. Nothing is lost: a put that stays is delivered again as a duplicate.
-        """
+        """Delete a stored put. Raises StorageError if the disk refuses: it is delivered again then, as a duplicate."""
         self.bytes -= self._sizes.pop(id_)
         with _storage_errors(self.directory):
             self.path(id_).unlink(missing_ok=True)
@@ -169,19 +163,17 @@ class Spool:
 
 
 def read_put(path: Path) -> Frames:
-    """Return the frames of a put.
-
-    Raises RecordLost if the file is damaged or missing, which is final, and StorageError if the disk cannot read it,
-    which may be transient.
-    """
+    """Return a put's frames. Raises RecordLost if it is damaged or missing, StorageError if the disk fails."""
     with _storage_errors(path):
         try:
             with open_regular(path) as file:
                 content = file.read()
         except FileNotFoundError:
             raise RecordLost(f"the spool {path}: there is no such file") from None
-    if (frames := _decode(content)) is None:
+    digest, body = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+    if digest != xxhash.xxh3_64_digest(body):
         raise RecordLost(f"the spool {path}: the put is damaged")
+    frames: Frames = msgpack.unpackb(body)
     return frames
 
 
@@ -237,15 +229,3 @@ def _storage_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"the spool {path}: {error.strerror or error}") from error
-
-
-def _encode(frames: Frames) -> list[bytes]:
-    """The content of a put's file in parts."""
-    body = msgpack.packb(frames)
-    return [xxhash.xxh3_64_digest(body), body]
-
-
-def _decode(content: bytes) -> Frames | None:
-    """The frames of a put; None if the content is damaged."""
-    digest, body = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
-    return msgpack.unpackb(body) if digest == xxhash.xxh3_64_digest(body) else None

@@ -23,11 +23,9 @@ log = get_logger(__name__)
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
-# As a fraction of the tolerance: rounding makes single tokens differ far more than their mean, and wrong weights make
-# all of them differ.
+# As a fraction of the tolerance: rounding makes single tokens differ far more than the mean, wrong weights all of them.
 _MEAN_FRACTION = 0.25
-# Later snapshots may deviate by these multiples of the calibrated deviation. The KL divergence grows with the square of
-# the differences.
+# Later snapshots may deviate by these multiples of the calibrated deviation. The KL grows with its square.
 _MARGINS = Mismatch(3.0, 3.0, 9.0)
 # The calibration may reach this multiple of the limits without it. Wrong weights differ by more.
 _WIDEST = 8.0
@@ -105,8 +103,7 @@ class Acceptance:
         """Score the canary with freshly loaded weights, and compare with the trainer's log-probabilities.
 
         Of a sequence that fills the engine's `context`, the beginning is scored. With `calibrate` the mismatch may be
-        larger, and the limits of later snapshots follow from it. Raises CanaryMismatch if it exceeds the limits, or is
-        NaN.
+        larger, and sets the limits of later snapshots. Raises CanaryMismatch above the limits, and for NaN.
 
         This detects wrong weights, not stale ones: one optimiser step may change less than bfloat16 rounds. The engine
         itself must check that the new weights are in place.

@@ -7,6 +7,7 @@ load new weights. Requests in flight survive that, and each token keeps the vers
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -47,8 +48,7 @@ class SamplingSettings:
 class GenerationRequest:
     """One response to generate. `id` is unique for the lifetime of the engine.
 
-    A `first` one is started before those that are queued: the next turn of an episode, or a request of
-    `search.serve`.
+    A `first` one starts before those that are queued: the next turn of an episode, or a request of `search.serve`.
     """
 
     id: int
@@ -105,7 +105,6 @@ class LoadReport:
     pause_seconds: float
 
     def metrics(self) -> dict[str, float]:
-        """The numbers by their metric names."""
         return {
             "mismatch_max": self.mismatch.maximum,
             "mismatch_mean": self.mismatch.mean,
@@ -120,8 +119,7 @@ class LoadReport:
 class Engine(Protocol):
     """A generation engine. All methods must be called from one thread, except `prepare`.
 
-    Errors are raised as EngineError or SnapshotError. After EngineFaulty the process must end: a supervisor restarts it
-    with a new engine.
+    Errors are raised as EngineError or SnapshotError. After EngineFaulty the process must end, and be started again.
     """
 
     @property
@@ -161,8 +159,7 @@ class Engine(Protocol):
 
         All or nothing: on SnapshotError or CanaryMismatch the old weights serve again, no token of the refused ones
         reaches a Generation, and requests in flight are still answered. The files of the weights that serve must stay
-        readable: a rollback may need them. Raises EngineFaulty if the engine does not accept weights any more, or
-        cannot roll back.
+        readable: a rollback may need them. Raises EngineFaulty if it can neither load nor roll back.
         """
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
@@ -179,12 +176,8 @@ class Requests:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._on_done: dict[int, Callable[[Generation], None]] = {}
-        self._next_id = 0
-
-    def new_id(self) -> int:
-        """Return an id that no request and no ticket has."""
-        self._next_id += 1
-        return self._next_id - 1
+        # Returns an id that no request and no ticket has.
+        self.new_id = count().__next__
 
     def ask(
         self, ids: Int32, sampling: SamplingSettings, on_done: Callable[[Generation], None], first: bool = True

@@ -43,7 +43,6 @@ class BatchKVCache(Cache):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        """Requests in the batch."""
         return len(self._starts)
 
     @property
@@ -62,11 +61,10 @@ class BatchKVCache(Cache):  # type: ignore[misc]
             self.layers = [_Layer(self) for _ in prompts.layers]
             for layer, prompt in zip(self.layers, prompts.layers, strict=True):
                 layer.lazy_initialization(prompt.keys, prompt.values)
-        longest = max(lengths)
-        rows = self.rows
-        self.reserve(rows + len(lengths), before=longest)
+        self.reserve(self.rows + len(lengths), before=max(lengths))
+        rows, columns = slice(self.rows, self.rows + len(lengths)), slice(self.end - max(lengths), self.end)
         for layer, prompt in zip(self.layers, prompts.layers, strict=True):
-            layer.write(slice(rows, rows + len(lengths)), self.end - longest, prompt.keys, prompt.values)
+            layer.keys[rows, :, columns], layer.values[rows, :, columns] = prompt.keys, prompt.values
         self._starts += [self.end - length for length in lengths]
 
     def leave(self, rows: Collection[int]) -> list[int]:
@@ -79,27 +77,27 @@ class BatchKVCache(Cache):  # type: ignore[misc]
             kept[hole] = row
         self._starts = [self._starts[row] for row in kept]
         if holes:
-            begin = min(self._starts[hole] for hole in holes)
+            used = slice(min(self._starts[hole] for hole in holes), self.end)
             for layer in self.layers:
-                layer.move(last, holes, begin, self.end)
+                for tensor in (layer.keys, layer.values):
+                    tensor[holes, :, used] = tensor[last, :, used]
         return kept
 
     def reserve(self, rows: int, *, before: int = 0) -> None:
-        """Ensure space for this number of rows, the column at `end`, and `before` columns to its left.
-
-        Call it before each step.
-        """
-        layer = self.layers[0]
-        if rows <= layer.rows and before <= self.end < layer.columns:
+        """Ensure space for as many rows, the column at `end` and `before` columns left of it, before each step."""
+        held, _, width, _ = self.layers[0].keys.shape
+        if rows <= held and before <= self.end < width:
             return
         begin = self.begin
         used = self.end - begin
         end = max(used, before)
-        # Half as much again: amortized over the steps until the next reallocation, copying the used columns then costs
-        # about two columns per step.
+        # Half as much again: the copies of used columns then cost about two columns per step until the next one.
         columns = end + max(end // 2, _SPARE_COLUMNS)
         for layer in self.layers:
-            layer.reallocate(max(rows, layer.rows), columns, slice(begin, self.end), end - used)
+            layer.keys, layer.values = (
+                _larger(one, max(rows, held), columns, slice(begin, self.end), end - used)
+                for one in (layer.keys, layer.values)
+            )
         self._starts = [start - begin + end - used for start in self._starts]
         self.end = end
 
@@ -111,16 +109,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self._batch = batch
 
-    @property
-    def rows(self) -> int:
-        return len(self.keys)
-
-    @property
-    def columns(self) -> int:
-        return self.keys.shape[2]
-
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        # Empty, but with the right dtype, device, heads and head dimension: `reallocate` enlarges it.
+        # Empty, but with the right dtype, device, heads and head dimension: `reserve` enlarges it.
         self.keys, self.values = key_states[:0, :, :0], value_states[:0, :, :0]
         self.is_initialized = True
 
@@ -133,20 +123,6 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.values[:rows, :, end] = value_states[:, :, 0]
         return self.keys[:rows, :, begin : end + 1], self.values[:rows, :, begin : end + 1]
 
-    def write(self, rows: slice, column: int, keys_BHTD: torch.Tensor, values_BHTD: torch.Tensor) -> None:
-        columns = slice(column, column + keys_BHTD.shape[2])
-        self.keys[rows, :, columns] = keys_BHTD
-        self.values[rows, :, columns] = values_BHTD
-
-    def move(self, sources: list[int], targets: list[int], begin: int, end: int) -> None:
-        for tensor in (self.keys, self.values):
-            tensor[targets, :, begin:end] = tensor[sources, :, begin:end]
-
-    def reallocate(self, rows: int, columns: int, used: slice, target: int) -> None:
-        """Enlarge; the columns `used` move to `target`."""
-        self.keys = _larger(self.keys, rows, columns, used, target)
-        self.values = _larger(self.values, rows, columns, used, target)
-
     def get_seq_length(self) -> int:
         return self._batch.end - self._batch.begin
 
@@ -158,6 +134,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _larger(tensor: torch.Tensor, rows: int, columns: int, used: slice, target: int) -> torch.Tensor:
+    """Return a copy in a larger tensor, in which the columns `used` begin at `target`."""
     # Zeros, because a masked column still enters the weighted sum: 0 x NaN would be NaN.
     larger = tensor.new_zeros(rows, tensor.shape[1], columns, tensor.shape[3])
     width = used.stop - used.start
@@ -176,8 +153,7 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """`sdpa` of transformers, except that with one token per row the query heads of a key head are its queries.
 
-    With a mask, transformers repeats keys and values for each query head: a copy of the cache in every layer of every
-    step. Returns [B, 1, heads, D].
+    With a mask, transformers copies keys and values for each query head, in every layer. Returns [B, 1, heads, D].
     """
     rows, heads, length, width = query.shape
     if length != 1 or "position_bias" in kwargs:

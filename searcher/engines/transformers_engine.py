@@ -48,8 +48,7 @@ _NO_LIMIT = 1 << 30
 # Parameters up to which a model in bfloat16 is checked in float32, on a copy of at most 1 GiB.
 _COPIED = 1 << 28
 
-# The layer types that the KV cache supports. With a sliding window it keeps all positions, and the mask hides those
-# outside.
+# The layer types that the KV cache supports. With a sliding window the mask hides the positions outside.
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -116,7 +115,7 @@ class TransformersEngine:
             tolerance=canary_tolerance,
             routed=routes_or_quantizes(self._model.config.to_dict()),
         )
-        self._version = 0
+        self.weights_version = 0
         # Whose files the weights are from: at the start, the model's.
         self._served = Snapshot(directory, Manifest("", 0, 0, 0.0, {}, Canary([], [])), weight_files(directory))
         self._queue: deque[_Row] = deque()
@@ -125,13 +124,7 @@ class TransformersEngine:
         self._check_steps(directory, math.inf if self._acceptance.routed else canary_tolerance)
 
     @property
-    def weights_version(self) -> int:
-        """Version that the next token will be produced by."""
-        return self._version
-
-    @property
     def in_flight(self) -> int:
-        """Requests submitted and not yet returned by `step`."""
         return len(self._queue) + len(self._rows)
 
     def submit(self, request: GenerationRequest) -> None:
@@ -144,7 +137,6 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
-        """Advance all requests by about one token and return those that finished. [] when idle."""
         finished: list[Generation] = []
         if self._rows:
             finished += self._advance()
@@ -178,20 +170,16 @@ class TransformersEngine:
                 f"out of memory while v{snapshot.manifest.version} was loaded ({first_line(error)}): end other "
                 "processes that use its memory, or lower search.max_in_flight"
             ) from error
-        self._version = snapshot.manifest.version
+        self.weights_version = snapshot.manifest.version
         self._served = snapshot
         self._acceptance.uncalibrated = False
         return report
 
-    def _targets(self) -> dict[str, torch.Tensor]:
-        """The tensors that a snapshot overwrites, by name in its files. A tied head is not one: it is the embedding."""
-        state: dict[str, torch.Tensor] = self._model.state_dict()
-        return {name: state[self._names[name]] for name in self._shapes}
-
     def _exchange(self, snapshot: Snapshot) -> LoadReport:
         """Copy a snapshot's weights and check them. Restores those that serve after any error."""
-        times = [time.perf_counter()]
-        targets = self._targets()
+        times, state = [time.perf_counter()], self._model.state_dict()
+        # By name in the files. A tied head is none of them: it is the embedding.
+        targets: dict[str, torch.Tensor] = {name: state[self._names[name]] for name in self._shapes}
         values = _read(snapshot)
         calibrate = self._acceptance.uncalibrated and (
             self._acceptance.routed
@@ -205,20 +193,18 @@ class TransformersEngine:
         # Also when a signal handler raised: unchecked weights must not serve.
         except BaseException:
             del values
-            self._restore(targets)
+            # Read again: a copy on the device would take as much memory as the model.
+            try:
+                _copy(targets, _read(self._served))
+            except Exception as error:
+                raise EngineFaulty(
+                    f"a snapshot was refused and v{self.weights_version} could not be restored: {error}; restart the "
+                    "searcher"
+                ) from error
             raise
         times.append(time.perf_counter())
         read, exchange, canary = np.diff(times).tolist()
         return LoadReport(mismatch, "copy", read, exchange, canary, times[-1] - times[0])
-
-    def _restore(self, targets: dict[str, torch.Tensor]) -> None:
-        """Read the weights that serve again: a copy on the device would take as much memory as the model."""
-        try:
-            _copy(targets, _read(self._served))
-        except Exception as error:
-            raise EngineFaulty(
-                f"a snapshot was refused and v{self._version} could not be restored: {error}; restart the searcher"
-            ) from error
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
@@ -243,7 +229,11 @@ class TransformersEngine:
         # The samples of a prompt are rows of one batch, so one row of the pass serves all of them.
         keys = [row.request.prompt_ids.tobytes() for row in rows]
         distinct = dict(zip(keys, (row.request.prompt_ids for row in rows), strict=True))
-        prompts, logits_PV = self._read_prompts(list(distinct.values()))
+        ids = [torch.from_numpy(prompt.astype(np.int64)) for prompt in distinct.values()]
+        ids_PT = pad_sequence(ids, batch_first=True, padding_side="left")
+        mask_PT = pad_sequence([*map(torch.ones_like, ids)], batch_first=True, padding_side="left")
+        prompts = DynamicCache()
+        logits_PV = self._forward(ids_PT, mask_PT, (mask_PT.cumsum(-1) - 1).clamp(min=0), prompts)
         numbers = {key: number for number, key in enumerate(distinct)}
         of_row_B = torch.tensor([numbers[key] for key in keys], device=self._device)
         prompts.batch_select_indices(of_row_B)
@@ -251,14 +241,6 @@ class TransformersEngine:
         self._rows += rows
         self._add_tokens(rows, logits_PV[of_row_B])
         return self._retire()
-
-    def _read_prompts(self, prompts: Sequence[Int32]) -> tuple[DynamicCache, torch.Tensor]:
-        """Return keys and values of left-padded prompts, and the logits [P, V] after them."""
-        ids = [torch.from_numpy(prompt.astype(np.int64)) for prompt in prompts]
-        ids_PT = pad_sequence(ids, batch_first=True, padding_side="left")
-        mask_PT = pad_sequence([*map(torch.ones_like, ids)], batch_first=True, padding_side="left")
-        cache = DynamicCache()
-        return cache, self._forward(ids_PT, mask_PT, (mask_PT.cumsum(-1) - 1).clamp(min=0), cache)
 
     def _advance(self) -> list[Generation]:
         """Generate one more token for every row."""
@@ -293,10 +275,9 @@ class TransformersEngine:
         for row, token, logprob in zip(rows, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            if row.runs and row.runs[-1][0] == self._version:
-                row.runs[-1][1] += 1
-            else:
-                row.runs.append([self._version, 1])
+            if not row.runs or row.runs[-1][0] != self.weights_version:
+                row.runs.append([self.weights_version, 0])
+            row.runs[-1][1] += 1
 
     def _retire(self) -> list[Generation]:
         """Remove the finished rows from the batch."""
@@ -357,10 +338,7 @@ class TransformersEngine:
 
 
 def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:
-    """Load a model for generation. Raises OutOfMemory, or ConfigError for one that this engine cannot serve.
-
-    That is one whose state is more than the keys and values of attention.
-    """
+    """Load a model. Raises OutOfMemory, or ConfigError for one with more state than attention's keys and values."""
     with loading(f"the model in {directory}", device):
         model = causal_model(directory, dtype).to(device).requires_grad_(False)
     if other := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES:

@@ -20,7 +20,6 @@ from tba.common.config import Config
 from tba.common.errors import SnapshotError, TaskError
 from tba.common.evaluations import Row
 from tba.common.log import get_logger
-from tba.common.rendering import PromptRenderer
 from tba.common.run_snapshots import is_model_directory, pin_newest, weights_directory
 from tba.common.system.durable import sha256_of
 from tba.common.system.process import notify_systemd
@@ -35,7 +34,6 @@ from tba.common.wire.messages import MAX_RESPONSES, MAX_STORED_TEXT, Visit, Weig
 from tba.common.wire.trajectory import Trajectory
 from tba.searcher.build import LoadedTask, context_of, load, make_engine, make_rewards, mean_tokens, served
 from tba.searcher.engines.engine import Engine, SamplingSettings
-from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.evaluation import measure
 from tba.searcher.pipeline import Exploration, GenerationStage, ScoringStage
@@ -43,7 +41,6 @@ from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import storable
 from tba.searcher.tasks.task import (
     Prompt,
-    Task,
     check_answers,
     check_rendering,
     fingerprint,
@@ -74,9 +71,7 @@ LogprobsOf = Callable[[Sequence[Trajectory]], list[float | None]]
 class Subject:
     """What is evaluated: the held-out prompts, how they are rendered, what ends an answer, the hash of all settings."""
 
-    task: Task
-    renderer: PromptRenderer
-    stopping: Stopping
+    loaded: LoadedTask
     prompts: Sequence[Prompt]
     prompt_set: str
     settings: str
@@ -88,7 +83,7 @@ class Subject:
 
 def read_subject(config: Config) -> Subject:
     """Load the held-out prompts. Raises TaskError without any."""
-    task, renderer, stopping = load(config)
+    task, renderer, _ = loaded = load(config)
     # A prompt that occurs twice counts once.
     prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
     if not prompts:
@@ -109,7 +104,7 @@ def read_subject(config: Config) -> Subject:
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     prompt_set = fingerprint(prompts, renderer.settings(prompts))
-    return Subject(task, renderer, stopping, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
+    return Subject(loaded, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
 
 
 _WAIT_SECONDS = 1.0
@@ -194,10 +189,7 @@ def for_storage(texts: Sequence[str], prompts: Sequence[Prompt], answers: Sequen
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates one snapshot after the other. `open_evaluator` makes it and frees what it holds.
-
-    `answering` asks the questions of every evaluation. `serving` releases the snapshot that the engine serves.
-    """
+    """Evaluates snapshots, as `open_evaluator` says. `serving` releases the one that the engine serves."""
 
     config: Config
     subject: Subject
@@ -243,13 +235,14 @@ class Evaluator:
             return None
         row = self._row(manifest, measured, time.monotonic() - started)
         prompts = self.subject.prompts
-        texts = [self.subject.renderer.text(prompt) for prompt in prompts[: self.config.eval.stored_responses]]
+        renderer = self.subject.loaded.renderer
+        texts = [renderer.text(prompt) for prompt in prompts[: self.config.eval.stored_responses]]
         return row | {"responses": for_storage(texts, prompts, answers)}
 
     def _measure(self, answers: Sequence[Trajectory], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples
         measured = measure.Measured(self.config.run.seed)
-        names = [name_of(self.subject.task, prompt) for prompt in self.subject.prompts]
+        names = [name_of(self.subject.loaded.task, prompt) for prompt in self.subject.prompts]
         tasks = names if len(set(names)) > 1 else ()
         measure.measure_greedy(measured, answers[:prompts], tasks)
         if not samples:
@@ -312,17 +305,18 @@ def open_evaluator(
     `progress` is that of snapshots that are fetched. `served` names another model than `config` for the engine.
     Raises ConfigError for a model or task that cannot be loaded.
     """
+    task, renderer, stopping = subject.loaded
     with contextlib.ExitStack() as ending:
         own = node_pair(config.security.keys)
         assembler = SnapshotAssembler(weights_directory(config), "auto", SystemClock(), progress, own)
         ending.callback(assembler.remove_created)
         # Before the engine, as `WorkerPool` says.
-        rewards = make_rewards(config, subject.task, device, stop)
+        rewards = make_rewards(config, task, device, stop)
         ending.callback(rewards.close)
         # Entered before the engine, so released after it: the engine may read the files of the weights it serves.
         serving = ending.enter_context(contextlib.ExitStack())
-        prompt_tokens = mean_tokens(subject.prompts, subject.renderer)
-        engine = make_engine(served or config, subject.stopping, device=device, name=name, prompt_tokens=prompt_tokens)
+        prompt_tokens = mean_tokens(subject.prompts, renderer)
+        engine = make_engine(served or config, stopping, device=device, name=name, prompt_tokens=prompt_tokens)
         ending.callback(engine.close)
         references = embed = None
         if config.eval.kl and config.eval.samples:
@@ -333,8 +327,7 @@ def open_evaluator(
             from tba.searcher.evaluation.models import SentenceEncoder
 
             embed = SentenceEncoder(config.eval.embedder, device=device).embed
-        loaded = LoadedTask(subject.task, subject.renderer, subject.stopping)
-        answering = Answering(config, loaded, subject.prompts, engine, rewards, questions(config, subject))
+        answering = Answering(config, subject.loaded, subject.prompts, engine, rewards, questions(config, subject))
         yield Evaluator(config, subject, answering, references, embed, serving), assembler
 
 

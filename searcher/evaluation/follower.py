@@ -62,10 +62,7 @@ def follow(config: Config, *, device: str, label: str, stop: StopSignal) -> None
 
 @dataclass(slots=True)
 class Follower:
-    """Evaluates one snapshot at a time, the oldest first. Used by one thread.
-
-    `fetching` is the progress of the assembler.
-    """
+    """Evaluates one snapshot at a time, the oldest first, in one thread. `fetching` is the assembler's progress."""
 
     config: Config
     evaluator: Evaluator

@@ -42,10 +42,7 @@ Embed = Callable[[Sequence[str]], Floats]
 
 @dataclass(slots=True)
 class Measured:
-    """Metrics by name, and the 95 % intervals of those that are means over prompts.
-
-    `missing` says, by what was to be scored, why there are no metrics of its scores.
-    """
+    """Metrics by name, 95 % intervals of those that are means over prompts, and why what has no score is `missing`."""
 
     seed: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -244,7 +241,6 @@ def _part(answer: Trajectory, name: str) -> float | None:
 
 
 def _sampled(answer: Trajectory) -> Int32:
-    """Return the tokens that the policy sampled."""
     return answer.response_ids[answer.loss_mask != 0] if len(answer.loss_mask) else answer.response_ids
 
 
@@ -272,14 +268,12 @@ def wilson(successes: float, count: float) -> Interval:
     return low, (centre + half) / (count + weight) if successes < count else 1.0
 
 
-def bootstrap(values_N: Floats, weights_N: Floats | None = None, *, seed: int) -> Interval:
-    """Return the 95 % percentile interval of a mean over prompts (Efron 1979), from 1,000 seeded resamples.
+def bootstrap(values_N: Floats, weights_N: Floats, *, seed: int) -> Interval:
+    """Return the 95 % percentile interval of sum(values) / sum(weights) over prompts, such as nats per token.
 
-    With `weights_N` it is the interval of sum(values) / sum(weights), such as nats per token: a resample draws whole
-    prompts. One prompt has no spread: both ends are its value.
+    It is from 1,000 seeded resamples of whole prompts (Efron 1979). One prompt has no spread: both ends are its value.
     """
     count = len(values_N)
-    weights_N = np.ones(count) if weights_N is None else weights_N
     generator = np.random.default_rng(seed)
     means = np.full(_RESAMPLES, np.nan)
     # One resample at a time: all of them at once would need a gigabyte for 100,000 prompts.
@@ -294,10 +288,7 @@ def bootstrap(values_N: Floats, weights_N: Floats | None = None, *, seed: int) -
 
 
 def distinct(responses: Sequence[Sequence[int]], n: int) -> float | None:
-    """Return distinct-n: the number of different n-grams of tokens, divided by the number of all n-grams.
-
-    Li et al. 2016, "A Diversity-Promoting Objective Function for Neural Conversation Models". None without an n-gram.
-    """
+    """Return distinct-n (Li et al. 2016): different n-grams of tokens, divided by all. None without an n-gram."""
     grams = [tuple(tokens[i : i + n]) for tokens in responses for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else None
 

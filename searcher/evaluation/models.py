@@ -130,15 +130,9 @@ class SentenceEncoder:
     @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> Floats:
         """Return the embeddings [N, H] of texts, each cut to the longest input of the model."""
-        parts = []
+        parts, options = [], {"padding": True, "truncation": True, "max_length": self._longest, "return_tensors": "pt"}
         for start in range(0, len(texts), _TEXTS):
-            batch = self._tokenizer(
-                list(texts[start : start + _TEXTS]),
-                padding=True,
-                truncation=True,
-                max_length=self._longest,
-                return_tensors="pt",
-            ).to(self._device)
+            batch = self._tokenizer(list(texts[start : start + _TEXTS]), **options).to(self._device)
             inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
             hidden_NTH = self._model(**inputs).last_hidden_state.float()
             mask_NT1 = batch["attention_mask"][..., None]

@@ -42,10 +42,7 @@ Score = float | str
 
 
 class RewardModel:
-    """The classifier of a directory on one device.
-
-    Raises ConfigError if the files are not a reward model, OutOfMemory.
-    """
+    """The classifier of a directory on a device. Raises ConfigError if the files are no reward model, OutOfMemory."""
 
     def __init__(self, directory: Path, config: RewardModelSection, device: str) -> None:
         self._config = config
@@ -176,14 +173,8 @@ def _model_in(directory: Path) -> str:
 def _load(directory: Path, device: torch.device) -> Any:
     config = _read_config(directory)
     with loading(_model_in(directory), device):
-        model, found = from_directory(
-            AutoModelForSequenceClassification,
-            directory,
-            config=config,
-            dtype="auto",
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        options = {"config": config, "dtype": "auto", "use_safetensors": True, "output_loading_info": True}
+        model, found = from_directory(AutoModelForSequenceClassification, directory, **options)
         # A checkpoint without a head loads too, with a random one.
         if missing := sorted(found["missing_keys"]):
             raise ConfigError(f"{_model_in(directory)} is not a classifier: it lacks {', '.join(missing[:3])}")
@@ -234,19 +225,17 @@ def _own_pad_id(config: Any) -> int | None:
 
 
 def main() -> None:
-    """Serve until the searcher closes the socket."""
     connection = Connection()
     transformers_logging.disable_progress_bar()
     settings = next(connection.messages)
     try:
         config = RewardModelSection.model_validate(settings["config"])
         model = RewardModel(Path(settings["directory"]), config, settings["device"])
-    except ConfigError as error:
-        connection.send(["refused", storable(str(error))])
-        sys.exit(1)
     except Exception as error:
-        log.exception("the model was not loaded")
-        connection.send(["failed", storable(named(error))])
+        is_refused = isinstance(error, ConfigError)
+        if not is_refused:
+            log.exception("the model was not loaded")
+        connection.send(["refused", storable(str(error))] if is_refused else ["failed", storable(named(error))])
         sys.exit(1)
     connection.send(["ready"])
     for items in connection.messages:
@@ -276,14 +265,10 @@ def _score(connection: Connection, model: RewardModel, items: Sequence[Any]) -> 
             scores = model.score([pairs[n] for n in batch], partial(begin, batch))
         except Exception as error:
             log.exception("the model failed", pairs=len(batch))
-            reason = storable(named(error))
-            connection.send(["results", [[ticket, None, reason] for ticket in batch_tickets]])
+            connection.send(["results", [[ticket, None, storable(named(error))] for ticket in batch_tickets]])
             sys.exit(1)
-        results = [
-            [ticket, None, score] if isinstance(score, str) else [ticket, score, None]
-            for ticket, score in zip(batch_tickets, scores, strict=True)
-        ]
-        connection.send(["results", results])
+        outcomes = ([None, score] if isinstance(score, str) else [score, None] for score in scores)
+        connection.send(["results", [[n, *outcome] for n, outcome in zip(batch_tickets, outcomes, strict=True)]])
 
 
 if __name__ == "__main__":

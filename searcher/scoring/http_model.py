@@ -13,6 +13,7 @@ the process. It needs httpx2, which transformers and vLLM depend on too.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -31,7 +32,8 @@ from tba.searcher.scoring.worker_pool import Connection
 from tba.searcher.tasks.task import Prompt
 
 _ROUTES = {"classify": "/classify", "pooling": "/pooling", "score": "/score"}
-_PROBE = Prompt("", "a")
+# Scored to see whether the server has a reward model.
+PROBE = Prompt("", "a")
 # The reply to one request: a score, or a few hundred words.
 _REPLY_BYTES = 1 << 20
 _QUOTED_CHARACTERS = 200
@@ -48,8 +50,7 @@ class _NotYet(Exception):
 class JsonClient:
     """Requests to one server, over at most `connections` connections. It belongs to one event loop.
 
-    `key` is sent as a bearer token if it is not empty. Without `keep_alive` nothing is open between requests, and
-    nothing has to be closed.
+    `key` is sent as a bearer token if it is not empty. Without `keep_alive` there is nothing to close.
     """
 
     def __init__(self, url: str, *, key: str = "", connections: int = 64, keep_alive: bool = True) -> None:
@@ -66,8 +67,7 @@ class JsonClient:
         """Return the JSON object that the server answers with, within `seconds`, retries with backoff included.
 
         Retried are failed connections, server errors (5xx), and requests to wait. Raises HttpUnavailable after the
-        deadline, and HttpRefused for another status, for a reply that is too large or not a JSON object, and for an
-        invalid URL.
+        deadline, HttpRefused for another status, a reply that is too large or no JSON object, and an invalid URL.
         """
         content = json.dumps(body).encode()
         failures, reason = 0, "no reply to the request"
@@ -88,7 +88,6 @@ class JsonClient:
             raise HttpUnavailable(f"{self.url}{route}: nothing usable within {seconds:g} s: {reason}") from None
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _post_once(self, route: str, content: bytes) -> dict[str, Any]:
@@ -121,12 +120,9 @@ class JsonClient:
 def _quoted(text: bytes) -> str:
     """Return the error message of a reply, or its first characters, in one line."""
     shown = text.decode("utf-8", "replace")
-    try:
-        reply = json.loads(shown)
+    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
         # OpenAI's and vLLM's form.
-        shown = str(reply["error"]["message"])
-    except (ValueError, RecursionError, LookupError, TypeError):
-        pass
+        shown = str(json.loads(shown)["error"]["message"])
     return " ".join(shown[:_QUOTED_CHARACTERS].split()) or "no text"
 
 
@@ -145,13 +141,8 @@ class HttpModel:
 
     async def score(self, prompt: Prompt, response: str, *, seconds: float) -> float:
         """Return the logit of a pair. Raises HttpRefused, HttpUnavailable, ValueError for a pair without a text."""
-        body = self._body(prompt, response)
-        reply = await self._client.post(_ROUTES[self._config.api], body, seconds=seconds)
+        reply = await self._client.post(_ROUTES[self._config.api], self._body(prompt, response), seconds=seconds)
         return self._read(reply)
-
-    async def try_out(self, *, seconds: float) -> None:
-        """Wait until the server scores. Raises HttpRefused if it is not a reward model, HttpUnavailable."""
-        await self.score(_PROBE, "a", seconds=seconds)
 
     def _body(self, prompt: Prompt, response: str) -> dict[str, Any]:
         config = self._config
@@ -183,11 +174,10 @@ class HttpModel:
             raise HttpRefused(
                 f"{self._config.url} answered with {len(values)} labels: a reward needs a classifier with one"
             )
-        try:
-            score = math.nan if isinstance(values[0], bool | str) else float(values[0])
+        score = math.nan
         # OverflowError: an integer of hundreds of digits.
-        except (TypeError, OverflowError):
-            score = math.nan
+        with contextlib.suppress(TypeError, OverflowError):
+            score = math.nan if isinstance(values[0], bool | str) else float(values[0])
         if not math.isfinite(score):
             raise HttpRefused(
                 f"{self._config.url} answered with the score {str(values[0])[:40]!r}: not a finite number"
@@ -196,7 +186,6 @@ class HttpModel:
 
 
 def main() -> None:
-    """Serve until the searcher closes the socket."""
     connection = Connection()
     settings = next(connection.messages)
     config = RewardModelSection.model_validate(settings["config"])
@@ -204,7 +193,7 @@ def main() -> None:
     with asyncio.Runner() as runner:
         model = HttpModel(config, settings["key"])
         try:
-            runner.run(model.try_out(seconds=settings["load_seconds"]))
+            runner.run(model.score(PROBE, "a", seconds=settings["load_seconds"]))
         except (HttpRefused, HttpUnavailable) as error:
             connection.send(["refused" if isinstance(error, HttpRefused) else "failed", storable(str(error))])
             sys.exit(1)

@@ -12,6 +12,7 @@ no failure of the model ends the searcher: while there is no worker or no server
 import multiprocessing.connection
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tba.common.config import RewardModelSection, TaskSection
@@ -45,7 +46,7 @@ class ModelScorer(WorkerPool):
 
     def __init__(self, config: RewardModelSection, device: str, stop: Callable[[], bool] = lambda: False) -> None:
         self.config = config
-        super().__init__(_server(config) if config.url else _own_process(config, device))
+        super().__init__(_pool(config, device))
         try:
             while not (self.ready or stop()):
                 self.poll()
@@ -61,40 +62,30 @@ class ModelScorer(WorkerPool):
         log.info("reward model", model=config.source, ready=self.ready)
 
 
-def _own_process(config: RewardModelSection, device: str) -> PoolSettings:
+def _pool(config: RewardModelSection, device: str) -> PoolSettings:
+    """Return what runs the model, or asks the server that has it."""
+    seconds = config.time_limit_seconds
+    common = partial(PoolSettings, name="reward model", workers=1, max_wait_seconds=seconds)
+    settings: dict[str, Any] = {"config": config.model_dump(mode="json", exclude={"api_key"})}
+    if config.url:
+        return common(
+            module="tba.searcher.scoring.http_model",
+            settings=settings | {"key": config.api_key.get_secret_value(), "load_seconds": LOAD_SECONDS},
+            batch=max(_BATCH, config.concurrency),
+            load_seconds=LOAD_SECONDS + _GRACE_SECONDS,
+            work_seconds=seconds + _GRACE_SECONDS,
+        )
     device, environment = _placement(config.device, device)
     directory = model_directory(config.path, setting="reward_model.path")
-    return PoolSettings(
-        name="reward model",
+    return common(
         module="tba.searcher.scoring.classifier",
-        settings={"config": _sent(config), "directory": str(directory), "device": device},
-        workers=1,
+        settings=settings | {"directory": str(directory), "device": device},
         batch=_BATCH,
         load_seconds=LOAD_SECONDS,
-        work_seconds=config.time_limit_seconds,
+        work_seconds=seconds,
         gather_seconds=_GATHER_SECONDS,
-        max_wait_seconds=config.time_limit_seconds,
         environment=environment,
     )
-
-
-def _server(config: RewardModelSection) -> PoolSettings:
-    key = config.api_key.get_secret_value()
-    return PoolSettings(
-        name="reward model",
-        module="tba.searcher.scoring.http_model",
-        settings={"config": _sent(config), "key": key, "load_seconds": LOAD_SECONDS},
-        workers=1,
-        batch=max(_BATCH, config.concurrency),
-        load_seconds=LOAD_SECONDS + _GRACE_SECONDS,
-        work_seconds=config.time_limit_seconds + _GRACE_SECONDS,
-        max_wait_seconds=config.time_limit_seconds,
-    )
-
-
-def _sent(config: RewardModelSection) -> dict[str, Any]:
-    """Return the settings as a worker reads them."""
-    return config.model_dump(mode="json", exclude={"api_key"})
 
 
 def _placement(configured: str, own: str) -> tuple[str, dict[str, str]]:
@@ -110,17 +101,14 @@ def _placement(configured: str, own: str) -> tuple[str, dict[str, str]]:
 
 
 class Rewards:
-    """Scores responses in other processes; `wait` returns them.
-
-    It closes `model` with itself; the model's logit counts `weight` times. Start it in the main thread and before the
-    engine, as `WorkerPool` says.
-    """
+    """Scores responses in other processes, by the task and `weight` times the `model`, which it closes with itself."""
 
     def __init__(
         self, task: Task, config: TaskSection, model: ModelScorer | None = None, *, weight: float = 1.0
     ) -> None:
         self._task = TaskScorer(task, config)
         self._model = model
+        self._pools: list[WorkerPool] = [self._task, *([model] if model is not None else [])]
         self._weight = weight
         # By ticket: monotonic time of submission, and with a model the results that have arrived.
         self._submitted_at: dict[int, float] = {}
@@ -138,7 +126,7 @@ class Rewards:
     @property
     def timeouts(self) -> int:
         """How many rewards took too long."""
-        return self._task.timeouts + (self._model.timeouts if self._model is not None else 0)
+        return sum(pool.timeouts for pool in self._pools)
 
     def submit(self, ticket: int, prompt: Prompt, text: str, finished: bool) -> None:
         """Queue a response; `text` has no lone surrogates."""
@@ -180,12 +168,10 @@ class Rewards:
 
         Raises TaskError and WorkerLost as `TaskScorer`.
         """
-        channels = [*self._task.channels, *(self._model.channels if self._model is not None else ())]
-        if channels:
+        if channels := [channel for pool in self._pools for channel in pool.channels]:
             # What was submitted since the last call must not wait for another result.
-            self._task.send()
-            if self._model is not None:
-                self._model.send()
+            for pool in self._pools:
+                pool.send()
             multiprocessing.connection.wait(channels, seconds)
         scored = self._task.done()
         if self._model is not None:
@@ -199,10 +185,8 @@ class Rewards:
         return scored
 
     def close(self) -> None:
-        """End the workers and the programs they started."""
-        self._task.close()
-        if self._model is not None:
-            self._model.close()
+        for pool in self._pools:
+            pool.close()
 
 
 def _sum(scored: Scored, by_model: Result, weight: float) -> Scored:

@@ -75,8 +75,7 @@ Outcome = tuple[Turn | None, str | None, ErrorKind | None]
 class Scored:
     """A scored response: its reward, or a reward of 0 and an error of some `ErrorKind`.
 
-    Of a call of an environment, `turn` is what it answered, and `reward` that of the turn; after an error the episode
-    is over.
+    Of an environment's call, `turn` is the answer, and `reward` that of the turn; after an error the episode is over.
     """
 
     ticket: int
@@ -97,8 +96,7 @@ class Group:
     """The responses to one visit of a prompt, or a part of them. `done` holds the finished rows, `size` in the end.
 
     `closes`: these rows are the last of the visit. All have this `metadata`. Those of a guided group begin with the
-    tokens of `prefix`, which may be none; that of a plain group is None. `version` is that of the policy when the visit
-    began.
+    tokens of `prefix`; that of a plain group is None. `version` is the policy's when the visit began.
     """
 
     visit: Visit
@@ -120,10 +118,7 @@ def digest(turn: Turn) -> bytes:
 def score(
     task: Task, prompt: Prompt, response: str, finished: bool, memory_mib: int | None = None
 ) -> tuple[Reward, str | None]:
-    """Return (reward, error). A scorer that raises, or returns no finite numbers, results in a reward of 0.
-
-    Without a worker a coroutine runs here to its end.
-    """
+    """Return (reward, error), a reward of 0 if the scorer fails. Without a worker a coroutine runs here to its end."""
     try:
         reward = task.score(prompt, response, finished)
         return checked_score(event_loop().run(_awaited(reward)) if isinstance(reward, Awaitable) else reward), None

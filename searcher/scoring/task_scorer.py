@@ -211,7 +211,6 @@ class TaskScorer(WorkerPool):
         )
 
     def submit(self, item: Item) -> None:
-        """Queue a response, or a call of an environment."""
         if self._config.reward_workers:
             super().submit(item)
             return
@@ -222,10 +221,7 @@ class TaskScorer(WorkerPool):
         self._scored.append(self._scored_by(item, *outcome))
 
     def done(self) -> list[Scored]:
-        """The responses scored since the last call. Never blocks.
-
-        Raises TaskError if the task does not load in a worker, WorkerLost if no worker lives until it has loaded it.
-        """
+        """What was scored since the last call, at once. Raises TaskError, or WorkerLost if none loads the task."""
         scored, self._scored = self._scored, []
         scored += [self._scored_by(result.item, *self._outcome_of(result)) for result in self.poll()]
         if self.refusal:

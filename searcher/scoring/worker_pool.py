@@ -18,7 +18,7 @@ may add what it does for each of them, for messages, and how long it may be sile
 An episode stays with the worker that it was first sent to: only that one gets its calls, until `release`. If that
 worker is replaced, the next call may go to any, with all that is needed to repeat the episode.
 
-A worker is a Python module, connected by a socket pair that carries msgpack messages: `WorkerProcess` is the searcher's
+A worker is a Python module, connected by a socket pair that carries msgpack messages: `Worker` is the searcher's
 side, `Connection` the worker's. Outgoing messages wait in memory until the worker reads them, and incoming ones are
 polled. Pickle is not used, since a worker runs code that is not ours; fork is not used, since the searcher has threads.
 """
@@ -56,56 +56,79 @@ _REPLY_BYTES = 1 << 24
 _REQUEST_BYTES = 1 << 30
 
 
-class WorkerProcess:
-    """`python -m MODULE FD`. Its first message is `settings`; it dies with the thread that started it."""
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """What a pool runs, and its limits.
 
-    def __init__(self, module: str, settings: Any, guard: SessionGuard, environment: Mapping[str, str]) -> None:
+    A worker runs `module` and receives `settings` first. It must be ready within `load_seconds`, and while it has
+    items it must send a message every `work_seconds`. It has at most `batch` items at a time, and gets more when it has
+    done all of them, or with `refills` some. An idle one waits up to `gather_seconds` for that many. While no worker is
+    ready, items fail that wait longer than `max_wait_seconds`, if that is set. `name` is for log messages.
+    """
+
+    name: str
+    module: str
+    settings: Any
+    workers: int
+    batch: int
+    load_seconds: float
+    work_seconds: float
+    refills: bool = False
+    gather_seconds: float = 0.0
+    max_wait_seconds: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Worker:
+    """`python -m MODULE FD`, and its items without a result. It dies with the thread that started it."""
+
+    def __init__(self, settings: PoolSettings, guard: SessionGuard) -> None:
         self._guard = guard
         self.channel, theirs = socket.socketpair()
         with theirs:
-            # In its own session: Ctrl-C is for the searcher alone, and the programs that a reward starts can be ended
-            # with the worker.
-            self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-m", module, str(theirs.fileno())],
+            # In its own session: Ctrl-C is for the searcher alone, and programs of a reward are ended with the worker.
+            self.process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", settings.module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, **environment, PARENT_VARIABLE: str(os.getpid())},
+                env={**os.environ, **settings.environment, PARENT_VARIABLE: str(os.getpid())},
             )
-        self.pid = self._process.pid
-        guard.add(self.pid)
+        guard.add(self.process.pid)
         self.channel.setblocking(False)
         self._outbox = bytearray()
         self._unpacker: Any = msgpack.Unpacker(max_buffer_size=_REPLY_BYTES)
         # Monotonic: the start, the last message received, or the last byte that the worker has read.
         self.progress_at = time.monotonic()
+        self.ready = False
+        # In order of their submission.
+        self.items: dict[int, Item] = {}
+        # What it does by ticket, and how long it may be silent meanwhile, if it says so.
+        self.running: dict[int, str] | None = None
+        self.silence: float | None = None
+        # The episodes that it holds, and calls of them that are not yet sent.
+        self.episodes: set[int] = set()
+        self.calls: deque[Item] = deque()
+        # Its last words, if it could not load.
+        self.sentence = ""
+        self.malformed = False
         # Sent now, so that the worker loads while the engine starts, which may take minutes.
-        self.send(settings)
-
-    @property
-    def silent_seconds(self) -> float:
-        """How long the worker has neither replied nor read anything."""
-        return time.monotonic() - self.progress_at
+        self.send(settings.settings)
 
     def send(self, message: Any) -> None:
-        """Queue a message."""
         self._outbox += msgpack.packb(message)
         self.progress_at = time.monotonic()
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as fits in the socket's buffer.
-
-        Counts as progress: the worker cannot reply to what it has not received, so its time runs from the last byte.
-        """
+        """Send what fits the socket. It is progress: the worker's time runs from the last byte that it has received."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._outbox:
                 del self._outbox[: self.channel.send(self._outbox)]
                 self.progress_at = time.monotonic()
 
     def receive(self) -> Iterator[Any]:
-        """The messages that have arrived."""
         # A dead worker is detected by its exit code, not here.
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while chunk := self.channel.recv(_CHUNK_BYTES):
@@ -116,7 +139,7 @@ class WorkerProcess:
 
     def death(self) -> str | None:
         """How the process ended; None while it runs."""
-        if (code := self._process.poll()) is None:
+        if (code := self.process.poll()) is None:
             return None
         return (
             f"the worker was killed by {signal_name(-code)}" if code < 0 else f"the worker died with exit code {code}"
@@ -125,12 +148,12 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the worker and the programs it started, except those that made a session of their own."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         if sys.platform == "linux":
-            kill_sessions({self.pid})
+            kill_sessions({self.process.pid})
         # Before `wait`: after it the number may belong to another process.
-        self._guard.discard(self.pid)
-        self._process.wait()
+        self._guard.discard(self.process.pid)
+        self.process.wait()
         self.channel.close()
 
 
@@ -176,29 +199,6 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSettings:
-    """What a pool runs, and its limits.
-
-    A worker runs `module` and receives `settings` first. It must be ready within `load_seconds`, and while it has
-    items it must send a message every `work_seconds`. It has at most `batch` items at a time, and gets more when it has
-    done all of them, or with `refills` some. An idle one waits up to `gather_seconds` for that many. While no worker is
-    ready, items fail that wait longer than `max_wait_seconds`, if that is set. `name` is for log messages.
-    """
-
-    name: str
-    module: str
-    settings: Any
-    workers: int
-    batch: int
-    load_seconds: float
-    work_seconds: float
-    refills: bool = False
-    gather_seconds: float = 0.0
-    max_wait_seconds: float | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     """The result of an item: a value, or a sentence why there is none.
 
@@ -212,29 +212,8 @@ class Result:
     late: bool = False
 
 
-@dataclass(slots=True)
-class Worker:
-    """A worker process and the items without a result that it has, in order of their submission."""
-
-    process: WorkerProcess
-    ready: bool = False
-    items: dict[int, Item] = field(default_factory=dict)
-    # What it does by ticket, and how long it may be silent meanwhile, if it says so.
-    running: dict[int, str] | None = None
-    silence: float | None = None
-    # The episodes that it holds, and calls of them that are not yet sent.
-    episodes: set[int] = field(default_factory=set)
-    calls: deque[Item] = field(default_factory=deque)
-    # Its last words, if it could not load.
-    sentence: str = ""
-    malformed: bool = False
-
-
 class WorkerPool:
-    """Keeps worker processes running and gives them items to score.
-
-    Start it in the main thread, since workers die with the thread that started them, and before the engine.
-    """
+    """Keeps workers running, which die with the thread that starts them: the main one, before the engine."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings
@@ -257,7 +236,7 @@ class WorkerPool:
     @property
     def channels(self) -> Sequence[socket.socket]:
         """Readable when there may be something to `poll`."""
-        return [worker.process.channel for worker in self.workers]
+        return [worker.channel for worker in self.workers]
 
     @property
     def ready(self) -> bool:
@@ -277,7 +256,7 @@ class WorkerPool:
     def poll(self) -> list[Result]:
         """Supervise the workers and return the results that have arrived. Never blocks, except to reap a worker."""
         for worker in list(self.workers):
-            worker.process.flush()
+            worker.flush()
             self._receive(worker)
             if failure := self._failure_of(worker):
                 self._replace(worker, failure)
@@ -290,18 +269,18 @@ class WorkerPool:
     def close(self) -> None:
         """End the workers and the programs they started."""
         for worker in self.workers:
-            worker.process.kill()
+            worker.kill()
         self.workers = []
         self._guard.close()
 
     def _start_missing(self) -> None:
         what = self.settings
         while len(self.workers) < what.workers and time.monotonic() >= self._start_at:
-            self.workers.append(Worker(WorkerProcess(what.module, what.settings, self._guard, what.environment)))
+            self.workers.append(Worker(what, self._guard))
 
     def _receive(self, worker: Worker) -> None:
         try:
-            for kind, *content in worker.process.receive():
+            for kind, *content in worker.receive():
                 if kind == "ready":
                     worker.ready = True
                     self.failed_starts, self._down_since = 0, None
@@ -324,14 +303,15 @@ class WorkerPool:
 
     def _failure_of(self, worker: Worker) -> str | None:
         """Why a worker must be replaced."""
-        if death := worker.process.death():
+        if death := worker.death():
             return death
         if worker.malformed:
             return worker.sentence
         limit = worker.silence or self.settings.work_seconds
-        if worker.items and worker.process.silent_seconds > limit:
+        silent_seconds = time.monotonic() - worker.progress_at
+        if worker.items and silent_seconds > limit:
             return timed_out(limit)
-        if not worker.ready and worker.process.silent_seconds > self.settings.load_seconds:
+        if not worker.ready and silent_seconds > self.settings.load_seconds:
             return f"the worker was not ready within {self.settings.load_seconds:g} s"
         return None
 
@@ -340,7 +320,7 @@ class WorkerPool:
         # Results that it sent before its end count.
         self._receive(worker)
         self.last_error = worker.sentence or failure
-        worker.process.kill()
+        worker.kill()
         self.workers.remove(worker)
         if not worker.ready:
             # The owner of the pool raises a refusal, or continues without a worker, and starts one with a backoff.
@@ -377,10 +357,10 @@ class WorkerPool:
             count = min(room - len(items), -(-len(self._waiting) // len(self.workers)))
             items += [self._waiting.popleft() for _ in range(count)]
             # Of a busy worker only what it sends shows that it lives.
-            since = worker.process.progress_at if worker.items else None
+            since = worker.progress_at if worker.items else None
             worker.items |= {item.ticket: item for item in items}
-            worker.process.send([item.message(held=item.ticket in worker.episodes) for item in items])
-            worker.process.progress_at = since or worker.process.progress_at
+            worker.send([item.message(held=item.ticket in worker.episodes) for item in items])
+            worker.progress_at = since or worker.progress_at
             worker.episodes.update(item.ticket for item in items if item.call)
 
     def _expire(self) -> None:

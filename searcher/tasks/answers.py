@@ -207,10 +207,7 @@ Unit = frozenset[tuple[str, int]]
 
 
 def why_no_gold(gold: str, *, math: bool = False) -> str:
-    """Return why a text is no gold answer, for an error message, "" if it may be one. Mathematics is not read.
-
-    With `math` a sentence about numbers is none.
-    """
+    """Return why a text, with `math` also a sentence about numbers, is no gold answer; "" if it may be one."""
     words = _TEXT.sub(r"\1", gold).lower().strip("() .$\n\t")
     if gold.strip() == "None" or _NO_ANSWER.fullmatch(words or "?"):
         return "it is no answer"

@@ -19,11 +19,7 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]*", re.ASCII)
 
 
 class ArithmeticTask(ListedTask):
-    """Every sum and difference of two two-digit numbers; the 256 with the smallest hashes are held out.
-
-    Order and split follow from a hash of the problem text, so they are the same in every process, run and Python
-    version.
-    """
+    """Every sum and difference of two two-digit numbers, in the order of hashes; the first 256 are held out."""
 
     name = "arithmetic"
 

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tba.common.errors import MissingExtra, TaskError
@@ -223,25 +224,25 @@ class GymnasiumTask(ListedTask):
             raise TaskError(f"task gymnasium: {self._id} is not made: {error}") from error
 
 
+@dataclass
 class _Gymnasium(Environment):
-    def __init__(self, made: Any, actions: Sequence[str], released: Callable[[Any], None]) -> None:
-        self._made = made
-        self._actions = actions
-        self._released = released
+    made: Any
+    actions: Sequence[str]
+    released: Callable[[Any], None]
 
     def step(self, reply: str, finished: bool) -> Turn:
-        action = action_in(reply, self._actions)
+        action = action_in(reply, self.actions)
         if action is None:
             return Turn(done=True, parts={PARSE_ERROR: 1.0, CORRECT: 0.0})
-        _, reward, terminated, truncated, _ = self._made.step(action)
+        _, reward, terminated, truncated, _ = self.made.step(action)
         if terminated or truncated:
             # CliffWalking terminates at its goal alone, and gives no positive reward.
-            is_goal = terminated and (reward > 0 or self._made.spec.id.startswith("CliffWalking"))
+            is_goal = terminated and (reward > 0 or self.made.spec.id.startswith("CliffWalking"))
             return Turn((), reward, True, {PARSE_ERROR: 0.0, CORRECT: float(is_goal)})
-        return Turn([("user", observation(self._made, self._actions))], reward, parts={CORRECT: 0.0})
+        return Turn([("user", observation(self.made, self.actions))], reward, parts={CORRECT: 0.0})
 
     def close(self) -> None:
-        self._released(self._made)
+        self.released(self.made)
 
 
 def action_in(reply: str, actions: Sequence[str]) -> int | None:

@@ -9,6 +9,7 @@ import hashlib
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tba.common.errors import TaskError
 from tba.searcher.tasks.task import CORRECT, PARSE_ERROR, Environment, ListedTask, Prompt, Turn
@@ -24,7 +25,6 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _draw(key: str, count: int) -> int:
-    """Return a number from 0 to count - 1 that depends on the key alone."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % count
 
 
@@ -49,26 +49,26 @@ class GuessTask(ListedTask):
         self._prompts = [self._prompt(f"{n}") for n in range(prompts)]
 
     def environment(self, prompt: Prompt) -> "GuessGame":
-        return GuessGame(int(prompt.answer), hints=self._hints)
+        return GuessGame(int(prompt.answer), self._hints)
 
     def _prompt(self, key: str) -> Prompt:
         return Prompt(key, f"guess 1 to {self._numbers} :", answer=str(1 + _draw(key, self._numbers)))
 
 
+@dataclass
 class GuessGame(Environment):
     """One game of `GuessTask`."""
 
-    def __init__(self, number: int, *, hints: bool) -> None:
-        self._number = number
-        self._hints = hints
+    number: int
+    hints: bool
 
     def step(self, reply: str, finished: bool) -> Turn:
         if (found := _NUMBER.search(reply)) is None or len(found[0]) > _MAX_DIGITS:
             return Turn(done=True, parts={CORRECT: 0.0, PARSE_ERROR: 1.0})
         guess = int(found[0])
-        if guess == self._number:
+        if guess == self.number:
             return Turn(reward=1.0, done=True, parts={CORRECT: 1.0})
-        hint = ("higher" if guess < self._number else "lower") if self._hints else "wrong"
+        hint = ("higher" if guess < self.number else "lower") if self.hints else "wrong"
         return Turn((("user", f" {hint} :"),), parts={CORRECT: 0.0})
 
 
@@ -95,18 +95,18 @@ class CalculatorTask(ListedTask):
         return Calculator(prompt.answer)
 
 
+@dataclass
 class Calculator(Environment):
     """One game of `CalculatorTask`."""
 
-    def __init__(self, answer: str) -> None:
-        self._answer = answer
+    answer: str
 
     def step(self, reply: str, finished: bool) -> Turn:
         if (call := _CALL.search(reply)) or "calc(" in reply:
             value = calculate(call[1]) if call else "error"
             return Turn((("user", f" = {value}\n"),), parts={CORRECT: 0.0, "calls": 1.0})
         numbers = _NUMBER.findall(reply)
-        right = float(bool(numbers) and numbers[-1] == self._answer)
+        right = float(bool(numbers) and numbers[-1] == self.answer)
         return Turn(reward=right, done=True, parts={CORRECT: right, PARSE_ERROR: float(not numbers)})
 
 

@@ -82,7 +82,6 @@ class MixtureTask:
         return _Labelled(label, own, task.environment(own))
 
     def label_of(self, prompt: Prompt) -> str:
-        """Return the label of the task that a prompt belongs to."""
         return prompt.key.partition(":")[0].partition("~")[0]
 
     def check(self) -> None:

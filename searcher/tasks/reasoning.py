@@ -119,7 +119,6 @@ class ReasoningGymTask:
 
     @cached_property
     def _made(self) -> tuple[list[Prompt], list[Prompt]]:
-        """The training and the held-out prompts."""
         training, held_out = _make(Items(self._settings, self._sizes[0], self._sizes[1], self._seed))
         return self._as_prompts(training), self._as_prompts(held_out)
 
@@ -155,7 +154,6 @@ def _answer(response: str) -> str:
 
 
 def _settings(generators: _Generators) -> dict[str, tuple[float, dict[str, Any]]]:
-    """Return (weight, settings) by name of generator."""
     if isinstance(generators, str):
         generators = [generators]
     if not isinstance(generators, Mapping):
@@ -173,10 +171,7 @@ def _settings(generators: _Generators) -> dict[str, tuple[float, dict[str, Any]]
 
 
 def _make(items: Items) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Make the training and the held-out problems in a child process. Raises TaskError.
-
-    Some generators iterate over sets, whose order depends on the hash seed of the process, so it is set to 0.
-    """
+    """Make all problems in a child process, with hash seed 0: some generators iterate over sets. Raises TaskError."""
     command = [sys.executable, "-m", "tba.searcher.tasks.reasoning"]
     try:
         made = subprocess.run(  # noqa: S603

@@ -46,8 +46,7 @@ def read_rows(task: str, source: str, split: str, subset: str | None) -> Iterato
 class RowsTask(ListedTask):
     """A task whose prompts are rows of data. A subclass has `name`, `_prompt` and `score`, and calls `_load` once.
 
-    `_prompt` gets a row and the names of its columns, and raises ValueError for a row that it cannot use. `notes` says
-    how many rows repeat a prompt.
+    `_prompt` gets a row and its columns, and raises ValueError for one of no use. `notes` count repeated prompts.
     """
 
     name: str
@@ -109,10 +108,7 @@ class RowsTask(ListedTask):
 
 
 def key_of(text: str, variables: dict[str, Any] | None = None) -> str:
-    """Return the key of a prompt, which depends on its text and the variables of its template alone.
-
-    Raises ValueError for a lone surrogate, and for an empty text, which is the null of CSV.
-    """
+    """Return the key of a text and its variables. Raises ValueError for a lone surrogate and an empty text (null)."""
     if not text.strip():
         raise ValueError("the question is empty")
     asked = json.dumps([text, variables], sort_keys=True, default=str) if variables else text

@@ -146,10 +146,7 @@ class ListedTask:
 
 
 class LimitedTask:
-    """The first `limit` training and `held_out_limit` held-out prompts of another task; 0 means all of them.
-
-    Raises TaskError for any error of the other task's code, with the line that raised it.
-    """
+    """The first prompts of another task, 0 for all. Raises TaskError for any error of its code, with the line."""
 
     def __init__(self, task: Task, limit: int, held_out_limit: int) -> None:
         self.name = task.name
@@ -183,10 +180,7 @@ class LimitedTask:
             raise TaskError(f"task {self.name}: {what}() failed{place}: {named(error)}") from error
 
     def _opening(self, prompt: Prompt) -> Prompt:
-        """Return a prompt as an episode begins with it: the messages of a text, which a chat template renders.
-
-        Raises TaskError for token ids, which no message can follow.
-        """
+        """Return a prompt as an episode begins with it, with its text as a message. Raises TaskError for token ids."""
         if not has_environment(self._task, prompt):
             return prompt
         if prompt.ids:
@@ -276,8 +270,7 @@ def check_answers(task: Task) -> None:
 def check_rendering(task: Task, prompts: Sequence[Prompt], renderer: PromptRenderer, context: int | None) -> None:
     """Raise TaskError for a prompt that cannot be rendered or leaves no room for a response.
 
-    `context` is the largest number of tokens of prompt and response, None if it is not known. Logs a warning if prompts
-    have today's date.
+    `context` is the most tokens of prompt and response, None if not known. Logs a warning if prompts have the date.
     """
     for prompt in prompts:
         try:

@@ -27,21 +27,7 @@ from tba.common.errors import DamagedInUse, SnapshotCorrupt, SnapshotError, Snap
 from tba.common.log import get_logger
 from tba.common.run_snapshots import MEMORY
 from tba.common.system.durable import copy_file, link_or_copy
-from tba.common.weights import delta
-from tba.common.weights.node_store import (
-    DELETED,
-    SNAPSHOT,
-    VERIFIED,
-    PinnedSnapshot,
-    delete,
-    is_named,
-    is_verified,
-    make_directory,
-    mark_verified,
-    modified_at,
-    pin_path,
-    try_lock,
-)
+from tba.common.weights import delta, node_store
 from tba.common.weights.snapshot import (
     DELTA,
     MANIFEST,
@@ -70,34 +56,31 @@ _POLL_SECONDS = 0.1
 
 
 class NodeCache:
-    """The cache as one searcher process uses it; others of the node use the same directory. Used by one thread.
-
-    Raises ConfigError if the directory cannot be used.
-    """
+    """The cache of a node, as one thread of a process uses it. Raises ConfigError if the directory cannot be used."""
 
     def __init__(self, directory: Path, progress: Progress) -> None:
         self.directory = directory
         self._progress = progress
         self._created: set[Path] = set()
-        make_directory(directory)
+        node_store.make_directory(directory)
 
-    def find(self, key: SnapshotKey, *, trust: bool = True) -> PinnedSnapshot | None:
+    def find(self, key: SnapshotKey, *, trust: bool = True) -> node_store.PinnedSnapshot | None:
         """Pin a complete snapshot; None if it is not here, or is damaged (then it is deleted).
 
         Its files are hashed unless the process that made it has recorded their hashes and `trust` accepts that. Raises
         DamagedInUse if it is damaged and another process uses it.
         """
-        pinned = pin_path(self.directory / key.name)
+        pinned = node_store.pin_path(self.directory / key.name)
         if pinned is None:
             return None
         try:
             self._check(key, pinned.path, trust=trust)
         except SnapshotError as error:
             # If it is in use it stays, and no other process may trust it.
-            (pinned.path / VERIFIED).unlink(missing_ok=True)
+            (pinned.path / node_store.VERIFIED).unlink(missing_ok=True)
             pinned.release()
             log.warning("cached weights are damaged", path=pinned.path, reason=str(error))
-            if not delete(pinned.path):
+            if not node_store.delete(pinned.path):
                 raise DamagedInUse(f"{error}, and a process of this node uses it") from error
             return None
         return pinned
@@ -105,13 +88,12 @@ class NodeCache:
     def _check(self, key: SnapshotKey, path: Path, *, trust: bool) -> None:
         """Check a complete snapshot. Raises SnapshotError.
 
-        The files that an adapter shares with its base are checked with the base: else each adapter would cost a hash of
-        all weights.
+        The files that an adapter shares with its base are checked with the base, or each would cost a hash of them all.
         """
         check_manifest(path, key.manifest_sha256)
         manifest = read(path).manifest
         files = {**manifest.files, **manifest.model_files}
-        if trust and is_verified(path, key.manifest_sha256):
+        if trust and node_store.is_verified(path, key.manifest_sha256):
             for name, entry in files.items():
                 check_size(path / name, entry)
             return
@@ -127,7 +109,7 @@ class NodeCache:
                 base.release()
         # Without space for the record, the next one to use it hashes it again.
         with contextlib.suppress(OSError):
-            mark_verified(path, key.manifest_sha256)
+            node_store.mark_verified(path, key.manifest_sha256)
 
     @contextlib.contextmanager
     def assembling(self, key: SnapshotKey) -> Iterator[Path | None]:
@@ -140,7 +122,7 @@ class NodeCache:
         final = self.directory / key.name
         part = self.directory / f".{key.name}.part"
         # `clear` deletes the cache of a finished run, which may have been extended since.
-        make_directory(self.directory)
+        node_store.make_directory(self.directory)
         part.mkdir(exist_ok=True)
         try:
             descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
@@ -149,19 +131,19 @@ class NodeCache:
             return
         try:
             # A renamed directory stays locked as long as it is in use: waiting for that could take hours.
-            while is_named(descriptor, part) and not try_lock(descriptor):
+            while node_store.is_named(descriptor, part) and not node_store.try_lock(descriptor):
                 self._progress.report(f"waiting for another searcher of this node to get {key.name.split('-')[0]}")
                 self._progress.check(part.name)
                 time.sleep(_POLL_SECONDS)
             self._progress.report("")
             # The name is checked again under the lock: the holder before us may have given the directory its final
             # name, and then this descriptor is the finished snapshot.
-            if not is_named(descriptor, part) or final.exists():
+            if not node_store.is_named(descriptor, part) or final.exists():
                 yield None
                 return
             self._created |= {final, part}
             yield part
-            mark_verified(part, key.manifest_sha256)
+            node_store.mark_verified(part, key.manifest_sha256)
             os.rename(part, final)
         finally:
             os.close(descriptor)
@@ -169,19 +151,23 @@ class NodeCache:
     def collect(self) -> None:
         """Delete unused snapshots except the newest few, and abandoned parts older than the newest snapshot."""
         # By age, not by version: another run of this name may have had higher versions.
-        finished = sorted(self.directory.glob(SNAPSHOT), key=modified_at)
-        newest = modified_at(finished[-1]) if finished else 0.0
-        parts = [path for path in self.directory.glob(f".{SNAPSHOT}.part") if modified_at(path) < newest]
+        finished = sorted(self.directory.glob(node_store.SNAPSHOT), key=node_store.modified_at)
+        newest = node_store.modified_at(finished[-1]) if finished else 0.0
+        parts = [
+            path
+            for path in self.directory.glob(f".{node_store.SNAPSHOT}.part")
+            if node_store.modified_at(path) < newest
+        ]
         for path in [*finished[:-_KEPT], *parts]:
-            delete(path)
-        for rest in self.directory.glob(DELETED):
+            node_store.delete(path)
+        for rest in self.directory.glob(node_store.DELETED):
             shutil.rmtree(rest, ignore_errors=True)
         self._created = {path for path in self._created if path.exists()}
 
     def remove_created(self) -> None:
         """Delete what this process has created and no process uses, and the directory if it is empty then."""
         for path in self._created:
-            delete(path)
+            node_store.delete(path)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
 
@@ -194,10 +180,7 @@ class _Trainer:
     remote = False
 
     def fetch(self, version: int, name: str, target: Path, _size: int | None) -> str | None:
-        """Hard-link a file, so that it outlives the original, or else copy it. Raises SnapshotError.
-
-        The base of the snapshot has the plain name of its version.
-        """
+        """Hard-link a file, so that it outlives the original, or copy it. A base has the plain name of its version."""
         own = self.path.name.split("-")[0] == directory_name(version)
         source = (self.path if own else self.path.with_name(directory_name(version))) / name
         target.unlink(missing_ok=True)
@@ -237,16 +220,15 @@ class SnapshotAssembler:
         self._weights_from = weights_from
         self._clock = clock
         # The base of the newest adapters.
-        self._base: PinnedSnapshot | None = None
+        self._base: node_store.PinnedSnapshot | None = None
 
     def assemble(
         self, ref: WeightsRef, *, refresh: bool = False, nodes: Sequence[str] = ()
-    ) -> tuple[Snapshot, PinnedSnapshot]:
+    ) -> tuple[Snapshot, node_store.PinnedSnapshot]:
         """Return the complete, verified files of an announced snapshot, and the pin that keeps them.
 
-        `nodes` are the addresses to ask for files before the trainer. `refresh` hashes what is here again, with or
-        without a record, and fetches from the trainer and without deltas. Raises SnapshotError; what was fetched until
-        then is kept for the next attempt.
+        `nodes` are the addresses to ask for files before the trainer. `refresh` hashes what is here again, and fetches
+        from the trainer, without deltas. Raises SnapshotError; what was fetched is kept for the next attempt.
         """
         nodes = () if refresh else nodes
         with self._open_source(ref, nodes) as source:
@@ -259,7 +241,7 @@ class SnapshotAssembler:
         snapshot = read(pinned.path)
         base = snapshot.manifest.base_key
         # Absent if another searcher of the node has assembled this snapshot.
-        if base is not None and (kept := pin_path(self._cache.directory / base.name)) is not None:
+        if base is not None and (kept := node_store.pin_path(self._cache.directory / base.name)) is not None:
             self.close()
             self._base = kept
         self._cache.collect()
@@ -284,7 +266,7 @@ class SnapshotAssembler:
             with contextlib.ExitStack() as held:
                 # A trainer on this machine writes to the files of old snapshots again, unless they are held.
                 own = path.name == SnapshotKey(ref.version, ref.manifest_sha256).name
-                if own and (pinned := pin_path(path)) is not None:
+                if own and (pinned := node_store.pin_path(path)) is not None:
                     held.callback(pinned.release)
                 yield _Trainer(path)
         elif ref.address:
@@ -296,7 +278,7 @@ class SnapshotAssembler:
                 "snapshots; set train.serve_snapshots"
             )
 
-    def _complete(self, source: Source, key: SnapshotKey, *, refresh: bool) -> PinnedSnapshot:
+    def _complete(self, source: Source, key: SnapshotKey, *, refresh: bool) -> node_store.PinnedSnapshot:
         trust = not refresh
         while (pinned := self._cache.find(key, trust=trust)) is None:
             with self._cache.assembling(key) as part:
@@ -335,7 +317,7 @@ class SnapshotAssembler:
             return False
         return True
 
-    def _chain(self, source: Source, newest: Snapshot) -> tuple[PinnedSnapshot, list[Snapshot]] | None:
+    def _chain(self, source: Source, newest: Snapshot) -> tuple[node_store.PinnedSnapshot, list[Snapshot]] | None:
         """The newest base that is complete here, and the snapshots whose deltas lead from it, oldest first."""
         changes, size = [newest], 0
         whole = sum(entry.bytes for entry in newest.manifest.files.values())
@@ -367,7 +349,7 @@ class SnapshotAssembler:
         finally:
             base.release()
 
-    def _base_of(self, source: Source, key: SnapshotKey, part: Path, *, refresh: bool) -> PinnedSnapshot:
+    def _base_of(self, source: Source, key: SnapshotKey, part: Path, *, refresh: bool) -> node_store.PinnedSnapshot:
         """The base in the cache; if that one is damaged and in use, a private copy."""
         for _ in range(2):
             try:
@@ -381,7 +363,7 @@ class SnapshotAssembler:
         base = _fetch_manifest(source, key, directory)
         for name, entry in base.manifest.files.items():
             _fetch_verified(source, key.version, name, directory / name, entry)
-        return PinnedSnapshot(directory)
+        return node_store.PinnedSnapshot(directory)
 
 
 def _fetch_delta(source: Source, part: Path, change: Snapshot) -> None:
@@ -416,7 +398,6 @@ def _patch(base: Path, published: Snapshot, changes: list[Snapshot]) -> None:
 
 
 def _unpacked(part: Path, change: Snapshot) -> Path:
-    """Where the delta of a snapshot lies while `part` is assembled."""
     return part / _CHAIN / f"{directory_name(change.manifest.version)}.safetensors"
 
 

@@ -93,8 +93,7 @@ class Fetcher:
     def fetch(self, version: int, name: str, target: Path, size: int | None = None) -> str:
         """Download a file of a snapshot, or the rest of it. `size` in bytes, if it is known. Returns its BLAKE3 in hex.
 
-        Raises SnapshotError if the server does not have it or the file cannot be written, SnapshotOutdated if another
-        snapshot is wanted while the server is away.
+        Raises SnapshotError if it is missing or cannot be written, SnapshotOutdated if another one is wanted meanwhile.
         """
         try:
             # It is also linked under another name, such as in an older snapshot: it must not be written to.
@@ -116,7 +115,6 @@ class Fetcher:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Close the connection."""
         self._channel.close()
 
     def _download(
@@ -226,7 +224,6 @@ class Nodes:
     remote: ClassVar = True
 
     def fetch(self, version: int, name: str, target: Path, size: int | None = None) -> str:
-        """Download a file as `Fetcher.fetch` does."""
         again = (version, name) in self._fetched
         self._fetched.add((version, name))
         while self.nodes and not (again or size is None or name == DELTA):
@@ -240,7 +237,6 @@ class Nodes:
         return self._fetcher(self.trainer, None).fetch(version, name, target, size)
 
     def close(self) -> None:
-        """Close all connections."""
         for fetcher in self._fetchers.values():
             fetcher.close()
 

@@ -46,8 +46,7 @@ _RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
 # Snapshots that the engine refuses in a row before the searcher gives up, counting attempts: about half a minute.
 _MOST_REFUSED = 5
-# Snapshots in a row whose files are gone at the first attempt, and that do not count as refused: newer ones have
-# replaced them, and are announced next.
+# Snapshots in a row that are gone at the first attempt and do not count as refused: newer ones are announced next.
 _MOST_MISSED = 2
 
 
@@ -87,15 +86,9 @@ class WeightsFollower:
         self._progress = Progress()
         # Addresses of the nodes to ask for files before the trainer.
         self._nodes: Sequence[str] = ()
-        self._assembler = SnapshotAssembler(
-            weights_directory(config),
-            config.search.weights_from,
-            clock,
-            self._progress,
-            node_pair(config.security.keys),
-        )
-        # What is being prepared, or has been and is not swapped in yet. Nothing else is prepared meanwhile: the engine
-        # holds what is ready for one snapshot only.
+        directory, way, own = weights_directory(config), config.search.weights_from, node_pair(config.security.keys)
+        self._assembler = SnapshotAssembler(directory, way, clock, self._progress, own)
+        # What is being prepared, or is not swapped in yet: the engine holds what is ready for one snapshot only.
         self._preparing: WeightsRef | None = None
         self._thread: Background | None = None
         self._prepared: Prepared | None = None
@@ -145,10 +138,7 @@ class WeightsFollower:
         self._nodes = nodes
 
     def update(self, newest: WeightsRef | None) -> None:
-        """Swap to the snapshot that is ready, if one is, and have the newest one prepared.
-
-        Raises EngineError when the engine has refused several in a row, or cannot prepare any.
-        """
+        """Swap to what is ready, and have the newest prepared. Raises EngineError if several in a row were refused."""
         if self._thread is not None and not self._thread.running:
             self._finish(self._preparing, self._thread.failure)
             self._thread = self._prepared = None
@@ -212,15 +202,9 @@ class WeightsFollower:
             self._served.pinned.release()
         self._served, self._refused = prepared, None
         self._missed = self._refused_by_engine = 0
-        log.info(
-            "weights loaded",
-            version=prepared.ref.version,
-            step=prepared.ref.step,
-            seconds=self.last_load_seconds,
-            seconds_prepare=prepared.seconds,
-            way=self.report.way,
-            **self.report.metrics(),
-        )
+        about = {"version": prepared.ref.version, "step": prepared.ref.step}
+        seconds = {"seconds": self.last_load_seconds, "seconds_prepare": prepared.seconds}
+        log.info("weights loaded", **about, **seconds, way=self.report.way, **self.report.metrics())
 
     def _refuse(self, ref: WeightsRef, error: BaseException) -> None:
         # Other errors are of a manifest with invalid values, for example.

@@ -38,14 +38,8 @@ from tba.common.weights.snapshot import Canary, FileEntry, Manifest, Snapshot
 from tba.searcher.engines.acceptance import Acceptance, routes_or_quantizes, tensor_shapes
 from tba.searcher.engines.engine import LoadReport, Mismatch
 from tba.searcher.engines.stopping import Stopping
+from tba.searcher.engines.vllm import start
 from tba.searcher.engines.vllm.running import SCORING_ROWS, LoadFailed, RunningVllm
-from tba.searcher.engines.vllm.start import (
-    adapter_request,
-    import_vllm,
-    leave_process_groups,
-    most_in_flight,
-    start_vllm,
-)
 
 log = get_logger(__name__)
 
@@ -118,8 +112,7 @@ class HotReload:
     def prepare(self, snapshot: Snapshot) -> None:
         """Let the workers read a snapshot, and wait for them. May be called from any thread.
 
-        Raises SnapshotError if it is not a snapshot of this model. Any other failure is logged: `load` tries again,
-        and falls back.
+        Raises SnapshotError if it is another model's. Any other failure is logged: `load` tries again, and falls back.
         """
         with self.lock:
             self._check(snapshot)
@@ -141,8 +134,7 @@ class HotReload:
             except BaseException as error:
                 self._roll_back()
                 if isinstance(error, LoadFailed):
-                    # If the files are gone the snapshot is to blame, and a lack of memory may pass. Else it is the
-                    # engine.
+                    # If the files are gone it is the snapshot's fault, and a lack of memory may pass.
                     self._check(snapshot)
                     if not out_of_memory(error):
                         _fail(f"the engine does not accept the weights of v{snapshot.manifest.version}: {error}")
@@ -272,20 +264,20 @@ class VllmEngine(RunningVllm):
 
         `pack_weights` False makes vLLM on a CPU compute with its parameters, as it does on a GPU.
         """
-        import_vllm()
+        start.import_vllm()
         directory = model_directory(model.path)
         files = weight_files(directory)
-        llm = start_vllm(
+        llm = start.start_vllm(
             model,
             search,
-            max_num_seqs=most_in_flight(search) + SCORING_ROWS,
+            max_num_seqs=start.most_in_flight(search) + SCORING_ROWS,
             seed=seed,
             lora_rank=lora_rank,
             pack_weights=pack_weights,
             # Requests to the endpoint may have strings of their own.
             reads_text=bool(stopping.strings or search.serve),
         )
-        adapter = adapter_request("") if lora_rank else None
+        adapter = start.adapter_request("") if lora_rank else None
         super().__init__(llm, search, stopping, prompt_tokens=prompt_tokens, adapter=adapter)
         try:
             self._limit_context()
@@ -310,15 +302,11 @@ class VllmEngine(RunningVllm):
         }
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Read a snapshot alongside generation; call it from another thread.
-
-        Raises SnapshotError if it is not a snapshot of this model.
-        """
+        """Read a snapshot alongside generation, in another thread: `Engine.prepare`."""
         self.check()
         self.hot_reload.prepare(snapshot)
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        """Replace the weights by a verified snapshot's: `Engine.load_weights`."""
         self.check()
         try:
             return self.hot_reload.load(snapshot)
@@ -343,7 +331,7 @@ class VllmEngine(RunningVllm):
                     self.call("tba_close")
             self._llm = None
             llm.engine_core.shutdown()
-            leave_process_groups()
+            start.leave_process_groups()
 
     def _limit_context(self) -> None:
         """Keep to the sequences that vLLM and the trainer rotate alike. Raises ConfigError if vLLM does so for none."""

@@ -103,10 +103,7 @@ class VllmScheduler:
 
     @property
     def kv_cache_gib(self) -> float:
-        """The size of the KV cache on each GPU in GiB, 0 for a model without one.
-
-        As `search.kv_cache_gib` it gives the same cache again.
-        """
+        """The KV cache of each GPU in GiB, 0 without one. As `search.kv_cache_gib` it gives the same cache again."""
         cache = self._core.scheduler.kv_cache_config
         return float(sum(tensor.size for tensor in cache.kv_cache_tensors) / 2**30)
 
@@ -131,8 +128,7 @@ class VllmScheduler:
     def drain(self, step: Callable[[], object]) -> None:
         """Call `step` until every batch that was started is processed. Does nothing without asynchronous scheduling.
 
-        Tokens get the version that is set when they are processed. So this must come before a change of the weights,
-        or of their version.
+        Tokens get the version that is set when they are processed: call this before a change of weights or version.
         """
         if not self._core.batch_queue:
             return
@@ -203,18 +199,15 @@ class RunningVllm:
 
     @property
     def in_flight(self) -> int:
-        """Requests submitted and not yet returned by `step`."""
         return len(self._in_flight)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises EngineError if the prompt does not fit the context."""
         self.check()
         request = fit_request(request, vocabulary=self.vocabulary, context=self.context)
         self._in_flight[request.id] = _InFlight(request, self._params(request.sampling), time.perf_counter())
         (self._queue.appendleft if request.first else self._queue.append)(request.id)
 
     def step(self) -> list[Generation]:
-        """Advance all requests by about one token and return those that finished. [] when idle."""
         self.check()
         if len(self._finished) < len(self._in_flight):
             self._advance()
@@ -224,10 +217,7 @@ class RunningVllm:
         return finished
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
-        """Teacher-forced log-probabilities at temperature 1: see `Engine.score`.
-
-        The sequences are of the vocabulary, and shorter than the context: vLLM samples one token after them.
-        """
+        """See `Engine.score`. They are of the vocabulary and shorter than the context: vLLM samples one more token."""
         self.check()
         waiting = {}
         for index, ids in enumerate(sequences):

@@ -136,8 +136,7 @@ def most_in_flight(search: SearchSection) -> int:
 def adapter_request(path: str) -> Any:
     """Return vLLM's request of the one adapter that all requests use, with its files in the directory `path`.
 
-    A swap replaces it in place: requests in flight continue with the new one, as they do with new weights. "" is an
-    adapter of zeros.
+    A swap replaces it in place, and requests in flight continue with the new one. "" is an adapter of zeros.
     """
     from vllm.lora.request import LoRARequest
 
@@ -145,7 +144,6 @@ def adapter_request(path: str) -> Any:
 
 
 def _memory(search: SearchSection) -> dict[str, Any]:
-    """The settings that differ between the CPU and a GPU."""
     from vllm.platforms import current_platform
 
     size = search.kv_cache_gib

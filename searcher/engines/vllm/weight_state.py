@@ -47,10 +47,7 @@ class Derived:
 
 
 class ProcessingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the weights of a model through the operations that run while it is active.
-
-    Whatever has a weight among its inputs is made from it, and so is what is made from that.
-    """
+    """Follows the weights of a model through all operations while it is active, and what is made from them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,10 +55,7 @@ class ProcessingWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {_key(one): Derived.of(name, one) for name, one in weights(model)}
 
     def derived(self, model: nn.Module) -> list[Derived]:
-        """What was made, is still in use, and is not a parameter.
-
-        A buffer may be among it: vLLM clears and reloads those alone that are in a checkpoint.
-        """
+        """What was made, is in use, and is no parameter. It may be a buffer: vLLM reloads only those of the files."""
         parameters = {_key(one) for _, one in weights(model)}
         return [one for key, one in self._known.items() if key not in parameters and one.tensor is not None]
 
@@ -95,8 +89,7 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def fingerprint(model: nn.Module, derived: Sequence[Derived]) -> dict[str, str]:
     """Address, layout and hash of each parameter and buffer, and the hash of each tensor made from them.
 
-    A derived tensor on the host that is not in use any more has "". On a GPU that would be a difference, because CUDA
-    graphs may still read it.
+    A derived tensor on the host that is out of use has "". On a GPU that is a difference: CUDA graphs may read it.
     """
     buffers = (_parts(name, buffer) for name, buffer in model.named_buffers())
     prints = {
@@ -110,12 +103,10 @@ def fingerprint(model: nn.Module, derived: Sequence[Derived]) -> dict[str, str]:
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Names whose fingerprints differ."""
     return sorted(name for name in before.keys() | after.keys() if after.get(name) not in ("", before.get(name)))
 
 
 def clear(derived: Sequence[Derived]) -> None:
-    """Set the tensors that were made from weights to zero."""
     for one in derived:
         if (tensor := one.tensor) is not None:
             tensor.zero_()

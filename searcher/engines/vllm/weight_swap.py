@@ -86,8 +86,7 @@ class MappedFiles:
 
     def __init__(self, *, pin: bool) -> None:
         self._pin = pin
-        # File systems, by device, whose files could not be registered: the model's own may be on a disk that refuses
-        # what the weights directory allows.
+        # Devices of file systems that refuse: that of the model may, and that of the weights directory not.
         self._refused: set[int] = set()
         # By device and inode, the least recently opened first.
         self._files: dict[tuple[int, int], _File] = {}
@@ -108,10 +107,7 @@ class MappedFiles:
         return _tensors(buffers)
 
     def close(self) -> None:
-        """Unregister all files and give their mappings up.
-
-        CUDA would read the pages of a file that stays registered in place of what is mapped to its addresses later.
-        """
+        """Unregister all files: CUDA would read their pages in place of what is mapped to these addresses later."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -357,10 +353,7 @@ class WeightSwap:
         self._prepared = copies, self._samples(tensors, seed)
 
     def exchange(self) -> None:
-        """Copy the prepared weights into the parameters, and read a sample of each tensor back.
-
-        Call it between two steps. After an EngineError the weights are undefined.
-        """
+        """Copy the prepared weights, and read a sample back. After an EngineError the weights are undefined."""
         if self._prepared is None:
             raise EngineError("no weights are prepared")
         (copies, samples), self._prepared = self._prepared, None
@@ -381,10 +374,7 @@ class WeightSwap:
         self._mapped.close()
 
     def skip_processed(self, files: Sequence[str]) -> None:
-        """Read back only tensors that the parameters hold as these files do, whose weights are loaded.
-
-        vLLM processes others after loading, for example shuffles their rows.
-        """
+        """Read back only what the parameters hold as in these files, which are loaded: vLLM may process the others."""
         processed = differing(self._slices, self._parameters(), map_files(files))
         self._slices = [one for one in self._slices if one.name not in processed]
 
@@ -449,11 +439,7 @@ def _copy_box(one: TensorSlice, tensor: Tensor, parameter: Tensor) -> None:
 
 
 def _copy_through_staging(one: TensorSlice, tensor: Tensor, parameter: Tensor) -> None:
-    """Transfer whole rows as they are in the file, and cut and convert them on the device.
-
-    Torch would first make a contiguous and converted copy of the box on the host, in one thread, or one of the whole
-    box on the device.
-    """
+    """Transfer whole rows, and cut and convert them on the device: torch would do it before, in a copy of the box."""
     target = one.of_parameter(parameter)
     rows = tensor.narrow(0, one.start[0], one.size[0])
     step = max(1, _STAGING_BYTES // max(1, rows[0].nbytes))

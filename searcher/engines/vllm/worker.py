@@ -26,18 +26,10 @@ from tba.common.errors import EngineError, named, quantity
 from tba.common.system.background import Background
 from tba.common.weights.model_files import weight_files
 from tba.common.weights.pretrained import tied_names
+from tba.searcher.engines.vllm import weight_swap
 from tba.searcher.engines.vllm.running import FAILURE
 from tba.searcher.engines.vllm.start import ADAPTER_ID, adapter_request
 from tba.searcher.engines.vllm.weight_state import Derived, ProcessingWatch, clear, differences, fingerprint, zeros
-from tba.searcher.engines.vllm.weight_swap import (
-    Tensors,
-    WeightSwap,
-    differing,
-    map_files,
-    packed_copies,
-    record,
-    same_bits,
-)
 
 LOAD_FORMAT = "tba"
 
@@ -46,11 +38,7 @@ T = TypeVar("T")
 
 
 def _reported(method: Callable[P, T]) -> Callable[P, T | dict[str, str]]:
-    """Return {FAILURE: reason} instead of raising.
-
-    When one of several workers raises, vLLM leaves the replies of the others in their queues, and takes them for the
-    replies to the next call.
-    """
+    """Return {FAILURE: reason} instead of raising: vLLM would take other replies for those to the next call."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T | dict[str, str]:
@@ -85,11 +73,11 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
         super().load_weights(model, model_config)
         parameters = dict(model.named_parameters())
         model.tba_layouts = {name: (parameter.shape, parameter.dtype) for name, parameter in parameters.items()}
-        files = map_files(map(str, weight_files(Path(model_config.model))))
+        files = weight_swap.map_files(map(str, weight_files(Path(model_config.model))))
         model.tba_places = set()
         try:
-            model.tba_slices = record(model.load_weights, parameters, files, model.tba_places)
-            if wrong := differing(model.tba_slices, parameters, files):
+            model.tba_slices = weight_swap.record(model.load_weights, parameters, files, model.tba_places)
+            if wrong := weight_swap.differing(model.tba_slices, parameters, files):
                 raise EngineError(f"{wrong[0]} was not found where it was recorded")
         # The model's own loading code may raise anything. The reason is logged when the engine chooses how to swap.
         except Exception as error:  # noqa: BLE001
@@ -101,7 +89,6 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
         model.tba_watch = self._processing.enter_context(ProcessingWatch(model))
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Load and process."""
         with contextlib.ExitStack() as self._processing:
             model: Any = super().load_model(*args, **kwargs)
         model.tba_packed = self._packed
@@ -112,7 +99,7 @@ class RecordingLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not 
 class WeightWorker:
     """Methods added to vLLM's worker. The prefix avoids clashes with vLLM's own names, which vLLM checks for."""
 
-    tba_swap: WeightSwap | None = None
+    tba_swap: weight_swap.WeightSwap | None = None
     tba_thread: Background | None = None
     tba_failure: str | None = None
     # The state of the model as it was started, and what cannot be read back as not zero.
@@ -134,7 +121,7 @@ class WeightWorker:
         reason: str | None = getattr(model, "tba_reason", None)
         if reason is None:
             try:
-                self.tba_swap = WeightSwap(model, model.tba_slices, model.tba_layouts)
+                self.tba_swap = weight_swap.WeightSwap(model, model.tba_slices, model.tba_layouts)
             except EngineError as error:
                 reason = str(error)
         return reason
@@ -150,11 +137,11 @@ class WeightWorker:
         parameters = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         placed = {name for name, parameter in model.tba_places if parameter in parameters}
         given_up = {name for name, _ in model.tba_places} - placed
-        tensors = map_files(files)
+        tensors = weight_swap.map_files(files)
         left_out = {name for name in tensors if name in given_up or (model.tba_slices and name not in placed)}
         held = [one for name, one in tensors.items() if name not in left_out]
         copied = {
-            name: any(one.shape == tensors[name].shape and same_bits(one, tensors[name]) for one in held)
+            name: any(one.shape == tensors[name].shape and weight_swap.same_bits(one, tensors[name]) for one in held)
             for name in left_out
         }
         return {name: is_copy for name, is_copy in copied.items() if is_copy or model.tba_slices}
@@ -171,7 +158,7 @@ class WeightWorker:
             self.tba_swap.prepare(files, 0)
             self.tba_swap.exchange()
         else:
-            self._tba_reload_all(map_files(files))
+            self._tba_reload_all(weight_swap.map_files(files))
             if self.tba_swap is not None:
                 self.tba_swap.skip_processed(files)
         self._tba_adapt("")
@@ -188,9 +175,8 @@ class WeightWorker:
         if self.tba_thread is not None:
             self.tba_thread.join()
         self.tba_failure = None
-        if self.tba_swap is not None:
-            self.tba_thread = Background("prepare weights", functools.partial(self._tba_prepare, files, seed))
-            self.tba_thread.start()
+        self.tba_thread = Background("prepare weights", functools.partial(self._tba_prepare, files, seed))
+        self.tba_thread.start()
 
     @_reported
     def tba_prepared(self) -> tuple[bool, str | None]:
@@ -201,20 +187,18 @@ class WeightWorker:
     @_reported
     def tba_exchange(self) -> None:
         """Copy the prepared weights into the model. Raises EngineError if they do not take effect."""
-        if self.tba_swap is None:
-            raise EngineError("this model is not swapped in place")
+        assert self.tba_swap is not None
         self.tba_swap.exchange()
 
     @_reported
     def tba_reload(self, files: list[str], seed: int) -> None:
         """Overwrite all weights with vLLM's own layer-wise reload: slow, but for every model that vLLM loads.
 
-        It removes all adapters. It is not transactional: after an error the weights are undefined. Raises EngineError
-        if it leaves a tensor out: all are zero before, and a sample of those that are not processed after loading is
-        compared with the files.
+        It removes all adapters, and after an error the weights are undefined. Raises EngineError if it leaves a tensor
+        out: all are zero before, and a sample of those that are not processed later is compared with the files.
         """
         if self.tba_swap is None:
-            self._tba_reload_all(map_files(files))
+            self._tba_reload_all(weight_swap.map_files(files))
         else:
             self.tba_swap.checked_reload(files, seed, self._tba_reload_all)
 
@@ -273,10 +257,10 @@ class WeightWorker:
         worker.reset_weights()
         clear(self._tba_derived())
 
-    def _tba_reload_all(self, files: Tensors) -> None:
+    def _tba_reload_all(self, files: weight_swap.Tensors) -> None:
         """Reload. Raises EngineError for layers that have received nothing."""
         model: Any = self._tba_model()
-        packed = packed_copies(model)
+        packed = weight_swap.packed_copies(model)
         self._tba_clear()
         worker: Any = self
         if current_platform.is_cpu():
@@ -285,7 +269,7 @@ class WeightWorker:
         if current_platform.is_cpu():
             _repack_tied_heads(worker)
             _unpack_heads(model)
-        now = packed_copies(model)
+        now = weight_swap.packed_copies(model)
         missed = sorted(zeros(model) - self.tba_zeros) + [name for name, one in packed.items() if now.get(name) is one]
         if missed:
             many = quantity(len(missed), "tensor was", "tensors were")
@@ -307,8 +291,7 @@ def _forget_packed_experts(model: nn.Module) -> None:
 def _unpack_heads(model: Any) -> None:
     """Without packing, also make heads and embeddings compute with their parameter.
 
-    `_cpu_skip_gemm_dispatch` keeps linear layers from being packed, but not these; they keep their weight alongside the
-    packed copy.
+    `_cpu_skip_gemm_dispatch` keeps linear layers from being packed, but not these, which have both forms.
     """
     if not getattr(model, "tba_packed", True):
         for module in model.modules():

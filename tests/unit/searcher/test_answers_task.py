@@ -115,6 +115,8 @@ def test_messages_as_the_text_of_json_are_messages(make, column):
 
 
 ASKED = SAID[1:]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
+ANSWERED = {"role": "assistant", "content": "5"}
 
 
 @pytest.mark.parametrize(
@@ -170,18 +172,6 @@ def test_documents_of_a_row_may_be_texts(make, documents, expected):
 def test_another_text_that_looks_like_json_is_a_text(make, text):
     (prompt,) = make({"prompt": text, "answer": "5"}).prompts()
     assert (prompt.text, prompt.messages) == (text, ())
-
-
-def test_messages_as_text_with_a_content_in_parts_are_refused_as_a_list_is(make):
-    said = [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
-    for value in (said, json.dumps(said)):
-        with pytest.raises(TaskError, match=r"rows.jsonl:1: the message .* write \(role, content\)"):
-            make({"prompt": value, "answer": "5"})
-
-
-def test_messages_as_text_that_end_with_an_answer_are_refused_as_a_list_is(make):
-    with pytest.raises(TaskError, match=r"rows.jsonl:1: the column prompt .* ends with the assistant's"):
-        make({"prompt": json.dumps([*SAID, {"role": "assistant", "content": "5"}]), "answer": "5"})
 
 
 @pytest.mark.parametrize("error", [ValueError, AssertionError, KeyError, RuntimeError("  ")])
@@ -290,10 +280,16 @@ def test_a_question_that_does_not_show_what_is_to_be_chosen_is_refused(make, row
         ({"prompt": "q", "answer": "5", "tools": ["add"]}, r"`tools` is \['add'\]: write a list of objects"),
         ({"prompt": "q", "answer": "5", "system": ["s"]}, r"`system` is \['s'\]: write a text, and no other"),
         ({"prompt": SAID, "answer": "5", "system": "Think."}, "`system` is 'Think.': write a text, and no other"),
+        ({"prompt": PARTS, "answer": "5"}, r"the message .* write \(role, content\)"),
+        ({"prompt": json.dumps(PARTS), "answer": "5"}, r"the message .* write \(role, content\)"),
+        ({"prompt": json.dumps([*SAID, ANSWERED]), "answer": "5"}, "the column prompt .* ends with the assistant's"),
+        ({"prompt": [ANSWERED], "answer": "x"}, "ends with the assistant's: remove"),
+        ({"prompt": [{"role": "user"}], "answer": "x"}, "the message .* write"),
+        ({"question": "q", "answer": [None]}, "the column answer has None"),
     ],
 )
 def test_a_row_of_another_form_is_refused_with_the_line_and_what_was_found(make, row, words):
-    with pytest.raises(TaskError, match=f"rows.jsonl:1: .*{words}"):
+    with pytest.raises(TaskError, match=f"task answers: .*rows.jsonl:1: .*{words}"):
         make(row)
 
 
@@ -329,20 +325,11 @@ def test_tools_and_variables_of_a_row_are_those_of_its_prompt(make):
     assert prompt.template_kwargs == {"enable_thinking": False, "tools": tools}
 
 
-@pytest.mark.parametrize(
-    ("row", "options", "words"),
-    [
-        ({"question": "q", "answer": "x"}, {"grade": "fuzzy"}, "grade = 'fuzzy': use one of exact, number, choice, re"),
-        ({"question": "q", "answer": "x"}, {"format": "Q"}, "the text of prompts 'Q' has no {prompt}"),
-        ({"question": "q", "answer": []}, {}, "the column answer is an empty list"),
-        ({"question": "q", "answer": [None]}, {}, "the column answer has None"),
-        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "x"}, {}, "ends with the assistant's: re"),
-        ({"prompt": [{"role": "user"}], "answer": "x"}, {}, "the message .* write"),
-    ],
-)
-def test_what_cannot_be_read_is_refused(make, row, options, words):
-    with pytest.raises(TaskError, match=f"task answers: .*{words}"):
-        make(row, **options)
+def test_an_unknown_grade_and_a_format_without_a_place_for_the_prompt_are_refused(make):
+    with pytest.raises(TaskError, match="task answers: .*grade = 'fuzzy': use one of exact, number, choice, regex"):
+        make({"question": "q", "answer": "x"}, grade="fuzzy")
+    with pytest.raises(TaskError, match="task answers: .*the text of prompts 'Q' has no {prompt}"):
+        make({"question": "q", "answer": "x"}, format="Q")
 
 
 @pytest.mark.parametrize(("options", "lacking"), [({}, "prompt or question"), ({"prompt": "frge"}, "frge")])
@@ -366,14 +353,9 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     assert isinstance(first, Prompt)
 
 
-VALUES = {"a": (1, (2.5, None)), "b": [{1: "x", (2, 3): ["y"]}, {}], "c": True}
-
-
-def test_an_entry_survives_json():
-    assert decode_entry(json.loads(json.dumps(encode_entry(VALUES)))) == VALUES
-
-
-def test_generators_get_problems_by_their_weights():
+def test_an_entry_survives_json_and_generators_get_problems_by_their_weights():
+    values = {"a": (1, (2.5, None)), "b": [{1: "x", (2, 3): ["y"]}, {}], "c": True}
+    assert decode_entry(json.loads(json.dumps(encode_entry(values)))) == values
     items = Items({"a": (2.0, {}), "b": (1.0, {}), "c": (0.001, {})}, size=30, held_out_size=0, seed=0)
     assert items.counts == {"a": (20, 0), "b": (10, 0), "c": (1, 0)}
 

@@ -20,7 +20,7 @@ from tba.common.weights.snapshot import Canary, Manifest, Snapshot  # noqa: E402
 from tba.searcher.engines.engine import GenerationRequest, SamplingSettings  # noqa: E402
 from tba.searcher.evaluation.models import ReferenceModel  # noqa: E402
 from tba.tests.helpers.architectures import ARCHITECTURES, CAPPED, EXPERTS, SHAPE, save  # noqa: E402
-from tba.tests.helpers.engines import cpu_engine  # noqa: E402
+from tba.tests.helpers.engines import cpu_engine, logprobs_of  # noqa: E402
 from tba.tests.helpers.puts import make_trajectory  # noqa: E402
 from tba.tests.helpers.tied import DIRECTORIES, Saved, moved  # noqa: E402
 from tba.tests.helpers.trainer import make_row  # noqa: E402
@@ -34,9 +34,7 @@ QUICK = ["llama biases", "gpt_neox", "phi3 longrope", "gemma2 attention cap"]
 
 
 def logprobs(model, ids):
-    ids_1T = torch.tensor([list(ids)])
-    with torch.no_grad():
-        return model(ids_1T).logits[0, :-1].log_softmax(-1).gather(1, ids_1T[0, 1:, None])[:, 0].numpy()
+    return logprobs_of(model, ids[:1], ids[1:])
 
 
 def snapshot_of(model, folder, version=1):

@@ -132,14 +132,11 @@ def test_a_node_hashes_linked_weights_once_and_fetched_ones_while_receiving(tmp_
     for _ in range(7):
         SnapshotAssembler(tmp_path / "fetched", "trainer", SystemClock()).assemble(linked)
     assert not hashed
-
-
-def test_a_delta_costs_a_node_one_copy_and_one_hash_of_the_weights(tmp_path, trainer, hashed):
-    SnapshotAssembler(tmp_path / "node", "trainer", SystemClock()).assemble(trainer.full())
+    # A delta costs one copy, and one hash of the weights.
     newest = trainer.delta()
     hashed.clear()
     for _ in range(7):
-        SnapshotAssembler(tmp_path / "node", "trainer", SystemClock()).assemble(newest)
+        SnapshotAssembler(tmp_path / "fetched", "trainer", SystemClock()).assemble(newest)
     assert hashed == [WEIGHTS]
 
 
@@ -191,16 +188,13 @@ def test_remove_created_deletes_only_unused_snapshots_that_this_process_created(
     searcher.remove_created()
     evaluation.remove_created()
     assert not (tmp_path / "node").exists()
-
-
-def test_remove_created_deletes_unfinished_snapshots_too(tmp_path, trainer):
-    assembler = SnapshotAssembler(tmp_path / "node", "path", SystemClock())
+    # Unfinished ones, too.
     ref = trainer.full()
-    trainer.path(0, WEIGHTS).unlink()
+    trainer.path(ref.version, WEIGHTS).unlink()
     with pytest.raises(SnapshotError):
-        assembler.assemble(ref)
+        searcher.assemble(ref)
     assert list((tmp_path / "node").iterdir())
-    assembler.remove_created()
+    searcher.remove_created()
     assert not (tmp_path / "node").exists()
 
 

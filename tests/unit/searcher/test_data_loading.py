@@ -112,26 +112,25 @@ def test_a_sentence_without_a_box_is_no_gold_answer(write, gold):
     assert [prompt.answer for prompt in MathTask(write(boxed)).prompts()] == ["3"]
 
 
-@pytest.mark.parametrize(
-    "gold",
-    [
+def test_words_and_numbers_with_units_are_gold_answers(write):
+    golds = [
         "all real numbers",
         "2 hours and 30 minutes",
         "9.8 meters per second squared",
         "x = 2 or x = 3",
         "no solution",
         "Yes",
-    ],
-)
-def test_words_and_numbers_with_units_are_gold_answers(write, gold):
-    assert [prompt.answer for prompt in MathTask(write({"question": "q", "answer": gold})).prompts()] == [gold]
-
-
-def test_all_gold_answers_that_cannot_be_read_are_counted_at_once(write):
-    golds = [r"\frac{1}{", r"\sqrt{2\pm\sqrt3}", r"\{x \mid x>2\}", r"\sqrt{"]
+    ]
     rows = [{"question": f"q{n}", "answer": gold} for n, gold in enumerate(golds)]
-    with pytest.raises(TaskError, match=r"cannot be read as mathematics: .*; 1 more, such as"):
-        MathTask(write(*rows)).check()
+    assert [prompt.answer for prompt in MathTask(write(*rows)).prompts()] == golds
+
+
+def test_all_gold_answers_that_cannot_be_read_are_counted_at_once_and_the_key_of_the_first_is_named(write):
+    golds = [r"\frac{1}{", r"\sqrt{2\pm\sqrt3}", r"\{x \mid x>2\}", r"\sqrt{"]
+    task = MathTask(write(*({"question": f"q{n}", "answer": gold} for n, gold in enumerate(golds))))
+    named = rf"gold answer '.*' of prompt {task.prompts()[0].key} cannot be read as mathematics: .*; 1 more, such as"
+    with pytest.raises(TaskError, match=named):
+        task.check()
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -120,12 +120,15 @@ def said(turns):
     return [[content for _, content in turn.messages] for turn in turns]
 
 
-def test_an_episode_task_needs_no_score_and_a_task_needs_one_of_both(load):
+def test_an_episode_task_needs_no_score_and_has_no_reward_model_and_a_task_needs_one_of_both(load):
     task = load(OWN)
     assert has_environment(task)
     assert said(play(task, task.prompts()[0], "a", "stop")) == [["p"], ["p a"], ["p stop"]]
     with pytest.raises(TaskError, match=r"Echo, which has no score; .* `tba task new` writes"):
         load(OWN.replace("def environment", "def other"))
+    check_scored(Config(), task)
+    with pytest.raises(ConfigError, match="task echo has episodes of several turns: remove the reward model"):
+        check_scored(Config.model_validate({"reward_model": {"url": "http://localhost:1"}}), task)
 
 
 def test_the_speed_of_a_check_is_shown_unless_a_response_did_not_return(load):
@@ -159,13 +162,6 @@ def test_a_mixture_plays_the_environment_of_each_prompt_and_labels_its_parts(loa
     turns = play(task, played, "a")
     assert said(turns) == [["p"], ["p a"]]
     assert turns[1].parts == {"correct": 1.0, "mine.reward": 1.0, "mine.correct": 1.0}
-
-
-def test_a_reward_model_with_episodes_is_refused(load):
-    task = load(OWN)
-    check_scored(Config(), task)
-    with pytest.raises(ConfigError, match="task echo has episodes of several turns: remove the reward model"):
-        check_scored(Config.model_validate({"reward_model": {"url": "http://localhost:1"}}), task)
 
 
 def test_a_class_of_the_shape_of_skyrl_gym_plays_a_row(load):
@@ -220,15 +216,11 @@ def test_a_frozen_lake_is_walked_by_the_names_of_its_actions(lake):
     assert (turns[-1].reward, turns[-1].done, turns[-1].parts["correct"]) == (1.0, True, 1.0)
 
 
-def test_a_slippery_lake_is_a_function_of_the_key_and_the_actions(lake):
+def test_a_slippery_lake_is_a_function_of_the_key_and_the_actions_and_each_key_can_have_its_own(lake):
     task = lake()
     first, other, again = (said(play(task, task.prompts()[n], *["down", "left"] * 3)) for n in (0, 1, 0))
     assert first == again != other
-
-
-def test_each_key_can_have_a_lake_of_its_own(lake):
-    texts = {prompt.text for prompt in lake(map_size=5).prompts()}
-    assert len(texts) == 3
+    assert len({prompt.text for prompt in lake(map_size=5).prompts()}) == 3
 
 
 def test_the_cliff_is_walked_along_and_a_fall_begins_again(lake):
@@ -242,6 +234,8 @@ def test_the_cliff_is_walked_along_and_a_fall_begins_again(lake):
 
 def test_a_taxi_brings_its_passenger_by_the_shortest_way_of_the_transition_table(lake):
     task: Any = lake("Taxi-v4")
+    lost = play(task, task.prompts()[0], "I cannot")[-1]
+    assert (lost.done, lost.parts) == (True, {"parse_error": 1.0, "correct": 0.0})
     world = task._reset("0").unwrapped
     ways: list[tuple[Any, list[int]]] = [(world.s, [])]
     known, arrived = {world.s}, None
@@ -258,12 +252,6 @@ def test_a_taxi_brings_its_passenger_by_the_shortest_way_of_the_transition_table
     # A drop-off without a passenger costs 10.
     assert [turn.reward for turn in turns] == [-10.0, *[-1.0] * (len(arrived) - 1), 20.0]
     assert (turns[-1].done, turns[-1].parts["correct"]) == (True, 1.0)
-
-
-def test_a_reply_without_an_action_ends_the_episode(lake):
-    task = lake("Taxi-v4")
-    turn = play(task, task.prompts()[0], "I cannot")[-1]
-    assert (turn.done, turn.parts) == (True, {"parse_error": 1.0, "correct": 0.0})
 
 
 @pytest.mark.parametrize(

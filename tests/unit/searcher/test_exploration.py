@@ -1,6 +1,7 @@
 """The sampling settings of each response, and the pipeline, in which every response becomes a row."""
 
 import random
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,10 @@ def temperatures(explored):
     return [{settings.temperature for settings in group} for group in explored]
 
 
-def test_every_response_of_a_run_has_its_own_seed_but_vllm_gets_none():
+def test_every_response_of_a_run_has_its_own_seed_and_settings_but_vllm_gets_no_seeds():
     seeds = [s.seed for run_seed in (0, 1) for group in explore(run_seed) for s in group]
     assert len(set(seeds)) == len(seeds) == 960
     assert {s.seed for group in explore(engine="vllm") for s in group} == {None}
-
-
-def test_seeds_and_settings_depend_on_the_run_and_the_visit_only():
     keys: dict[str, Any] = {"temperature": {"min": 0.5, "max": 1.5}, "top_p": [0.9, 1.0]}
     assert explore(3, "a", **keys) == explore(3, "b", **keys)
     assert explore(3, "a", **keys) != explore(4, "a", **keys)
@@ -58,13 +56,10 @@ def test_lists_are_drawn_from_with_equal_probability_and_independently():
     assert (np.abs(counts - 160) < 5 * np.sqrt(160)).all()
 
 
-def test_a_group_may_share_its_settings():
+def test_a_group_or_a_searcher_may_have_its_own_settings():
     drawn = temperatures(explore(temperature=[0.7, 1.0, 1.3], explore="group"))
     assert {len(group) for group in drawn} == {1}
     assert set.union(*drawn) == {0.7, 1.0, 1.3}
-
-
-def test_each_searcher_may_have_its_own_settings():
     keys: dict[str, Any] = {"temperature": {"min": 0.5, "max": 1.5}, "explore": "searcher"}
     own = [set.union(*temperatures(explore(searcher=f"gpu{n}", **keys))) for n in range(20)]
     assert {len(values) for values in own} == {1}
@@ -98,11 +93,11 @@ def test_an_invalid_setting_is_refused_in_one_sentence(assignment, sentence):
     assert sentence in str(caught.value)
 
 
-def test_each_form_can_be_written_as_one_assignment():
-    forms = {"0.7": 0.7, "[0.7, 1]": (0.7, 1.0), "{min = 0.7, max = 1.3}": {"min": 0.7, "max": 1.3}}
-    for text, value in forms.items():
-        resolved = resolve(None, environment={}, assignments=[f"search.temperature={text}"])
-        assert resolved.config.search.temperature == value
+@pytest.mark.parametrize(
+    ("text", "value"), [("0.7", 0.7), ("[0.7, 1]", (0.7, 1.0)), ("{min = 0.7, max = 1.3}", {"min": 0.7, "max": 1.3})]
+)
+def test_each_form_can_be_written_as_one_assignment(text, value):
+    assert resolve(None, environment={}, assignments=[f"search.temperature={text}"]).config.search.temperature == value
 
 
 SAMPLES = 2
@@ -166,7 +161,7 @@ def make():
 
     def make(engine, tokenizer, search=None, **keys):
         sections = {"task": {"reward_workers": 0} | keys, "search": search or {}}
-        config, task = Config.model_validate(sections), ArithmeticTask()
+        config, task = Config.model_validate(sections), arithmetic()
         rewards = Rewards(task, config.task)
         delivery: Any = FakeDelivery()
         opened.append(rewards)
@@ -183,9 +178,21 @@ def make():
         rewards.close()
 
 
+# It takes long to make.
+arithmetic = cache(ArithmeticTask)
+
+
 def visits(count: int) -> list[Visit]:
-    prompts = ArithmeticTask().prompts()
+    prompts = arithmetic().prompts()
     return [Visit(lease=n + 1, epoch=0, prompt_key=prompts[n].key) for n in range(count)]
+
+
+def rows_of(pipeline: Any, delivery: Any) -> Any:
+    """Return the rows of one visit."""
+    pipeline.submit(visits(1))
+    pipeline.step(generate=True, wait_seconds=0.0)
+    ((_, rows),) = delivery.groups
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -199,9 +206,7 @@ def test_a_response_that_cannot_be_generated_or_decoded_is_a_row_with_its_error(
     make, refuse_every, broken, errors, kind
 ):
     pipeline, scoring, delivery = make(FakeEngine(refuse_every), FakeTokenizer(broken=broken))
-    pipeline.submit(visits(1))
-    pipeline.step(generate=True, wait_seconds=0.0)
-    ((_, rows),) = delivery.groups
+    rows = rows_of(pipeline, delivery)
     assert sorted(row.error or "" for row in rows) == errors
     assert [row.error_kind for row in rows] == [kind if row.error else None for row in rows]
     assert scoring.errors == sum(error != "" for error in errors)
@@ -231,9 +236,7 @@ def test_a_visit_that_another_searcher_left_gets_what_it_lacks_with_other_seeds(
 def test_kept_tokens_are_stored_with_the_row_if_they_fit_a_message(make, monkeypatch, caplog, spare, stored):
     monkeypatch.setattr("tba.searcher.pipeline.MAX_REQUEST_FRAME_BYTES", 12 * SAMPLES + spare)
     pipeline, _, delivery = make(FakeEngine(), FakeTokenizer(), search={"top_k": 2, "min_p": 0.1})
-    pipeline.submit(visits(1))
-    pipeline.step(generate=True, wait_seconds=0.0)
-    ((_, rows),) = delivery.groups
+    rows = rows_of(pipeline, delivery)
     assert [row.kept.tolist() for row in rows] == [stored] * SAMPLES
     assert rows[0].sampling == {"temperature": 1.0, "top_p": 1.0, "top_k": 2, "min_p": 0.1}
     assert caplog.text.count("the ratios of a response are not known") == (not stored)
@@ -258,9 +261,7 @@ def test_a_response_that_was_cut_off_is_scored_penalised_or_left_out_of_training
     for stop_reason in ("eos", "length"):
         engine = FakeEngine(stop_reason=stop_reason)
         pipeline, scoring, delivery = make(engine, FakeTokenizer(), truncated=truncated)
-        pipeline.submit(visits(1))
-        pipeline.step(generate=True, wait_seconds=0.0)
-        ((_, rows),) = delivery.groups
+        rows = rows_of(pipeline, delivery)
         # The parts of the task's reward stay. A finished answer is not affected.
         assert all({"correct", "format"} == row.reward_parts.keys() for row in rows)
         assert {row.reward for row in rows} == {reward if stop_reason == "length" else 0.0}
@@ -278,7 +279,7 @@ def test_the_rewards_of_a_group_are_those_of_the_phase_in_which_its_visit_began(
     engine = FakeEngine()
     engine.weights_version = version
     pipeline, _, delivery = make(engine, FakeTokenizer(), phases=PHASES)
-    prompts = ArithmeticTask().prompts()
+    prompts = arithmetic().prompts()
     right = next(prompt for prompt in prompts if prompt.answer == "85")
     wrong = next(prompt for prompt in prompts if prompt.answer != "85")
     pipeline.submit(Visit(lease=n, epoch=0, prompt_key=one.key) for n, one in enumerate((right, wrong), 1))
@@ -294,27 +295,23 @@ def test_the_rewards_of_a_group_are_those_of_the_phase_in_which_its_visit_began(
         assert {row.sampling.get("phase") for row in rows} == {phase}
 
 
-def test_a_part_that_a_response_does_not_have_is_an_error_of_its_row(make):
-    pipeline, _, delivery = make(FakeEngine(), FakeTokenizer(), phases=[{"until": 1, "weights": {"judge": 1.0}}])
-    pipeline.submit(visits(1))
-    pipeline.step(generate=True, wait_seconds=0.0)
-    ((_, rows),) = delivery.groups
-    assert {row.error_kind for row in rows} == {"reward"}
-    assert all("the response has no part judge" in row.error for row in rows)
-
-
 @pytest.mark.parametrize(
-    ("truncated", "reward", "kind"), [("score", 0.0, "reward"), (-1.0, -1.0, None), ("mask", 0.0, "masked")]
+    ("truncated", "stop_reason", "reward", "kind"),
+    [
+        ("score", "eos", 0.0, "reward"),
+        ("score", "length", 0.0, "reward"),
+        (-1.0, "length", -1.0, None),
+        ("mask", "length", 0.0, "masked"),
+    ],
 )
-def test_what_is_cut_off_has_the_reward_of_task_truncated_though_it_lacks_a_part_of_the_phase(
-    make, truncated, reward, kind
+def test_a_part_of_the_phase_that_a_response_lacks_is_an_error_unless_it_was_cut_off_and_has_another_reward(
+    make, truncated, stop_reason, reward, kind
 ):
     phases = [{"until": 1, "weights": {"judge": 1.0}}]
-    pipeline, _, delivery = make(FakeEngine(stop_reason="length"), FakeTokenizer(), truncated=truncated, phases=phases)
-    pipeline.submit(visits(1))
-    pipeline.step(generate=True, wait_seconds=0.0)
-    ((_, rows),) = delivery.groups
+    pipeline, _, delivery = make(FakeEngine(0, stop_reason), FakeTokenizer(), truncated=truncated, phases=phases)
+    rows = rows_of(pipeline, delivery)
     assert {(row.reward, row.error_kind) for row in rows} == {(reward, kind)}
+    assert all("the response has no part judge" in row.error for row in rows if kind == "reward")
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,6 @@ def test_columns_are_found_or_named(make_task, row, options, gold):
     assert prompt.text.startswith("q ") or prompt.text.startswith("q\n")
 
 
-def test_a_gold_answer_that_cannot_be_read_is_refused_with_its_key(make_task):
-    task = make_task({"problem": "q", "answer": r"\frac{1}{"})
-    with pytest.raises(TaskError, match=rf"gold answer '.*' of prompt {task.prompts()[0].key} cannot be read"):
-        task.check()
-
-
 def test_a_gold_answer_that_a_busy_machine_does_not_read_in_time_is_not_refused(make_task, monkeypatch):
     def slow(_):
         raise verdict.math_verify().errors.TimeoutException
@@ -108,27 +102,9 @@ def test_a_gold_answer_that_a_busy_machine_does_not_read_in_time_is_not_refused(
 @pytest.mark.parametrize(
     "gold",
     [
-        *(
-            "",
-            " ",
-            "proof",
-            "Proof.",
-            r"\text{proof}",
-            "TBD",
-            "notfound",
-            "None",
-            "nan",
-            r"\text{N/A}",
-            "https://a.org/12",
-        ),
-        *(
-            "omitted",
-            "unknown",
-            "[asy] draw((0,0)--(1,1)); [/asy]",
-            "9 (see figure)",
-            "See the solution",
-            "Answers may vary.",
-        ),
+        *("", " ", "proof", "Proof.", r"\text{proof}", "TBD", "notfound", "None", "nan", r"\text{N/A}"),
+        *("https://a.org/12", "omitted", "unknown", "[asy] draw((0,0)--(1,1)); [/asy]"),
+        *("9 (see figure)", "See the solution", "Answers may vary."),
         *(r"\text{Answers will differ}", "?", "...", "![](a.png)", r"\includegraphics{a}", "<image>", r"\blacksquare"),
     ],
 )
@@ -142,8 +118,8 @@ def test_a_gold_answer_that_says_that_there_is_no_value_is_one():
         "none",
         "no solution",
         "undefined",
-        r"\text{cannot be determined}",
         "never",
+        r"\text{cannot be determined}",
         r"\infty",
         "not enough information",
     )

@@ -137,15 +137,6 @@ def test_the_score_of_a_pair_does_not_depend_on_its_batch(tmp_path, kind, change
     assert score(model, PAIRS[::-1])[::-1] == pytest.approx(alone, abs=1e-5)
 
 
-def test_the_score_is_the_logit_of_the_last_token(tmp_path):
-    model = load(make_classifier(tmp_path / "model"))
-    ids = torch.tensor([model.encode("1+2=", "3")])
-    head = load_file(tmp_path / "model/model.safetensors")["score.weight"]
-    with torch.inference_mode():
-        hidden = model._model.model(ids).last_hidden_state
-    assert score(model, [("1+2=", "3")]) == pytest.approx((hidden[0, -1] @ head.T).tolist(), abs=1e-5)
-
-
 @pytest.mark.parametrize("pad", [0, *slow(None, -1, 1)])
 def test_a_pair_that_ends_with_eos_is_read_at_the_same_position_as_by_transformers_alone(tmp_path, pad):
     """1 is EOS. A model is read at EOS, or at the token before it if EOS is its padding token."""
@@ -172,14 +163,6 @@ def test_a_batch_always_leaves_a_token_to_pad_with(tmp_path):
         )
 
 
-def test_a_padding_token_without_an_embedding_is_refused(tmp_path):
-    directory = make_classifier(tmp_path / "model")
-    config = directory / "config.json"
-    config.write_text(config.read_text().replace('"pad_token_id": 0', '"pad_token_id": 16'))
-    with pytest.raises(ConfigError, match="pads with token 16, and has 16 embeddings: set pad_token_id"):
-        load(directory)
-
-
 def test_a_chat_template_renders_the_prompt_and_the_response_as_two_messages(tmp_path):
     directory = make_classifier(tmp_path / "model", chat_template=TEMPLATE)
     chat, plain = load(directory, template="chat"), load(directory)
@@ -204,15 +187,16 @@ def test_a_lack_of_memory_halves_the_batch_and_only_a_pair_that_does_not_fit_alo
     assert passes[0] == (0, 5)
 
 
-def test_a_pair_that_is_too_long_is_refused(tmp_path):
-    model = load(make_classifier(tmp_path / "model"))
-    with pytest.raises(ValueError, match=r"129 tokens; the reward model takes 1 to 128"):
-        model.encode("1" * 100, "2" * 29)
-
-
-def test_files_that_are_no_reward_model_are_refused_with_a_reason(tmp_path):
+def test_files_that_are_no_reward_model_and_a_pair_that_is_too_long_are_refused_with_a_reason(tmp_path):
     with pytest.raises(ConfigError, match="is not a classifier: it lacks score.weight"):
         load(without_head(tmp_path / "headless"))
+    directory = make_classifier(tmp_path / "padded")
+    with pytest.raises(ValueError, match=r"129 tokens; the reward model takes 1 to 128"):
+        load(directory).encode("1" * 100, "2" * 29)
+    config = directory / "config.json"
+    config.write_text(config.read_text().replace('"pad_token_id": 0', '"pad_token_id": 16'))
+    with pytest.raises(ConfigError, match="pads with token 16, and has 16 embeddings: set pad_token_id"):
+        load(directory)
     directory = make_classifier(tmp_path / "pickled")
     torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()

@@ -60,10 +60,6 @@ def ids_of_search(prompt: Prompt, renderer: PromptRenderer) -> list[int]:
     return engine.prompts[0]
 
 
-def ids_of_sft(prompt: Prompt, renderer: PromptRenderer, folder) -> list[int]:
-    return row_of_sft(prompt, renderer, folder).prompt_ids.tolist()
-
-
 def row_of_sft(prompt: Prompt, renderer: PromptRenderer, folder, *end_ids: int) -> Row:
     messages = [{"role": role, "content": content} for role, content, *_ in (*prompt.messages, ("assistant", "5"))]
     row = {"messages": messages} if prompt.messages else {"prompt": prompt.text, "response": "5"}
@@ -91,7 +87,7 @@ def test_a_chat_has_the_ids_of_the_template_in_search_and_sft(tmp_path, kind, se
     renderer = PromptRenderer(tokenizer, TaskSection(**settings))
     prompt = Prompt("p", messages=[("user", QUESTION)])
     assert ids_of_search(prompt, renderer) == expected
-    assert ids_of_sft(prompt, renderer, tmp_path) == expected
+    assert row_of_sft(prompt, renderer, tmp_path).prompt_ids.tolist() == expected
     assert tokenizer.decode(expected) == renderer.text(prompt)
     assert expected.count(tokenizer.bos_token_id) <= 1
 
@@ -100,10 +96,11 @@ def test_a_chat_has_the_ids_of_the_template_in_search_and_sft(tmp_path, kind, se
 def test_a_text_gets_what_the_tokenizer_adds_or_is_a_message_of_the_user(tmp_path, kind):
     tokenizer, prompt = chat_tokenizer(kind), Prompt("p", QUESTION)
     raw = PromptRenderer(tokenizer, TaskSection())
-    assert ids_of_search(prompt, raw) == ids_of_sft(prompt, raw, tmp_path) == tokenizer.encode(QUESTION)
+    for ids in (ids_of_search(prompt, raw), row_of_sft(prompt, raw, tmp_path).prompt_ids.tolist()):
+        assert ids == tokenizer.encode(QUESTION)
     chat = PromptRenderer(tokenizer, TaskSection(template="chat"))
     of_chat = ids_of_search(Prompt("p", messages=[("user", QUESTION)]), chat)
-    assert ids_of_search(prompt, chat) == ids_of_sft(prompt, chat, tmp_path) == of_chat
+    assert ids_of_search(prompt, chat) == row_of_sft(prompt, chat, tmp_path).prompt_ids.tolist() == of_chat
     # A text that someone has rendered with a begin token, in a run and as a line of an import.
     rendered = chat.text(prompt)
     assert ids_of_search(Prompt("p", rendered), raw) == of_chat
@@ -167,22 +164,21 @@ def test_a_prompt_that_cannot_be_rendered_or_is_too_long_is_refused_with_its_key
     renderer = PromptRenderer(tokenizer, TaskSection(**settings))
     with pytest.raises(TaskError, match=f"task one: the prompt 'p' .*{words}"):
         check_rendering(task, task.prompts(), renderer, 32)
+    # The longest prompt that leaves room for a token.
+    check_rendering(task, [Prompt("p", ids=[1] * 31)], renderer, 32)
 
 
-def test_the_longest_prompt_that_leaves_room_for_a_token_is_accepted():
-    check_rendering(task_of(), [Prompt("p", ids=[1] * 31)], PromptRenderer(chat_tokenizer("phi 3"), TaskSection()), 32)
-
-
-@pytest.mark.parametrize(("search", "words"), [({}, None), ({"max_model_len": 6}, "has 6 tokens, and the context")])
-def test_the_doctor_finds_a_prompt_that_the_context_has_no_room_for(search, words):
-    config = Config.model_validate({"model": {"path": str(EXAMPLE_MODEL)}, "search": search, "task": {"limit": 9}})
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"search": {"max_model_len": 6}}, "has 6 tokens, and the context"),
+        ({"train": {"prompts_per_step": 10}}, "has 9 prompts and a batch needs 10 different ones: lower"),
+    ],
+)
+def test_the_doctor_finds_prompts_that_the_context_has_no_room_for_or_that_are_fewer_than_a_batch(changes, words):
+    config = Config.model_validate({"model": {"path": str(EXAMPLE_MODEL)}, "task": {"limit": 9}} | changes)
     with pytest.raises(TaskError, match=words) if words else contextlib.nullcontext():
-        check_task_and_prompts(config)
-
-
-def test_fewer_prompts_than_a_batch_needs_are_found_before_a_run():
-    config = Config.model_validate({"train": {"prompts_per_step": 10}, "task": {"limit": 9}})
-    with pytest.raises(TaskError, match="has 9 prompts and a batch needs 10 different ones: lower"):
         check_task_and_prompts(config)
 
 

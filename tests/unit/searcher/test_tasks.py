@@ -67,6 +67,8 @@ def gsm8k(tmp_path):
         # As floats they would be equal to the next one.
         ("9007199254740993", 9007199254740993),
         ("0.1000000000000000000001", Decimal("0.1000000000000000000001")),
+        # On lines of their own they are several.
+        ("Boxes:\n1 500\n2 300\n3 100", 100),
         # Quadratic time would be more than the time limit of a test.
         ("1" + ",23" * 100_000, 23),
     ],
@@ -74,10 +76,6 @@ def gsm8k(tmp_path):
 )
 def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == number
-
-
-def test_numbers_on_lines_of_their_own_are_several():
-    assert last_number("Boxes:\n1 500\n2 300\n3 100") == 100
 
 
 @pytest.mark.parametrize(
@@ -112,16 +110,13 @@ def test_gsm8k_uses_the_format_of_the_paper_keys_of_the_question_and_the_last_nu
         ('{"question": "q", "answer": "https://a.org/12"}', "has no final number"),
     ],
 )
-def test_the_error_names_a_malformed_row(tmp_path, line, sentence):
+def test_the_error_names_a_malformed_row_and_for_a_missing_file_the_settings(tmp_path, line, sentence):
     file = tmp_path / "bad.jsonl"
-    file.write_text('{"question": "q", "answer": "#### 1"}\n' + line)
-    with pytest.raises(TaskError, match=rf"bad\.jsonl.*{sentence}|row 2.*{sentence}|{sentence}"):
-        Gsm8kTask(str(file))
-
-
-def test_the_error_for_a_missing_file_names_the_settings(tmp_path):
     with pytest.raises(TaskError, match="set task.train"):
-        Gsm8kTask(str(tmp_path / "nowhere.jsonl"))
+        Gsm8kTask(str(file))
+    file.write_text('{"question": "q", "answer": "#### 1"}\n' + line)
+    with pytest.raises(TaskError, match=rf"bad\.jsonl:2: .*{sentence}"):
+        Gsm8kTask(str(file))
 
 
 def test_every_answer_of_the_real_gsm8k_is_scored_as_correct(test_data):
@@ -214,27 +209,10 @@ def file(tmp_path) -> Path:
 
 @pytest.mark.parametrize("name", ["{}", "{}:Spell"])
 def test_a_task_is_the_only_one_of_a_file_or_named(file, name):
-    task = load_task(TaskSection(name=name.format(file), options={"times": 2}))
+    # A limit keeps what a task declares.
+    task = load_task(TaskSection(name=name.format(file), options={"times": 5}, limit=2))
     assert [prompt.key for prompt in task.prompts()] == ["stone0", "stone1"]
-
-
-def test_a_limit_keeps_what_a_task_declares(file):
-    config = TaskSection(name=str(file), options={"times": 5}, limit=2)
-    task = load_task(config)
-    assert len(task.prompts()) == 2
     assert least_reward(task) == -1.0
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"size": 2}, r"has no option size: it has times, fails"),
-        ({"fails": True}, "cannot be loaded: OSError: no dictionary"),
-    ],
-)
-def test_the_error_names_an_option_that_does_not_exist_or_fails(file, options, sentence):
-    with pytest.raises(TaskError, match=sentence):
-        load_task(TaskSection(name=str(file), options=options))
 
 
 @pytest.mark.parametrize("method", ["prompts", "held_out"])
@@ -248,7 +226,13 @@ def test_an_error_of_the_code_that_makes_prompts_names_the_line(file, method):
         getattr(load_task(TaskSection(name=str(file))), method)()
 
 
-def test_a_file_with_two_tasks_needs_a_name(file):
+def test_an_option_that_does_not_exist_or_fails_is_named_and_a_file_with_two_tasks_needs_a_name(file):
+    for options, sentence in (
+        ({"size": 2}, r"has no option size: it has times, fails"),
+        ({"fails": True}, "cannot be loaded: OSError: no dictionary"),
+    ):
+        with pytest.raises(TaskError, match=sentence):
+            load_task(TaskSection(name=str(file), options=options))
     file.write_text(f"{FILE}\nclass Second(Spell):\n    pass\n")
     with pytest.raises(TaskError, match=r"has several tasks, Spell, Second: name one, as .*spell.py:Second$"):
         load_task(TaskSection(name=str(file)))
@@ -300,7 +284,7 @@ def mixture(file, *weights):
     return TaskSection.model_validate({"name": "mixture", "mixture": parts})
 
 
-def test_a_mixture_has_all_prompts_of_its_tasks_with_their_labels(file):
+def test_a_mixture_has_all_prompts_of_its_tasks_with_their_labels_and_weights_are_shares_of_an_epoch(file):
     task = load_task(mixture(file, None, None))
     check_prompts(task)
     keys = [prompt.key for prompt in task.prompts()]
@@ -308,27 +292,26 @@ def test_a_mixture_has_all_prompts_of_its_tasks_with_their_labels(file):
     # Evenly, so that the first ones are a mixture too.
     assert {key.partition(":")[0] for key in keys[:4]} == {"arithmetic", "letters"}
     assert len(task.held_out()) == 1 + 3
-
-
-def test_weights_are_shares_of_an_epoch_and_leave_no_prompt_out(file):
+    # Weights leave no prompt out.
     task = load_task(mixture(file, 2, 1))
     check_prompts(task)
     keys = [prompt.key for prompt in task.prompts()]
     assert sum(key.startswith("arithmetic:") for key in keys) == 6
     assert sum(key.startswith("letters") for key in keys) == 12
     assert {key.partition(":")[2] for key in keys if key.startswith("letters")} == {"stone0", "stone1"}
-
-
-def test_weights_that_need_too_many_copies_are_refused(file):
     with pytest.raises(TaskError, match=r"an epoch has 20,000,000,002 prompts, .* raise the weight of letters"):
         load_task(mixture(file, 1e-10, 1)).prompts()
 
 
-def test_each_prompt_of_a_mixture_is_scored_by_its_task(file):
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_each_prompt_of_a_mixture_is_scored_by_its_task_and_with_a_coroutine_concurrently(file, kind):
+    file.write_text(FILE.replace("def score", f"{kind} score"))
     task = load_task(mixture(file, 2, 1))
+    assert scores_concurrently(task) == (kind == "async def")
     assert least_reward(task) == -1.0
     for prompt in task.prompts():
-        reward = task.score(prompt, prompt.answer, True)
+        reward, error = score(task, prompt, prompt.answer, True)
+        assert error is None
         label = name_of(task, prompt)
         assert least_reward_for(task, prompt) == (-1.0 if label == "letters" else 0.0)
         if label == "letters":
@@ -338,28 +321,23 @@ def test_each_prompt_of_a_mixture_is_scored_by_its_task(file):
             assert reward == Reward(1.0, parts)
 
 
-@pytest.mark.slow
-def test_a_mixture_with_a_coroutine_scores_concurrently(file):
-    file.write_text(FILE.replace("def score", "async def score"))
-    task = load_task(mixture(file, None, None))
-    assert scores_concurrently(task)
-    (prompt, *_) = (one for one in task.prompts() if name_of(task, one) == "letters")
-    assert score(task, prompt, prompt.answer, True) == (
-        Reward(0.0, {"letters.reward": 0.0, "letters.letters": 1.0}),
-        None,
-    )
-
-
-def test_coroutines_that_are_scored_in_this_process_share_an_event_loop():
+def test_coroutines_that_are_scored_in_this_process_share_an_event_loop_and_an_error_without_a_message_is_named():
     loops = []
 
+    class Silent(Exception):
+        def __str__(self):
+            raise RuntimeError
+
     class Connected:
+        name = "judge"
+
         async def score(self, prompt, response, finished):
             loops.append(asyncio.get_running_loop())
-            return Reward(1.0, {})
+            raise Silent
 
     task: Any = Connected()
-    assert [score(task, Prompt("a", "1+1="), "2", finished=True)[1] for _ in range(2)] == [None, None]
+    for _ in range(2):
+        assert score(task, Prompt("p", "q"), "r", True) == (Reward(0.0, {}), "reward of judge: Silent")
     assert loops[0] is loops[1]
 
 
@@ -372,12 +350,9 @@ def test_coroutines_that_are_scored_in_this_process_share_an_event_loop():
         ({"name": "mixture", "mixture": [{"name": "gsm8k"}]}, "task.train is not set, and gsm8k needs it"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused_by_the_configuration(task, sentence):
+def test_a_mixture_that_cannot_be_is_refused_by_the_configuration_and_a_field_is_named(task, sentence):
     with pytest.raises(ValidationError, match=sentence):
         Config.model_validate({"task": task})
-
-
-def test_the_error_names_the_field_of_a_task_of_a_mixture():
     mixture = ["task.name=mixture", 'task.mixture=[{name="arithmetic"}, {name="gsm8k", wieght=2}]']
     with pytest.raises(ConfigError, match=r"^task\.mixture\[1\]\.wieght \(--set\): extra inputs"):
         resolve(None, environment={}, assignments=mixture)
@@ -395,19 +370,3 @@ def test_the_prompt_of_a_mixture_keeps_its_messages(file):
     (prompt,) = task.prompts()
     assert prompt.messages == (("user", "hello"),)
     assert task.score(prompt, "", True) == Reward(1.0, {"chat.reward": 1.0})
-
-
-def test_an_exception_whose_message_raises_is_the_error_of_its_response():
-    class Silent(Exception):
-        def __str__(self):
-            raise RuntimeError
-
-    class Judge:
-        name = "judge"
-
-        def score(self, prompt, response, finished):
-            raise Silent
-
-    task: Any = Judge()
-    reward, error = score(task, Prompt("p", "q"), "r", True)
-    assert (reward.total, error) == (0.0, "reward of judge: Silent")

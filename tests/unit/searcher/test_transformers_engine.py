@@ -17,7 +17,7 @@ from tba.common.weights.snapshot import Snapshot  # noqa: E402
 from tba.searcher.engines.engine import Generation, GenerationRequest, LoadReport, Mismatch, SamplingSettings  # noqa: E402  # noqa: E402
 from tba.searcher.engines.kv_cache import cache_argument  # noqa: E402
 from tba.searcher.engines.transformers_engine import TransformersEngine, sample  # noqa: E402
-from tba.tests.helpers.engines import cpu_engine, end_tokens  # noqa: E402
+from tba.tests.helpers.engines import cpu_engine, end_tokens, logprobs_of  # noqa: E402
 from tba.tests.runner import slow  # noqa: E402
 
 VOCABULARY = 150
@@ -66,12 +66,14 @@ def answer(engine: TransformersEngine, requests: list[GenerationRequest]) -> dic
     return found
 
 
-def expected_logprobs(model: Any, request: GenerationRequest, response: Any, temperature: float = 1.0) -> Any:
-    """Log-probabilities of a response from one pass over the whole sequence, without a cache, padding or other rows."""
-    ids = torch.tensor([[*request.prompt_ids.tolist(), *response.tolist()]])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / temperature
-    return logits.log_softmax(-1)[torch.arange(len(response)), ids[0, len(request.prompt_ids) :]].numpy()
+def assert_alone(model: Any, asked: list[GenerationRequest], found: dict[int, Generation]) -> None:
+    """Each response has the log-probabilities of the model alone: without a cache, padding or other rows."""
+    assert found.keys() == {request.id for request in asked}
+    for request in asked:
+        one = found[request.id]
+        assert len(one.response_ids) == request.sampling.max_tokens
+        expected = logprobs_of(model, request.prompt_ids, one.response_ids)
+        np.testing.assert_allclose(one.logprobs, expected, atol=2e-4)
 
 
 def test_a_forward_with_the_new_name_of_the_cache_gets_it_by_that_name(tmp_path, monkeypatch):
@@ -83,24 +85,15 @@ def test_a_forward_with_the_new_name_of_the_cache_gets_it_by_that_name(tmp_path,
         assert "past_key_values" not in others
         return forward(self, input_ids, **{old: cache}, **others)
 
-    (request,) = requests(1)
     monkeypatch.setattr(type(model), "forward", renamed)
-    (generation,) = answer(engine_of(tmp_path, 1), [request]).values()
-    expected = expected_logprobs(model, request, generation.response_ids)
-    np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
+    assert_alone(model, requests(1), answer(engine_of(tmp_path, 1), requests(1)))
 
 
 @pytest.mark.parametrize("max_in_flight", [5, *slow(16)])
 def test_a_row_of_the_continuous_batch_gets_the_log_probabilities_of_the_model_alone(max_in_flight, tmp_path):
     """Of other architectures: test_architectures.py."""
     model = save_model("llama", tmp_path)
-    asked = requests(30)
-    found = answer(engine_of(tmp_path, max_in_flight), asked)
-    assert found.keys() == {request.id for request in asked}
-    for request in asked:
-        response = found[request.id].response_ids
-        assert len(response) == request.sampling.max_tokens
-        np.testing.assert_allclose(found[request.id].logprobs, expected_logprobs(model, request, response), atol=2e-4)
+    assert_alone(model, requests(30), answer(engine_of(tmp_path, max_in_flight), requests(30)))
 
 
 def test_the_samples_of_a_prompt_share_a_row_of_the_pass_over_the_prompts(tmp_path):
@@ -114,9 +107,7 @@ def test_the_samples_of_a_prompt_share_a_row_of_the_pass_over_the_prompts(tmp_pa
     engine._model.register_forward_pre_hook(lambda *call: rows.append(len(call[2]["input_ids"])), with_kwargs=True)
     found = answer(engine, asked)
     assert rows == [3, 12, 6]
-    for request in asked:
-        response = found[request.id].response_ids
-        np.testing.assert_allclose(found[request.id].logprobs, expected_logprobs(model, request, response), atol=2e-4)
+    assert_alone(model, asked, found)
 
 
 @pytest.mark.slow
@@ -175,10 +166,13 @@ def test_a_model_that_a_padded_batch_with_a_cache_computes_wrong_is_refused(kind
 @pytest.mark.parametrize(("kind", "rows"), [("bart", 4), ("roberta", 4), ("roberta", 1)])
 def test_one_row_at_a_time_is_advised_only_where_it_helps(kind, rows, tmp_path):
     """RoBERTa's first position is not 0."""
-    save_model(kind, tmp_path, **(DECODER if kind == "bart" else {"is_decoder": True, "pad_token_id": 1}))
+    model = save_model(kind, tmp_path, **(DECODER if kind == "bart" else {"is_decoder": True, "pad_token_id": 1}))
     advice = "cannot batch .*: use search.max_in_flight = 1 or " if kind == "bart" else "cannot generate with .*: use "
     with pytest.raises(ConfigError, match=f'{advice}search.engine = "vllm"'):
         engine_of(tmp_path, rows)
+    if kind == "bart":
+        # Nothing is padded then.
+        assert_alone(model, requests(3), answer(engine_of(tmp_path, 1), requests(3)))
 
 
 def test_the_steps_of_a_mixture_of_experts_have_no_limit(tmp_path):
@@ -193,15 +187,6 @@ def test_weights_that_are_not_finite_are_refused_as_such(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="of LlamaForCausalLM are not finite: check its weights$"):
         engine_of(tmp_path, 4)
-
-
-def test_such_a_model_is_served_one_response_at_a_time(tmp_path):
-    """Nothing is padded then: max_in_flight = 1."""
-    model = save_model("bart", tmp_path, **DECODER)
-    asked = requests(3)
-    for number, generation in answer(engine_of(tmp_path, 1), asked).items():
-        expected = expected_logprobs(model, asked[number], generation.response_ids)
-        np.testing.assert_allclose(generation.logprobs, expected, atol=2e-4)
 
 
 def by_float64(logits: Any, temperature: float, top_p: float, uniform: float) -> int:
@@ -342,12 +327,8 @@ class AnswersAnything(Right):
 
 class LoadsNothing(Right):
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        self._loaded = snapshot.manifest.version
+        self.weights_version = snapshot.manifest.version
         return LoadReport(Mismatch(0, 0, 0), "none", 0, 0, 0, 0)
-
-    @property
-    def weights_version(self) -> int:
-        return getattr(self, "_loaded", 0)
 
 
 class AcceptsEverything(Right):

@@ -260,15 +260,14 @@ def test_files_that_are_deleted_or_pushed_out_are_unregistered(tmp_path, cudart)
     assert len(cudart.registered) == 1
 
 
-def test_a_driver_without_read_only_registration_gets_a_writable_mapping(tmp_path, cudart):
+def test_a_driver_without_read_only_registration_gets_a_writable_mapping_and_without_any_there_is_one_warning(
+    tmp_path, cudart, caplog
+):
     cudart.allowed = lambda flags: not flags & 8
     mapped = MappedFiles(pin=True)
     assert mapped.open([write(tmp_path / "a", 3.0)])["a"][0, 0] == 3.0
     assert cudart.flags == [1 | 8, 1]
     assert len(cudart.registered) == 1
-
-
-def test_without_registration_the_files_are_only_mapped_and_one_warning_names_the_limits(tmp_path, cudart, caplog):
     cudart.allowed = lambda flags: False
     mapped = MappedFiles(pin=True)
     for version in range(3):

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tba.common.config import Config, LoraSection, ReferenceSection, TrainSection
+from tba.common.config import Config, ReferenceSection, TrainSection
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
 from tba.common.system.devices import why_no_cuda
@@ -148,7 +148,12 @@ def build(
         unwrapped = structure_of(policy)
     packed = _packed(config, policy, device, ranks)
     if config.lora.rank:
-        adapter = _put_adapters(policy, config.lora, base_digest(files) if ranks.rank == 0 else "", half=half)
+        add_adapters(policy, config.lora)
+        if half:
+            to_bfloat16(policy)
+        # `publish` may change between starts: it does not affect the adapters.
+        adapter = config.lora.model_dump(mode="json", exclude={"publish"})
+        adapter["base"] = base_digest(files) if ranks.rank == 0 else ""
     teacher = _teacher(config) if objective.needs_reference else None
     if objective.needs_reference and (teacher is not None or not config.lora.rank):
         load_reference = partial(_load_reference, config, files, teacher, device, ranks, packed=packed)
@@ -269,15 +274,6 @@ def lineage_of(config: Config) -> str:
     # The same model may be named by another path; another model is refused.
     determining = config.model_dump_json(include=included, exclude=_NOT_IN_LINEAGE)
     return xxhash.xxh32_hexdigest(determining.encode())
-
-
-def _put_adapters(policy: PreTrainedModel, config: LoraSection, base: str, *, half: bool) -> dict[str, Any]:
-    """Put adapters into a policy, whose weights become bfloat16 if `half`. Returns what identifies the adapters."""
-    add_adapters(policy, config)
-    if half:
-        to_bfloat16(policy)
-    # `publish` may change between starts: it does not affect the adapters.
-    return {**config.model_dump(mode="json", exclude={"publish"}), "base": base}
 
 
 def _load_reference(

@@ -9,10 +9,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tba.common.config import Config, ObjectiveSection, TrainSection
+from tba.common.config import Config, TrainSection
 from tba.tests.helpers.trainer import LONGEST_RESPONSE, learner_of, objective, random_batch, tiny_model
+from tba.tests.unit.trainer.test_objectives import by_hand
 from tba.trainer.objectives.advantages import imitation, taper
-from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.objectives.responses import Responses
 
 pytestmark = pytest.mark.slow
 
@@ -23,17 +24,8 @@ REWARDS = torch.tensor([1.0, 0.0, 0.3], dtype=torch.float64)
 
 def answers(logprob: torch.Tensor, sampler: torch.Tensor, picks: list[int]) -> Responses:
     """Return a group of answers of one token: log-probabilities under the policy, probabilities under the sampler."""
-    count, index = len(picks), torch.tensor(picks)
-    return Responses(
-        logprob_R=logprob[index],
-        sampled_logprob_R=sampler.log()[index],
-        mask_R=torch.ones(count, dtype=torch.bool),
-        lengths=[1] * count,
-        reward_bK=REWARDS[index][None],
-        reference_bK=sampler.log()[index][None],
-        staleness_bK=torch.zeros(1, count, dtype=torch.float64),
-        totals=Totals(1, count, count),
-    )
+    sampled = sampler.log()[picks]
+    return by_hand([1] * len(picks), logprob[picks], sampled, REWARDS[picks], reference_bK=sampled[None])
 
 
 def expected_gradient(
@@ -219,41 +211,9 @@ def test_a_reward_below_the_floor_is_logged_once(caplog, keys, times):
     assert caplog.text.count("below objective.reward_floor") == times
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"name": "grpo", "imitation": 0.5}, "imitation has no meaning for grpo"),
-        ({"name": "oapl", "imitation": 0.5}, "imitation has no meaning for oapl"),
-        ({"name": "ppo_clip", "taper": "mean"}, "taper has no meaning for ppo_clip"),
-        ({"name": "tba_prime", "taper": "response"}, 'set objective.truncation = "off"'),
-        ({"name": "tb", "imitation": 1.5}, "less than or equal to 1"),
-    ],
-)
-def test_settings_without_a_meaning_are_refused(keys, message):
-    with pytest.raises(ValidationError, match=message):
-        ObjectiveSection(**keys)
-
-
-def test_sampling_without_ratios_is_refused_for_objectives_that_need_them():
-    search = {"temperature": [0.0, 1.0]}
-    for keys in ({"name": "grpo"}, {"name": "tb_stale"}, {"name": "rloo", "kl": "ema"}, {"name": "oapl"}):
-        with pytest.raises(ValidationError, match="ratios of the policy to its sampler"):
-            Config.model_validate({"search": search, "objective": keys})
+def test_a_rate_by_ratios_is_refused_for_sampling_without_ratios():
     with pytest.raises(ValidationError, match="learning_rate_by_ess has no effect"):
-        Config.model_validate({"search": search, "train": {"learning_rate_by_ess": True}})
-    without_ratios = {"truncation": "off", "kl": "none"}
-    for allowed in ({"name": "tb"}, {"name": "rloo"}, {"name": "tba_prime", **without_ratios}):
-        Config.model_validate({"search": search, "objective": allowed})
-
-
-@pytest.mark.parametrize("objective", [{"name": "tb", "imitation": 0.5}, {"name": "tb_stale", "truncation": "off"}])
-def test_imitation_is_refused_where_no_response_has_a_ratio(objective):
-    objective = {**objective, "kl": "none"} if objective["name"] == "tb_stale" else objective
-    search = {"temperature": 0.0}
-    with pytest.raises(ValidationError, match=r"set objective\.imitation = 0"):
-        Config.model_validate({"search": search, "objective": objective})
-    Config.model_validate({"search": search, "objective": {**objective, "imitation": 0.0}})
-    Config.model_validate({"search": {"temperature": [0.0, 1.0]}, "objective": objective})
+        Config.model_validate({"search": {"temperature": [0.0, 1.0]}, "train": {"learning_rate_by_ess": True}})
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.95}, {"top_p": {"min": 0.9, "max": 1.0}}, {"min_p": 0.1}])

@@ -18,7 +18,6 @@ from tba.trainer.objectives.advantages import centred, level
 from tba.trainer.objectives.responses import Responses, Totals
 from tba.trainer.step.step_metrics import (
     balance_metrics,
-    mismatch_metrics,
     off_policy_metrics,
     reward_part_metrics,
     staleness_metrics,
@@ -431,13 +430,6 @@ def test_the_truncated_fraction_uses_the_bounds_of_the_objective():
     for name, share in expected.items():
         assert truncated_fraction(ratios, objective(name).ratio_bounds) == {"truncated_fraction": share}
     assert truncated_fraction(ratios, objective("tb").ratio_bounds) == {}
-
-
-def test_mismatch_metrics_of_a_hand_computed_case():
-    found = mismatch_metrics(torch.tensor([math.log(2.0), -math.log(2.0)]))
-    assert found["mismatch_mean"] == found["mismatch_max"] == pytest.approx(math.log(2.0))
-    assert found["mismatch_kl"] == pytest.approx((1 - math.log(2.0) - 0.5 + math.log(2.0)) / 2)
-    assert mismatch_metrics(torch.zeros(0)) == {}
 
 
 def test_a_reward_part_is_averaged_over_the_responses_that_have_it_and_all_episodes():

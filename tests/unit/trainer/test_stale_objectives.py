@@ -157,25 +157,30 @@ def test_only_negative_advantages_of_lost_answers_are_tapered():
     assert taper(group, negative, "off").tolist() == [[1.0, 1.0, 1.0]]
 
 
-def test_prompts_that_are_nearly_solved_are_imitated_most():
-    wrong, right = 0.0, 1.0
-    groups = [[wrong] * (8 - solved) + [right] * solved for solved in range(9)]
-    added_b8 = imitation(torch.tensor(groups), 1.0, "group")
-    # The others of a wrong response are the right ones and all other wrong ones.
-    assert added_b8[:8, 0].tolist() == pytest.approx([(solved / 7) ** 4 for solved in range(8)])
-    assert added_b8[8].tolist() == [1.0] * 8
-
-
-def test_graded_rewards_are_imitated_only_if_most_are_close_to_the_best():
-    def added(*others: float) -> float:
-        return float(imitation(torch.tensor([[0.5, *others]], dtype=torch.float64), 1.0, "group")[0, 0])
-
-    # Of a range of 0.3, a twentieth is 0.015.
-    assert added(0.6, 0.75, 0.9, 0.6, 0.75, 0.9) == pytest.approx(0.15 * (2 / 6) ** 3)
-    assert added(0.6, 0.886, 0.9) == pytest.approx((2.386 / 3 - 0.6) * (2 / 3) ** 3)
-    assert added(0.6, 0.884, 0.9) == pytest.approx((2.384 / 3 - 0.6) * (1 / 3) ** 3)
+# The weight, the rewards of a group, and what imitation adds to its first responses.
+IMITATED: list[tuple[float, list[float], list[float]]] = [
+    # Prompts that are nearly solved are imitated most: the others of a wrong response are the right and the wrong ones.
+    *((1.0, [0.0] * (8 - solved) + [1.0] * solved, [(solved / 7) ** 4]) for solved in range(8)),
+    (1.0, [1.0] * 8, [1.0] * 8),
+    # Graded rewards are so only if most are close to the best. Of a range of 0.3, a twentieth is 0.015.
+    (1.0, [0.5, 0.6, 0.75, 0.9, 0.6, 0.75, 0.9], [0.15 * (2 / 6) ** 3]),
+    (1.0, [0.5, 0.6, 0.886, 0.9], [(2.386 / 3 - 0.6) * (2 / 3) ** 3]),
+    (1.0, [0.5, 0.6, 0.884, 0.9], [(2.384 / 3 - 0.6) * (1 / 3) ** 3]),
     # A small penalty of right answers leaves them right.
-    assert added(0.0, 0.98, 0.97, 0.96) == pytest.approx(2.91 / 4 * 0.75**3)
+    (1.0, [0.5, 0.0, 0.98, 0.97, 0.96], [2.91 / 4 * 0.75**3]),
+    # Equal rewards of the others count from 0 if they are positive. One of two others is the best, so the power takes
+    # 7/8 of what their mean is above the least.
+    (0.5, [3.0, 1.0, 1.0], [0.5, 1.0 / 16, 1.0 / 16]),
+    (0.5, [1.0, 1.0, 1.0], [0.5, 0.5, 0.5]),
+    (0.5, [-1.0, -1.0, 2.0], [1.5 / 16, 1.5 / 16, 0.0]),
+    (0.5, [-1.0, -1.0, -1.0], [0.0, 0.0, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("weight", "rewards", "expected"), IMITATED)
+def test_imitation_by_hand(weight, rewards, expected):
+    (added,) = imitation(torch.tensor([rewards], dtype=torch.float64), weight, "group").tolist()
+    assert added[: len(expected)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4, 6, 9])
@@ -188,14 +193,6 @@ def test_imitation_of_a_response_does_not_depend_on_its_own_reward(samples):
     before, after = (imitation(each, 1.0, "group")[:, 0] for each in (rewards, other))
     assert torch.allclose(before, after, atol=1e-14)
     assert len(before.unique()) > samples
-
-
-def test_equal_rewards_of_the_others_count_from_0_if_they_are_positive():
-    reward_bK = torch.tensor([[3.0, 1.0, 1.0], [1.0, 1.0, 1.0], [-1.0, -1.0, 2.0], [-1.0, -1.0, -1.0]])
-    # One of the two others is the best, so the power takes 7/8 of what their mean is above the least.
-    half = [1.0 / 16, 1.5 / 16]
-    expected = [[0.5, half[0], half[0]], [0.5, 0.5, 0.5], [half[1], half[1], 0.0], [0.0, 0.0, 0.0]]
-    assert imitation(reward_bK, 0.5, "group").tolist() == expected
 
 
 @pytest.mark.parametrize(

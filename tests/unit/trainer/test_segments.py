@@ -175,13 +175,13 @@ def test_a_value_of_a_token_is_of_the_hidden_state_before_it(packed):
 
 # At the optimum each action makes log pi / ref + log Z(h) = r / beta + E log Z(h'), so no luck is left to be explained.
 FAR = make_sampler(4, parts=32, spread=4.0)
-SAMPLERS = [make_sampler(seed, parts=8) for seed in range(4)] + [FAR]
+NEAR = make_sampler(0, parts=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sampler"),
-    [("deterministic", SAMPLERS[0]), ("random", SAMPLERS[0]), *(("luck", sampler) for sampler in SAMPLERS)],
+    [("deterministic", NEAR), ("random", NEAR), ("luck", NEAR), ("luck", FAR)],
 )
 def test_with_a_log_z_of_each_turn_the_optimum_is_reached_from_every_sampler(kind, sampler):
     assert gain_of(objective("tb", log_z="turn"), make_world(kind), sampler) > 0.9995
@@ -241,8 +241,8 @@ def test_the_table_of_the_docs_is_what_the_world_of_two_turns_gives():
 @pytest.mark.slow
 def test_a_learned_log_z_of_histories_that_no_other_sample_has_is_exact_too():
     # Each first action and observation once in a group, and the second actions in proportion over the groups.
-    world, policy, second = make_world("luck"), Policy(), SAMPLERS[0].second_AOa
-    uniform = replace(SAMPLERS[0], first_A=torch.full((3,), 1 / 3, dtype=torch.float64))
+    world, policy, second = make_world("luck"), Policy(), NEAR.second_AOa
+    uniform = replace(NEAR, first_A=torch.full((3,), 1 / 3, dtype=torch.float64))
     pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))
     chosen_89 = torch.stack([torch.arange(3).repeat_interleave((8 * p).long()) for p in second.view(9, 3)], 1)
     path_N3 = torch.cat([torch.cat([pairs, one[:, None]], 1) for one in chosen_89])

@@ -339,8 +339,9 @@ def test_the_scheduled_learning_rate_and_beta_are_used_and_recorded():
 def test_a_learned_log_z_converges_to_the_vargrad_estimate_of_a_fixed_policy():
     learner = make_learner(name="tb_learned_z", learning_rate=1e-12, max_grad_norm=1e9)
     batch = random_batch(3)
-    learner.optimizer.param_groups[1]["lr"] = 0.1
-    metrics = [learner.step(batch).metrics for _ in range(500)]
+    # The head's group comes last.
+    learner.optimizer.param_groups[-1]["lr"] = 0.05
+    metrics = [learner.step(batch).metrics for _ in range(80)]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     prompt_NH = Scorer(learner.policy).score(batch.rows, pooled=True).prompt_NH
     assert not_none(learner.log_z)(not_none(prompt_NH)[::4]).mean().item() == pytest.approx(

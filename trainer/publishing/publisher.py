@@ -8,7 +8,6 @@ same tensors that are written or hashed. The training thread never waits for the
 win: a queued snapshot is replaced by a newer one.
 """
 
-import itertools
 import shutil
 import threading
 import time
@@ -68,7 +67,7 @@ class Publisher:
         self._config = config
         self._dial = dial
         self._directory = config.snapshots.resolve()
-        self._versions = itertools.count(max(next_version, _after_leftovers(self._directory)))
+        self._next_version = max(next_version, _after_leftovers(self._directory))
         self._writer = SnapshotWriter(
             config, model, copies or HostBuffers(model.device), unwrapped=unwrapped or model, model_files=model_files
         )
@@ -107,7 +106,7 @@ class Publisher:
         set. Raises the thread's failure, and SnapshotError if the weights cannot be written.
         """
         self.check()
-        base_version = next(self._versions) if self._writer.needs_base(step) else None
+        base_version = self._take_version() if self._writer.needs_base(step) else None
         replaced = self._replaceable()
         if replaced is not None:
             log.debug("snapshot replaced by a newer one", version=replaced.version, step=replaced.step)
@@ -125,7 +124,7 @@ class Publisher:
                 log.warning("snapshot not published yet", step=step, reason=no_room)
             self.reason = f"the weights of step {step} wait for memory: {no_room}"
             return self.newest
-        publication = Publication(next(self._versions), step, copy, base_version, kept=self._writer.is_kept_step(step))
+        publication = Publication(self._take_version(), step, copy, base_version, kept=self._writer.is_kept_step(step))
         with self._changed:
             self._queue.append(publication)
             self._changed.notify_all()
@@ -138,6 +137,10 @@ class Publisher:
             if self._queue and (len(self._queue) == _MAX_QUEUED or not self._queue[-1].kept):
                 return self._queue.pop()
         return None
+
+    def _take_version(self) -> int:
+        self._next_version += 1
+        return self._next_version - 1
 
     def check(self) -> None:
         """Raise what ended the publisher's or the file server's thread, if anything did."""

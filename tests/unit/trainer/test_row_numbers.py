@@ -82,16 +82,6 @@ def test_a_row_whose_ratio_is_a_numerical_error_has_no_weight_and_no_gradient(na
     assert not (terms.weight_bK * responses.tokens_bK).any()
 
 
-def test_the_advantage_of_trajectory_balance_is_that_of_equation_7():
-    responses = stale_case(1)
-    kl_bK = (responses.policy_bK - responses.reference_bK).detach()
-    expected = group_advantages(responses.reward_bK - BETA * kl_bK, "mean")
-    assert torch.allclose(objective("tb").terms(responses, BETA).advantage_bK, expected, atol=1e-12)
-    imitating = objective("tb", imitation=0.5, reward_floor=-1.0).terms(responses, BETA)
-    expected = expected + responses.only_known(raised(responses.reward_bK, 0.5, -1.0))
-    assert torch.allclose(imitating.advantage_bK, expected, atol=1e-12)
-
-
 def test_of_a_group_online_dpo_uses_the_best_and_the_worst_with_opposite_advantages():
     terms = objective("online_dpo").terms(stale_case(0), BETA)
     assert terms.weight_bK.sum(1).tolist() == [2.0] * 3

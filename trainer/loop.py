@@ -77,7 +77,14 @@ def train(
         ranks = join(torch.device(device), stop)
         report = require_memory(config, torch.device(device), ranks)
         if ranks.rank > 0:
-            _train_other_rank(config, torch.device(device), ranks, report, stop)
+            found = checkpoint.share(None, ranks)
+            learner, _ = build(config, model_directory(config.model.path), torch.device(device), ranks, report)
+            if found is not None:
+                checkpoint.restore(found, learner)
+            notify_systemd("READY=1")
+            with objects_frozen():
+                run_other_rank(learner, ranks, stop)
+            ranks.close()
             return
         with exclusive_lock(lock, holder):
             found = checkpoint.find(config.checkpoints, resume=resume, otherwise="set another run.dir")
@@ -90,19 +97,6 @@ def train(
             )
             with contextlib.closing(trainer), objects_frozen():
                 trainer.run()
-
-
-def _train_other_rank(
-    config: Config, device: torch.device, ranks: Ranks, report: Report, stop: Callable[[], bool]
-) -> None:
-    found = checkpoint.share(None, ranks)
-    learner, _ = build(config, model_directory(config.model.path), device, ranks, report)
-    if found is not None:
-        checkpoint.restore(found, learner)
-    notify_systemd("READY=1")
-    with objects_frozen():
-        run_other_rank(learner, ranks, stop)
-    ranks.close()
 
 
 def run_other_rank(learner: Learner, ranks: Ranks, stop: Callable[[], bool] = lambda: False) -> None:

@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.common import data_files, run_files
@@ -47,7 +46,6 @@ from tba.common.wire.fields import MAX_PROMPT_TEXT
 from tba.common.wire.trajectory import STOP_EOS
 from tba.trainer import checkpoint
 from tba.trainer.batch.batch import Row, TrainBatch, plain_row
-from tba.trainer.checkpoint import Checkpoint
 from tba.trainer.distributed import ALONE, Ranks, join, release_gathered, until_lost
 from tba.trainer.metrics.metrics_log import MetricsLog
 from tba.trainer.model.adapters import MERGED, gathered
@@ -177,7 +175,10 @@ class Job:
         self._name = _data_digest(self._rows, config.run.seed, plan.batch_size)
         if not ranks.agree(self._name):
             raise UsageError("the nodes have other data or another --batch-size: give all of them the same")
-        found = self._find(resume=resume)
+        found, saved = None, plan.work / run_files.CHECKPOINTS
+        if ranks.rank == 0:
+            found = checkpoint.find(saved, resume=resume, otherwise=f"delete {plan.work}")
+        found = checkpoint.share(found, ranks)
         if found is not None and found.run != self._name:
             raise UsageError(f"{found.path} is of other data, another seed or another --batch-size: name another --out")
         self._seed = config.run.seed
@@ -195,13 +196,6 @@ class Job:
         self._metrics: MetricsLog | None = None
         if ranks.rank == 0:
             self._metrics = MetricsLog(plan.work, first_step=self.learner.steps_done)
-
-    def _find(self, *, resume: bool) -> Checkpoint | None:
-        """Return the checkpoint that rank 0 finds, on every rank."""
-        work, found = self._plan.work, None
-        if self._ranks.rank == 0:
-            found = checkpoint.find(work / run_files.CHECKPOINTS, resume=resume, otherwise=f"delete {work}")
-        return checkpoint.share(found, self._ranks)
 
     def run(self, stop: Callable[[], bool], on_step: Callable[[dict[str, float]], None]) -> bool:
         """Train to the last step. Returns False if `stop()` came first."""
@@ -237,7 +231,11 @@ class Job:
         started = time.monotonic()
         step = self.learner.steps_done
         measured = {"held_out_loss_before": self._held_out_loss()} if step == 0 and self._held_out else {}
-        made = self.learner.step_in_memory(_batch(self.rows_of(step), step))
+        rows = self.rows_of(step)
+        # Groups of one row. The likelihood uses neither rewards nor reference.
+        zero_B1 = torch.zeros(len(rows), 1, dtype=torch.float64)
+        batch = TrainBatch(step, rows, zero_B1, torch.full_like(zero_B1, math.nan), zero_B1)
+        made = self.learner.step_in_memory(batch)
         if made.skipped:
             why = f"step {step} was skipped, {made.skipped} (rows are counted from 0)"
             raise TrainingBroken(f"{why}: --resume continues from the newest checkpoint, a smaller rate may help")
@@ -292,12 +290,6 @@ def _encoder(files: Path, renderer: PromptRenderer, model: PreTrainedModel, stop
     vocabulary = model.get_input_embeddings().num_embeddings
     longest = getattr(model.config, "max_position_embeddings", None) or 1 << 30
     return Encoder(renderer, ends, vocabulary, longest, strings)
-
-
-def _batch(rows: list[Row], step: int) -> TrainBatch:
-    """Return a batch of groups of one row. The likelihood uses neither rewards nor reference."""
-    zero_B1: Tensor = torch.zeros(len(rows), 1, dtype=torch.float64)
-    return TrainBatch(step, rows, zero_B1, torch.full_like(zero_B1, math.nan), zero_B1)
 
 
 def _data_digest(rows: Sequence[Row], seed: int, batch_size: int) -> str:

@@ -147,8 +147,11 @@ def decode(batch: Batch, frames: Sequence[memoryview], *, prompts: int, samples:
             f"step {batch.step} is recorded with {len(batch.trajectory_ids)} trajectories, the configuration asks "
             f"for {prompts} x {samples}: train.prompts_per_step and samples_per_prompt cannot change within a run"
         )
-    _check_groups(batch, samples)
-    reference = [float("nan") if value is None else value for value in batch.reference_logprobs]
+    for start in range(0, len(batch.prompt_key), samples):
+        # Log Z, a mean over the group, would mix prompts silently.
+        if len(set(batch.prompt_key[start : start + samples])) != 1:
+            raise WireError(f"slots {start} to {start + samples - 1} of step {batch.step} are of several prompts")
+    reference = [math.nan if value is None else value for value in batch.reference_logprobs]
     return TrainBatch(
         step=batch.step,
         rows=_rows(batch, frames),
@@ -162,13 +165,6 @@ def decode(batch: Batch, frames: Sequence[memoryview], *, prompts: int, samples:
         turn_rewards=batch.turn_rewards or [],
         guided=batch.guided or [],
     )
-
-
-def _check_groups(batch: Batch, samples: int) -> None:
-    """Check that each run of `samples` rows has one prompt: log Z, a mean over them, would mix prompts silently."""
-    for start in range(0, len(batch.prompt_key), samples):
-        if len(set(batch.prompt_key[start : start + samples])) != 1:
-            raise WireError(f"slots {start} to {start + samples - 1} of step {batch.step} are of several prompts")
 
 
 def _rows(batch: Batch, frames: Sequence[memoryview]) -> list[Row]:

@@ -77,14 +77,12 @@ class Smoothed:
     count: int = 0
     value: float = math.nan
     _sum: float = 0.0
-    _weight: float = 0.0
 
     def add(self, value: float) -> float:
         """Add a value, and return the mean."""
         self.count += 1
         self._sum = _DECAY * self._sum + (1 - _DECAY) * value
-        self._weight = _DECAY * self._weight + (1 - _DECAY)
-        self.value = self._sum / self._weight
+        self.value = self._sum / (1 - _DECAY**self.count)
         return self.value
 
 

@@ -18,6 +18,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,12 +32,12 @@ Tensors = dict[str, Tensor]
 _MAX_UNREAD_BYTES = 1 << 30
 
 
+@dataclass(frozen=True, eq=False)
 class HostCopy:
     """A copy in progress. Its owner hands it to `HostBuffers.release` when it is no longer needed."""
 
-    def __init__(self, tensors: Tensors, done: torch.cuda.Event | None) -> None:
-        self.tensors = tensors
-        self.done = done
+    tensors: Tensors
+    done: torch.cuda.Event | None
 
     def wait(self) -> Tensors:
         """Wait until the copy is complete. Returns the tensors."""

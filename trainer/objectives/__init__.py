@@ -6,7 +6,6 @@
     policy_gradient.py  advantage times log-probability: reinforce, rloo, tba_prime, grpo, dr_grpo, ppo_clip, ...;
                         of pairs: online_dpo; distill; the likelihood, for supervised fine-tuning
     from_config.py      the objective that the configuration names
-    diagnostics.py      metrics of a batch that are defined for every objective
 
 Shape suffixes: B prompts of the batch, b of a micro-batch, K responses to each, N = b x K rows, R response tokens.
 """

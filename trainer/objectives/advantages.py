@@ -1,6 +1,6 @@
 """Advantages: rewards relative to the other responses to the same prompt. Nothing here has a gradient.
 
-Shape suffixes: b prompts of a micro-batch, K responses to each, R response tokens.
+Shape suffixes: b prompts of a micro-batch, K responses to each, O others of the group, R response tokens.
 """
 
 from typing import Literal
@@ -87,27 +87,17 @@ def imitation(reward_bK: Tensor, weight: float, floor: float | Literal["group"])
     mean_bK = (reward_bK.sum(dim=1, keepdim=True) - reward_bK) / (reward_bK.shape[1] - 1)
     if floor != "group":
         return weight * (mean_bK - floor)
-    least_bK, largest_bK = range_of_others(reward_bK)
+    samples = reward_bK.shape[1]
+    is_other_KK = ~torch.eye(samples, dtype=torch.bool, device=reward_bK.device)
+    others_bKO = reward_bK[:, None].expand(-1, samples, -1)[:, is_other_KK].view(-1, samples, samples - 1)
+    least_bK, largest_bK = others_bKO.aminmax(dim=2)
     spread_bK = largest_bK - least_bK
     # The mean is a difference of sums: where one reward is large, rounding can put it far outside the spread.
     above_bK = (mean_bK - least_bK).clamp(min=0).minimum(spread_bK)
-    share_bK = _share_of_others(reward_bK, largest_bK - _SOLVED_WITHIN * spread_bK)
+    solved_bKO = others_bKO >= (largest_bK - _SOLVED_WITHIN * spread_bK)[..., None]
+    share_bK = solved_bKO.to(reward_bK.dtype).sum(dim=2) / (samples - 1)
     # A group of right answers only has no spread, and is worth keeping: then the mean is the least.
     return weight * torch.where(spread_bK > 0, above_bK * share_bK**_SOLVED_POWER, least_bK.clamp(min=0))
-
-
-def _share_of_others(reward_bK: Tensor, enough_bK: Tensor) -> Tensor:
-    """Return the share of the other responses of the group with a reward of at least `enough_bK`: [b, K]."""
-    reached_bKK = (reward_bK[:, None, :] >= enough_bK[:, :, None]).to(reward_bK.dtype)
-    return (reached_bKK.sum(dim=2) - reached_bKK.diagonal(dim1=1, dim2=2)) / (reward_bK.shape[1] - 1)
-
-
-def range_of_others(reward_bK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest reward of the other responses of the group: [b, K] each."""
-    ordered_bK = reward_bK.sort(dim=1).values
-    least_bK = torch.where(reward_bK == ordered_bK[:, :1], ordered_bK[:, 1:2], ordered_bK[:, :1])
-    largest_bK = torch.where(reward_bK == ordered_bK[:, -1:], ordered_bK[:, -2:-1], ordered_bK[:, -1:])
-    return least_bK, largest_bK
 
 
 @torch.no_grad()

@@ -147,12 +147,11 @@ def copy_settings(source: Path, directory: Path, unwrapped: PreTrainedModel, dty
     (directory / "config.json").write_bytes(json_text(fields).encode())
 
 
+@dataclass(frozen=True, eq=False)
 class MappedCopy(HostCopy):
     """A copy whose weights are, or will be, in a mapped file."""
 
-    def __init__(self, copied: HostCopy, file: WeightsFile) -> None:
-        super().__init__(copied.tensors, copied.done)
-        self.file = file
+    file: WeightsFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +246,7 @@ class SnapshotWriter:
         ranks.send(PUBLISH, MERGED.encode())
         into = None if file is None or self._converts else file.tensors
         copied = self._copies.copy(gathered(self._model, MERGED), self._dtype, into=into)
-        return copied if file is None else MappedCopy(copied, file)
+        return copied if file is None else MappedCopy(copied.tensors, copied.done, file)
 
     @property
     def no_room(self) -> str:

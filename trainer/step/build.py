@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tba.common.config import Config, LoraSection, ReferenceSection, TrainSection
+from tba.common.config import Config, ReferenceSection, TrainSection
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
 from tba.common.system.devices import why_no_cuda
@@ -148,8 +148,17 @@ def build(
         unwrapped = structure_of(policy)
     packed = _packed(config, policy, device, ranks)
     if config.lora.rank:
-        adapter = _put_adapters(policy, config.lora, base_digest(files) if ranks.rank == 0 else "", half=half)
-    teacher = _teacher(config) if objective.needs_reference else None
+        add_adapters(policy, config.lora)
+        if half:
+            to_bfloat16(policy)
+        # `publish` may change between starts: it does not affect the adapters.
+        adapter = config.lora.model_dump(mode="json", exclude={"publish"})
+        adapter["base"] = base_digest(files) if ranks.rank == 0 else ""
+    teacher, initial = _teacher(config) if objective.needs_reference else None, INITIAL_REFERENCE
+    if teacher is not None:
+        # The same on every rank.
+        digest = int(base_digest(teacher)[:15], 16) if ranks.rank == 0 else 0
+        initial = f"teacher-{int(ranks.from_rank_0(torch.tensor(digest))):015x}"
     if objective.needs_reference and (teacher is not None or not config.lora.rank):
         load_reference = partial(_load_reference, config, files, teacher, device, ranks, packed=packed)
     models = prepare_models(
@@ -162,7 +171,7 @@ def build(
         exact_logits=config.model.head_dtype == "float32",
         reference_config=config.reference,
         lineage=lineage_of(config),
-        initial=_name_of(teacher, ranks),
+        initial=initial,
         masters=take_masters(policy, home, half=half) if offload else None,
         adapter=adapter,
     )
@@ -271,15 +280,6 @@ def lineage_of(config: Config) -> str:
     return xxhash.xxh32_hexdigest(determining.encode())
 
 
-def _put_adapters(policy: PreTrainedModel, config: LoraSection, base: str, *, half: bool) -> dict[str, Any]:
-    """Put adapters into a policy, whose weights become bfloat16 if `half`. Returns what identifies the adapters."""
-    add_adapters(policy, config)
-    if half:
-        to_bfloat16(policy)
-    # `publish` may change between starts: it does not affect the adapters.
-    return {**config.model_dump(mode="json", exclude={"publish"}), "base": base}
-
-
 def _load_reference(
     config: Config, files: Path, teacher: Path | None, device: torch.device, ranks: Ranks, *, packed: bool
 ) -> tuple[PreTrainedModel, bool]:
@@ -305,11 +305,3 @@ def _teacher(config: Config) -> Path | None:
     """Return the directory of `reference.path`, None if the reference is `model.path`."""
     path = config.reference.path
     return model_directory(path, setting="reference.path") if path else None
-
-
-def _name_of(teacher: Path | None, ranks: Ranks) -> str:
-    """Return the name of the first reference, the same on every rank. That of a teacher has a hash of its weights."""
-    if teacher is None:
-        return INITIAL_REFERENCE
-    digest = int(base_digest(teacher)[:15], 16) if ranks.rank == 0 else 0
-    return f"teacher-{int(ranks.from_rank_0(torch.tensor(digest))):015x}"

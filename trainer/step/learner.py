@@ -29,18 +29,21 @@ from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.host_buffers import HostBuffers
 from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import LogZHead, Scorer, sequence_logprobs
-from tba.trainer.objectives.diagnostics import balance_metrics, mismatch_metrics, off_policy_metrics, truncated_fraction
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.preflight.check import Report
 from tba.trainer.step.accumulate import Accumulator
 from tba.trainer.step.host_optimizer import POLICY_GROUPS, HostAdamW, decays, policy_groups
 from tba.trainer.step.step_metrics import (
+    balance_metrics,
     batch_metrics,
     gradient_cosine,
+    mismatch_metrics,
     no_numbers,
+    off_policy_metrics,
     only_finite,
     row_numbers,
     stale_metrics,
+    truncated_fraction,
 )
 
 log = get_logger(__name__)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.trainer import objective
+from tba.tests.unit.trainer.test_objectives import by_hand
 from tba.trainer.objectives.advantages import standardised
-from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.objectives.responses import Responses
 
 pytestmark = pytest.mark.slow
 BETA = 0.5
@@ -59,20 +60,15 @@ def group_of(world: World, logits: Tensor, counts: Tensor, log_z: Tensor, value:
     policy, reference = world.tokens(logits), world.tokens(world.reference)
     prefixes = [value[[0, *(1 + token for token in one[:-1])]] for one in world.responses]
     sampled = (counts / counts.sum()).log()
-    lengths = [len(world.responses[row]) for row in rows]
-    reference_R = torch.cat([reference[row] for row in rows])
-    return Responses(
-        logprob_R=torch.cat([policy[row] for row in rows]),
-        sampled_logprob_R=torch.cat([(sampled[row] / len(policy[row])).expand(len(policy[row])) for row in rows]),
-        mask_R=torch.ones(sum(lengths), dtype=torch.bool),
-        lengths=lengths,
-        reward_bK=world.reward_Y[None, rows],
+    return by_hand(
+        [len(world.responses[row]) for row in rows],
+        torch.cat([policy[row] for row in rows]),
+        torch.cat([(sampled[row] / len(policy[row])).expand(len(policy[row])) for row in rows]),
+        world.reward_Y[rows],
         reference_bK=torch.stack([reference[row].sum() for row in rows])[None],
-        staleness_bK=torch.zeros(1, len(rows)),
-        totals=Totals(1, len(rows), sum(lengths)),
         log_z_bK=log_z.view(1, 1),
         value_R=torch.cat([prefixes[row] for row in rows]),
-        reference_R=reference_R,
+        reference_R=torch.cat([reference[row] for row in rows]),
     )
 
 

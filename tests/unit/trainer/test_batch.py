@@ -84,19 +84,17 @@ def test_a_batch_of_episodes_is_decoded_with_segments_and_turn_rewards():
     assert decode(*make_message(), prompts=2, samples=2).turn_rewards == []
 
 
-def test_a_group_of_several_prompts_is_an_error():
-    with pytest.raises(WireError, match="slots 0 to 1 of step 3 are of several prompts"):
-        decode(*make_message(prompts=("a", "b", "a", "b")), prompts=2, samples=2)
-
-
-def test_a_recorded_batch_of_another_shape_is_a_configuration_error():
-    with pytest.raises(ConfigError, match="recorded with 4 trajectories, the configuration asks for 2 x 4"):
-        decode(*make_message(), prompts=2, samples=4)
-
-
-def test_an_empty_prompt_is_reported_with_its_trajectory():
-    with pytest.raises(WireError, match="trajectory 12 has an empty prompt"):
-        decode(*make_message(prompt_ids=[[1], [1], [], [1]]), prompts=2, samples=2)
+@pytest.mark.parametrize(
+    ("fields", "samples", "error", "words"),
+    [
+        ({"prompts": ("a", "b", "a", "b")}, 2, WireError, "slots 0 to 1 of step 3 are of several prompts"),
+        ({}, 4, ConfigError, "recorded with 4 trajectories, the configuration asks for 2 x 4"),
+        ({"prompt_ids": [[1], [1], [], [1]]}, 2, WireError, "trajectory 12 has an empty prompt"),
+    ],
+)
+def test_a_batch_that_is_not_what_was_asked_for_is_an_error(fields, samples, error, words):
+    with pytest.raises(error, match=words):
+        decode(*make_message(**fields), prompts=2, samples=samples)
 
 
 def test_rows_are_padded_on_the_right():

@@ -28,8 +28,9 @@ from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_trajectory
 from tba.tests.helpers.trainer import make_learner, objective, save_tiny_model
+from tba.tests.unit.trainer.test_objectives import by_hand
 from tba.trainer.batch.batch import decode
-from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.objectives.responses import Responses
 
 # A world whose responses can be enumerated, and a policy that is a row of logits for each prefix.
 TOKENS, LENGTH, BETA = 3, 3, 0.3
@@ -74,16 +75,9 @@ def responses_of(table: Tensor, rows: list[tuple[int, int]]) -> Responses:
     chosen, given = torch.tensor(rows).unbind(1)
     mask = torch.arange(LENGTH) >= given[:, None]
     reference = torch.stack([logprobs(START, first)[n] for n, first in rows])
-    return Responses(
-        logprob_R=table.log_softmax(1)[PLACES[chosen], torch.tensor(RESPONSES)[chosen]].flatten(),
-        sampled_logprob_R=torch.zeros(mask.numel(), dtype=torch.float64),
-        mask_R=mask.flatten(),
-        lengths=[LENGTH] * len(rows),
-        reward_bK=REWARD[chosen][None],
-        reference_bK=reference[None],
-        staleness_bK=torch.zeros(1, len(rows), dtype=torch.float64),
-        totals=Totals(1, len(rows), int(mask.sum())),
-    )
+    logprob_R = table.log_softmax(1)[PLACES[chosen], torch.tensor(RESPONSES)[chosen]].flatten()
+    fields = {"mask_R": mask.flatten(), "reference_bK": reference[None]}
+    return by_hand([LENGTH] * len(rows), logprob_R, torch.zeros(mask.numel()), REWARD[chosen], **fields)
 
 
 def loss_at(table: Tensor, rows: list[tuple[int, int]], name: str = "tb") -> float:

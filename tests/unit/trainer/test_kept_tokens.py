@@ -18,10 +18,10 @@ from tba.tests.helpers.engines import cpu_engine
 from tba.tests.helpers.puts import make_episode, make_trajectory
 from tba.tests.helpers.trainer import VOCABULARY, make_learner, make_row, objective, save_tiny_model, tiny_model
 from tba.tests.runner import size
+from tba.tests.unit.trainer.test_objectives import by_hand
 from tba.trainer.batch.batch import TrainBatch, counted, decode, pack_batch, unpack_batch
 from tba.trainer.model.chunked_logprobs import Kept, token_logprobs
 from tba.trainer.model.scorer import Scorer
-from tba.trainer.objectives.responses import Responses, Totals
 
 CUTS: list[dict[str, Any]] = [
     {"top_p": 0.6},
@@ -209,17 +209,9 @@ def trained(
         logprob_R, tempered_R = score(table, chosen, kept if renormalised else None)
         sampled_R = torch.from_numpy(sampled_KT).flatten()
         largest = max(largest, float((tempered_R.detach() - sampled_R).abs().max()))
-        responses = Responses(
-            logprob_R=logprob_R,
-            tempered_R=tempered_R,
-            sampled_logprob_R=sampled_R,
-            mask_R=torch.ones(SAMPLES * LENGTH, dtype=torch.bool),
-            lengths=[LENGTH] * SAMPLES,
-            reward_bK=reward_Y[chosen][None],
-            reference_bK=score(start, chosen, None)[0].view(1, SAMPLES, LENGTH).sum(2),
-            staleness_bK=torch.zeros(1, SAMPLES, dtype=torch.float64),
-            totals=Totals(1, SAMPLES, SAMPLES * LENGTH),
-        )
+        reference_bK = score(start, chosen, None)[0].view(1, SAMPLES, LENGTH).sum(2)
+        fields = {"tempered_R": tempered_R, "reference_bK": reference_bK}
+        responses = by_hand([LENGTH] * SAMPLES, logprob_R, sampled_R, reward_Y[chosen], **fields)
         optimizer.zero_grad()
         torch.autograd.backward(loss_of.loss(responses, BETA))
         optimizer.step()

@@ -6,7 +6,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,19 @@ class Run:
         train = {"steps": STEPS, "micro_batch_tokens": 30} | train_keys
         self.config, self.buffer = run_with_buffer(root, train=train)
 
-    def feed(self, broken: Sequence[str] = ()) -> threading.Thread:
+    @contextmanager
+    def fed(self, broken: Sequence[str] = ()) -> Iterator[None]:
         """Put trajectories once the first weights are announced; those of `broken` prompts overflow the loss."""
-        thread = threading.Thread(target=self._feed, args=(broken,))
-        thread.start()
-        return thread
 
-    def _feed(self, broken: Sequence[str]) -> None:
-        searcher = FakeSearcher(self.buffer.address, prompts=4)
-        searcher.wait_for_weights()
-        searcher.put_groups(8, broken=broken)
-        searcher.close()
+        def feed() -> None:
+            with closing(FakeSearcher(self.buffer.address, prompts=4)) as searcher:
+                searcher.wait_for_weights()
+                searcher.put_groups(8, broken=broken)
+
+        thread = threading.Thread(target=feed)
+        thread.start()
+        yield
+        thread.join()
 
     def train(self, *, resume: bool = False, stop: Callable[[], bool] = lambda: False) -> None:
         """Run the trainer in this thread."""
@@ -98,9 +100,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def finish(run: Run) -> Run:
     """Feed and train a run to its end."""
-    feeder = run.feed()
-    run.train()
-    feeder.join()
+    with run.fed():
+        run.train()
     return run
 
 
@@ -130,13 +131,6 @@ def published(run: Run) -> list[tuple[int, int]]:
     return [(m.version, m.step) for m in (snapshot.read(path).manifest for path in paths)]
 
 
-@pytest.mark.slow
-def test_the_last_weights_are_published_although_no_publication_is_due(make_run):
-    run = finish(make_run(publish_every=4))
-    # That of step 4 is not kept on disk.
-    assert published(run) == [(0, 0), (2, STEPS)]
-
-
 def clients(monitor: BufferClient) -> list[ClientStatus]:
     return monitor.call(GetStatus(), Status, deadline_seconds=60)[0].clients
 
@@ -163,12 +157,14 @@ def test_the_heartbeat_reports_that_publishing_waits_and_why(make_run, monkeypat
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_is_saved_while_the_last_weights_wait_for_memory(make_run, monkeypatch):
-    run, attempts, has_room = make_run(), itertools.count(1), threading.Event()
+def test_the_last_weights_are_published_although_none_are_due_and_the_last_checkpoint_does_not_wait_for_them(
+    make_run, monkeypatch
+):
+    run, attempts, has_room = make_run(publish_every=4), itertools.count(1), threading.Event()
     copy, no_room = SnapshotWriter.copy, "2 GiB are free"
 
     def copy_if_there_is_room(writer: SnapshotWriter, ranks: Ranks) -> HostCopy | None:
-        return copy(writer, ranks) if next(attempts) < 4 or has_room.is_set() else None
+        return copy(writer, ranks) if next(attempts) < 3 or has_room.is_set() else None
 
     monkeypatch.setattr(SnapshotWriter, "copy", copy_if_there_is_room)
     monkeypatch.setattr(SnapshotWriter, "no_room", no_room)
@@ -181,7 +177,8 @@ def test_the_last_checkpoint_is_saved_while_the_last_weights_wait_for_memory(mak
     has_room.set()
     trainer.join(60)
     monitor.close()
-    assert published(run)[-1] == (3, STEPS)
+    # That of step 4 is not kept on disk.
+    assert published(run) == [(0, 0), (2, STEPS)]
 
 
 class Killed(BaseException):
@@ -225,12 +222,10 @@ def test_a_run_killed_between_update_and_report_and_its_replay_equal_an_uninterr
     make_run, straight, monkeypatch, tmp_path, step
 ):
     killed = make_run("killed")
-    feeder = killed.feed()
-    monkeypatch.setattr(BufferClient, "call", kill_on_report_of(step))
-    with pytest.raises(Killed):
-        killed.train()
-    monkeypatch.undo()
-    feeder.join()
+    with killed.fed(), monkeypatch.context() as patch:
+        patch.setattr(BufferClient, "call", kill_on_report_of(step))
+        with pytest.raises(Killed):
+            killed.train()
     assert len(killed.metrics()) == step + 1
     killed.train(resume=True)
     assert without_reference_counts(killed.metrics()) == without_reference_counts(straight.metrics())
@@ -253,32 +248,31 @@ def kill_on_report_of(step: int) -> Callable[..., Any]:
 @pytest.mark.slow
 def test_a_stopped_run_saves_a_checkpoint_resumes_from_it_and_publishes_what_it_restored(make_run, straight):
     stopped = make_run("stopped")
-    feeder = stopped.feed()
-    stopped.train(stop=stopped_at(stopped, 3))
+    with stopped.fed():
+        stopped.train(stop=stopped_at(stopped, 3))
     assert not_none(checkpoint.newest(stopped.config.checkpoints)).step == 3
     stopped.train(resume=True)
-    feeder.join()
     assert stopped.metrics() == straight.metrics()
     assert same_weights(stopped, straight)
     # Version 1 was the newest when the trainer stopped, 4 is the last; 2 and 3 were not to be kept.
     assert published(stopped) == [(0, 0), (1, 2), (4, 6)]
 
 
-def started(run: Run) -> tuple[threading.Thread, threading.Event, Trainer]:
-    """Return the thread that feeds a trainer, the event that stops it, and the trainer, with its first snapshot."""
+def started(run: Run) -> tuple[threading.Event, Trainer]:
+    """Return the event that stops a trainer, and the trainer, with its first snapshot and all data."""
     stop = threading.Event()
     trainer = Trainer(run.config, None, torch.device("cpu"), stop.is_set)
     trainer.connect()
-    trainer.publish()
-    return run.feed(), stop, trainer
+    with run.fed():
+        trainer.publish()
+    return stop, trainer
 
 
 @pytest.mark.slow
 def test_an_unreported_step_is_reported_after_the_resume(make_run):
     run = make_run(publish_every=6)
-    feeder, stop, trainer = started(run)
+    stop, trainer = started(run)
     batch = not_none(trainer.sample())
-    feeder.join()
     stop_while_the_buffer_is_away(run, trainer, batch, stop)
     run.train(resume=True)
     assert [line["step"] for line in run.metrics()] == list(range(STEPS))
@@ -309,19 +303,14 @@ def restore(run: Run, copy: Path) -> None:
     run.buffer.start()
 
 
-def keep_copy(run: Run, copy: Path) -> Path:
-    backup(run.config.database, copy, force=True, progress=lambda *_: None)
-    return copy
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("resumes", [True, False], ids=["resume", "live"])
 def test_training_continues_if_a_restored_database_does_not_know_a_step(make_run, tmp_path, caplog, resumes):
     run = make_run(publish_every=2)
-    feeder, stop, trainer = started(run)
+    stop, trainer = started(run)
     trainer.learn(not_none(trainer.sample()))
-    feeder.join()
-    copy = keep_copy(run, tmp_path / "older.sqlite")
+    copy = tmp_path / "older.sqlite"
+    backup(run.config.database, copy, force=True, progress=lambda *_: None)
     batch = not_none(trainer.sample())
     # The checkpoint keeps the report.
     if resumes:
@@ -358,32 +347,26 @@ def test_a_trainer_without_data_reports_what_it_waits_for_and_can_be_stopped(mak
 
 
 @pytest.mark.slow
-def test_resume_without_a_checkpoint_starts_at_the_first_step_and_an_existing_checkpoint_needs_it(make_run):
+def test_a_finished_run_is_resumed_to_no_effect_and_by_the_trainer_of_another_run_not_at_all(make_run):
     run = make_run()
-    feeder = run.feed()
-    run.train(resume=True)
-    feeder.join()
-    assert len(run.metrics()) == STEPS
+    with run.fed():
+        # Without a checkpoint it starts at the first step.
+        run.train(resume=True)
     with pytest.raises(UsageError, match="pass --resume"):
         run.train()
     run.train(resume=True)
     assert [line["step"] for line in run.metrics()] == list(range(STEPS))
-
-
-@pytest.mark.slow
-def test_a_trainer_of_another_run_is_refused_before_it_is_a_client_and_a_finished_run_stays_so(make_run):
-    run = finish(make_run())
+    known = run.query("SELECT COUNT(*) FROM clients WHERE role = 'trainer'")
     sections = run.config.model_dump()
     sections["run"] |= {"name": "other", "dir": run.config.run.dir.with_name("other")}
-    before = run.config
-    run.config = Config.model_validate(sections)
+    before, run.config = run.config, Config.model_validate(sections)
     with pytest.raises(ConfigError, match="belongs to run test, and run.name is other"):
         run.train()
     run.config = before
-    assert run.query("SELECT COUNT(*) FROM clients WHERE role = 'trainer'") == [1]
+    assert run.query("SELECT COUNT(*) FROM clients WHERE role = 'trainer'") == known
     with closing(BufferClient(run.buffer.address, role="monitor", name="m")) as monitor:
         status, _ = monitor.call(GetStatus(), Status, deadline_seconds=60)
-    assert [client.activity for client in status.clients if client.role == "trainer"] == ["gone"]
+    assert {client.activity for client in status.clients if client.role == "trainer"} == {"gone"}
     assert status.finished
 
 
@@ -409,12 +392,11 @@ OVERFLOWING = {"beta": 1e-150, "beta_final": 1e-150}
 def test_a_run_with_skipped_steps_can_be_killed_resumed_and_replayed(make_run, tmp_path):
     straight, killed = (make_run(name, **OVERFLOWING) for name in ("straight", "killed"))
     for run in (straight, killed):
-        feeder = run.feed(broken=["p0"])
-        if run is killed:
-            with pytest.raises(Killed):
-                run.train(stop=killed_at(run, 4))
-        run.train(resume=run is killed)
-        feeder.join()
+        with run.fed(broken=["p0"]):
+            if run is killed:
+                with pytest.raises(Killed):
+                    run.train(stop=killed_at(run, 4))
+            run.train(resume=run is killed)
     lines = straight.metrics()
     skipped = [line["step"] for line in lines if line["skipped"]]
     assert skipped == straight.query("SELECT DISTINCT step FROM consumption WHERE reward > 1000 ORDER BY step")
@@ -428,10 +410,9 @@ def test_a_run_with_skipped_steps_can_be_killed_resumed_and_replayed(make_run, t
 @pytest.mark.slow
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_a_checkpoint_after_them(make_run):
     run = make_run(**OVERFLOWING)
-    feeder = run.feed(broken=["p0", "p1", "p2", "p3"])
-    with pytest.raises(TrainingBroken, match=r"5 steps in a row were skipped, the last is step 4: loss inf"):
+    broken = pytest.raises(TrainingBroken, match=r"5 steps in a row were skipped, the last is step 4: loss inf")
+    with run.fed(broken=["p0", "p1", "p2", "p3"]), broken:
         run.train()
-    feeder.join()
     assert not_none(checkpoint.newest(run.config.checkpoints)).step == 5
     assert [len(line["skipped_trajectories"]) for line in run.metrics()] == [6] * 5
     # The next start counts from zero, and has fewer steps left.

@@ -51,14 +51,18 @@ def key_of(ref) -> SnapshotKey:
     return SnapshotKey(ref.version, ref.manifest_sha256)
 
 
-def test_a_snapshot_in_memory_is_a_complete_model_where_searchers_of_the_node_look_for_it(lab):
-    ref = publish(lab, lab.publisher(), [0, 1, 2])
+def test_a_snapshot_in_memory_is_a_complete_model_where_searchers_look_for_it_and_is_gone_after_the_run(lab):
+    publisher = lab.publisher()
+    ref = publish(lab, publisher, [0, 1, 2])
     found = lab.announced()
     assert found.path == weights_directory(lab.config) / key_of(ref).name
     stored = load_file(found.weight_files[0])
     assert stored.keys() == lab.weights().keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in lab.weights().items())
     assert AutoModelForCausalLM.from_pretrained(found.path).dtype == torch.bfloat16
+    publisher.finish()
+    publisher.close()
+    assert not weights_directory(lab.config).exists()
 
 
 def test_only_the_first_kept_and_last_snapshots_are_on_disk_and_they_are_the_same_bytes(publisher_harness):
@@ -85,15 +89,6 @@ def test_files_are_used_again_and_what_a_searcher_holds_is_not(lab):
     pinned.release()
     publish(lab, publisher, range(10, 13))
     assert directories(lab) == ["v00000012"]
-
-
-def test_a_file_that_is_linked_elsewhere_is_not_written_again(lab, tmp_path):
-    publisher = lab.publisher()
-    file = Path(publish(lab, publisher, [0, 1]).path, WEIGHTS)
-    os.link(file, tmp_path / "linked")
-    before = file.read_bytes()
-    publish(lab, publisher, range(2, 6))
-    assert (tmp_path / "linked").read_bytes() == before
 
 
 def test_a_trainer_that_stops_keeps_its_newest_snapshot_on_disk_and_in_memory(lab):
@@ -165,17 +160,21 @@ def test_a_snapshot_whose_manifest_found_no_space_is_tried_again_and_does_not_na
     assert lab.announced().manifest.files.keys().isdisjoint({MANIFEST, node_store.VERIFIED})
 
 
-def test_a_directory_that_was_deleted_costs_its_file_and_one_that_is_made_under_its_name_is_left_alone(lab):
+def test_a_file_that_is_linked_elsewhere_or_deleted_is_not_written_again_and_what_took_its_name_is_left_alone(
+    lab, tmp_path
+):
     publisher = lab.publisher()
-    shutil.rmtree(publish(lab, publisher, [0, 1]).path)
+    file = Path(publish(lab, publisher, [0, 1]).path, WEIGHTS)
+    os.link(file, tmp_path / "linked")
+    before = file.read_bytes()
     path = Path(publish(lab, publisher, range(2, 6)).path)
-    assert lab.announced().path == path
+    assert (tmp_path / "linked").read_bytes() == before
     shutil.rmtree(path)
     path.mkdir()
     (path / "other").touch()
     pinned = not_none(pin_path(path))
-    publish(lab, publisher, range(6, 10))
-    assert (path / "other").exists()
+    newer = Path(publish(lab, publisher, range(6, 10)).path)
+    assert (lab.announced().path, (path / "other").exists()) == (newer, True)
     pinned.release()
 
 
@@ -213,14 +212,6 @@ def test_a_searcher_of_the_trainers_node_makes_no_pass_and_does_not_delete_files
         inodes.add(found.weight_files[0].stat().st_ino)
         pinned.release()
     assert len(inodes) <= 3
-
-
-def test_a_finished_run_leaves_nothing_in_memory(lab):
-    publisher = lab.publisher()
-    publish(lab, publisher, range(4))
-    publisher.finish()
-    publisher.close()
-    assert not weights_directory(lab.config).exists()
 
 
 def test_a_node_that_fetches_gets_there_by_deltas_although_the_trainer_uses_its_files_again(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tba.trainer.objectives.diagnostics import log_ratios_by_advantage, mass_metrics, mismatch_metrics
+from tba.trainer.step.step_metrics import log_ratios_by_advantage, mass_metrics, mismatch_metrics
 
 NAN = math.nan
 
@@ -28,6 +28,8 @@ GROUPS = [
     (["-3/10", "-3/10"], [-0.3, -0.1 - 0.2], [1, 1]),
     (["1000000000", "1000000000", "0"], [1e9, 1e9 + 1e-7, 0.0], [1, 1, 1]),
     (["1", "0.999999"], [1.0, 0.999999], [1, 1]),
+    (["7/10"] * 20, [0.7] * 20, [1] * 20),
+    (["1/3"] * 11, [1 / 3] * 11, [1] * 11),
 ]
 
 
@@ -59,7 +61,11 @@ BATCHES = [
     [[(b"a", 0.5, 0.1, 1), (b"b", 0.1, 1.0, 0)], [(b"a", 0.3, 3.0, 1), (b"a", 0.3, 1.0, 1)]],
     [[(b"a", 0.5, 0.1, 0), (b"b", 0.1, 1.0, 0)], [(b"", 1.0, 1.0, 0), (b"a", 0.3, 1.0, 1)]],
     [[(b"a", 1e-9, 1e3, 1), (b"a", 3e-9, 1e3, 1)]],
-]
+    [[(b"a", 0.4, 0.25, 1), (b"a", 0.4, 0.25, 1), (b"b", 0.2, 1.0, 1)],
+     [(b"a", 0.5, 0.6, 1), (b"b", 0.1, 0.1, 1), (b"c", 0.3, 2.0, 1)]],
+    [[(b"a", 0.4, 1.0, 1), (b"a", 0.1, 1.0, 1), (b"b", 0.2, 1.0, 1)]],
+    [[(b"a", 0.9, 0.1, 1), (b"b", 0.9, 1.0, 1)]],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -73,7 +79,7 @@ def test_masses_count_each_measured_response_once_in_any_order_of_the_rows(batch
             each = [np.mean([p * (r if is_policy else 1) for t, p, r, m in group if m and t == text]) for text in texts]
             expected[name] += min(1.0, sum(each))
     expected = {name: value / counted for name, value in expected.items()}
-    for order in itertools.permutations(range(2)):
+    for order in itertools.permutations(range(len(batch[0]))):
         rows = [[group[n] for n in order] for group in batch]
         columns = [[[row[n] for row in group] for group in rows] for n in range(4)]
         found = mass_metrics(

@@ -1,35 +1,28 @@
 """Every objective against hand-computed cases, finite differences, another implementation, and the exact optimum."""
 
-import itertools
 import math
 import typing
-from collections import deque
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
-from tba.common.config import ObjectiveSection, TrainSection
+from tba.common.config import Config, ObjectiveSection
 from tba.tests.helpers.checks import not_none
-from tba.tests.helpers.trainer import LONGEST_RESPONSE, learner_of, make_batch, make_row, objective, tiny_model
-from tba.tests.runner import size
-from tba.trainer.batch.batch import TrainBatch
-from tba.trainer.model.scorer import Scorer, sequence_logprobs
+from tba.tests.helpers.trainer import LONGEST_RESPONSE, objective
 from tba.trainer.objectives import advantages
 from tba.trainer.objectives.advantages import centred, level
-from tba.trainer.objectives.diagnostics import (
+from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.step.step_metrics import (
     balance_metrics,
-    mismatch_metrics,
     off_policy_metrics,
     reward_part_metrics,
     staleness_metrics,
     truncated_fraction,
 )
-from tba.trainer.objectives.responses import Responses, Totals
-from tba.trainer.step.learner import Learner
 
 BETA = 0.3
 NAMES = sorted(typing.get_args(ObjectiveSection.model_fields["name"].annotation))
@@ -241,17 +234,20 @@ def test_rewards_that_are_not_finite_or_differ_by_more_than_rounding_stay_as_the
     assert torch.equal(level(reward_bK).nan_to_num(7.0), reward_bK.nan_to_num(7.0))
 
 
-def by_hand(lengths: list[int], logprobs: list[float], sampled: list[float], rewards: list[float], **fields):
-    rows = len(rewards)
+def by_hand(lengths: list[int], logprobs: Any, sampled: Any, rewards: Any, **fields: Any) -> Responses:
+    """Return one group of responses of these lengths, by default with counted tokens alone and reference 0."""
+    if not isinstance(logprobs, torch.Tensor):
+        logprobs = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    rows, mask_R = len(rewards), fields.get("mask_R", torch.ones(len(logprobs), dtype=torch.bool))
     values = {
-        "logprob_R": torch.tensor(logprobs, dtype=torch.float64, requires_grad=True),
-        "sampled_logprob_R": torch.tensor(sampled, dtype=torch.float64),
-        "mask_R": torch.ones(len(logprobs), dtype=torch.bool),
+        "logprob_R": logprobs,
+        "sampled_logprob_R": torch.as_tensor(sampled, dtype=torch.float64),
+        "mask_R": mask_R,
         "lengths": lengths,
-        "reward_bK": torch.tensor([rewards], dtype=torch.float64),
+        "reward_bK": torch.as_tensor(rewards, dtype=torch.float64)[None],
         "reference_bK": torch.zeros(1, rows, dtype=torch.float64),
         "staleness_bK": torch.ones(1, rows, dtype=torch.float64),
-        "totals": Totals(1, rows, sum(lengths)),
+        "totals": Totals(1, rows, int(mask_R.sum())),
     }
     return Responses(**{**values, **fields})
 
@@ -351,9 +347,59 @@ def test_the_reference_is_needed_where_the_loss_depends_on_it(name):
     assert math.isnan(loss) is objective(name).needs_reference
 
 
-def test_a_kl_that_the_objective_does_not_support_is_rejected():
-    with pytest.raises(ValidationError, match=r"objective\.kl has no effect for oapl"):
-        ObjectiveSection(name="oapl", kl="ema")
+GRPO, RESET, TEACHER = {"name": "grpo"}, {"kind": "reset"}, {"path": "t"}
+GREEDY_TOO = {"temperature": [0.0, 1.0]}
+NO_RATIOS = "ratios of the policy to its sampler"
+STALE_WITHOUT: dict[str, Any] = {"name": "tb_stale", "truncation": "off", "kl": "none"}
+# Sections of [objective], [reference] and [search], and why they are refused; they are accepted where it is empty.
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    ({"name": "oapl", "kl": "ema"}, {}, {}, r"objective\.kl has no effect for oapl"),
+    ({"name": "grpo", "imitation": 0.5}, {}, {}, "imitation has no meaning for grpo"),
+    ({"name": "oapl", "imitation": 0.5}, {}, {}, "imitation has no meaning for oapl"),
+    ({"name": "ppo_clip", "taper": "mean"}, {}, {}, "taper has no meaning for ppo_clip"),
+    ({"name": "tba_prime", "taper": "response"}, {}, {}, 'set objective.truncation = "off"'),
+    ({"name": "tb", "imitation": 1.5}, {}, {}, "less than or equal to 1"),
+    *(({"log_z": "turn", **keys}, {}, {}, r'set objective\.name = "tb"')
+      for keys in ({"name": "tba_prime"}, {"name": "tb_learned_z"}, {"imitation": 0.5}, {"taper": "mean"})),
+    # References and teachers.
+    ({"name": "distill"}, {}, {}, "needs a teacher: set reference.path"),
+    (GRPO, TEACHER, {}, "reference.path has no effect"),
+    ({}, TEACHER | {"kind": "ema"}, {}, 'reference.path is frozen, and reference.kind = "ema"'),
+    ({"name": "distill", "kl": "none"}, TEACHER, {}, "kl has no effect for distill"),
+    ({"name": "distill", "imitation": 1}, TEACHER, {}, "imitation has no meaning"),
+    ({"name": "distill"}, TEACHER, {"temperature": 0}, "needs ratios"),
+    (GRPO, RESET, {}, 'reference.kind = "reset" .*"grpo" with objective.kl = "auto" uses no reference'),
+    ({"name": "tb_stale", "kl": "none"}, RESET, {}, 'reference.kind = "reset" .*"tb_stale" with objective.kl = "none"'),
+    ({"name": "tb_stale", "kl": "ema"}, RESET, {}, 'reference.kind = "reset" .*"tb_stale" with objective.kl = "ema"'),
+    ({"name": "tba_prime", "kl": "none"}, {"kind": "ema"}, {}, 'reference.kind = "ema" .*"tba_prime" .* = "none"'),
+    ({"name": "rloo", "kl": "none"}, TEACHER, {}, 'reference.path .*"rloo" with objective.kl = "none"'),
+    ({"name": "reinforce"}, TEACHER, {}, 'reference.path .*"reinforce" with objective.kl = "auto"'),
+    ({"name": "grpo", "kl": "reference"}, RESET, {}, ""),
+    ({"name": "tb_stale"}, RESET, {}, ""),
+    ({"name": "tb"}, RESET, {}, ""),
+    ({"name": "rloo", "kl": "reference"}, TEACHER, {}, ""),
+    # Sampling after which some responses, or all, have no ratio.
+    (GRPO, {}, GREEDY_TOO, NO_RATIOS),
+    ({"name": "tb_stale"}, {}, GREEDY_TOO, NO_RATIOS),
+    ({"name": "rloo", "kl": "ema"}, {}, GREEDY_TOO, NO_RATIOS),
+    ({"name": "oapl"}, {}, GREEDY_TOO, NO_RATIOS),
+    ({"name": "tb"}, {}, GREEDY_TOO, ""),
+    ({"name": "rloo"}, {}, GREEDY_TOO, ""),
+    ({"name": "tba_prime", "truncation": "off", "kl": "none"}, {}, GREEDY_TOO, ""),
+    ({"name": "tb", "imitation": 0.5}, {}, {"temperature": 0.0}, r"set objective\.imitation = 0"),
+    (STALE_WITHOUT, {}, {"temperature": 0.0}, r"set objective\.imitation = 0"),
+    ({"name": "tb", "imitation": 0.0}, {}, {"temperature": 0.0}, ""),
+    (STALE_WITHOUT | {"imitation": 0.0}, {}, {"temperature": 0.0}, ""),
+    ({"name": "tb", "imitation": 0.5}, {}, GREEDY_TOO, ""),
+    (STALE_WITHOUT, {}, GREEDY_TOO, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("objective", "reference", "search", "words"), SETTINGS)
+def test_settings_that_contradict_each_other_or_have_no_effect_are_refused(objective, reference, search, words):
+    sections = {"objective": objective, "reference": reference, "search": search}
+    with pytest.raises(ValidationError, match=words) if words else nullcontext():
+        Config.model_validate(sections)
 
 
 def test_losses_of_enormous_ratios_are_finite():
@@ -386,13 +432,6 @@ def test_the_truncated_fraction_uses_the_bounds_of_the_objective():
     assert truncated_fraction(ratios, objective("tb").ratio_bounds) == {}
 
 
-def test_mismatch_metrics_of_a_hand_computed_case():
-    found = mismatch_metrics(torch.tensor([math.log(2.0), -math.log(2.0)]))
-    assert found["mismatch_mean"] == found["mismatch_max"] == pytest.approx(math.log(2.0))
-    assert found["mismatch_kl"] == pytest.approx((1 - math.log(2.0) - 0.5 + math.log(2.0)) / 2)
-    assert mismatch_metrics(torch.zeros(0)) == {}
-
-
 def test_a_reward_part_is_averaged_over_the_responses_that_have_it_and_all_episodes():
     parts = [{"right": 1.0, "short": 0.5}, {"right": 0.0}]
     assert reward_part_metrics(parts) == {"reward_part_right": 0.5, "reward_part_short": 0.5}
@@ -407,59 +446,3 @@ def test_off_policy_metrics_of_a_hand_computed_case():
     assert [found["log_ratio_min"], found["log_ratio_max"]] == pytest.approx([0.0, math.log(2.0)])
     # One response that became likely is not the whole KL.
     assert 0 < off_policy_metrics(torch.tensor([50.0] + 63 * [0.0]))["sampler_kl"] < 0.2
-
-
-# All 64 responses of 3 tokens over a vocabulary of 4 are known, so the optimum pi* ~ pi_ref exp(r / beta) is too (Eq. 2
-# of the paper), and how far the policy is from it is a total variation distance.
-VOCABULARY, LENGTH, EXACT_BETA, SAMPLES = 4, 3, 0.5, 32
-PROMPTS = ([0, 1], [2, 3])
-RESPONSES = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
-# In full size the optimum is reached. At first the distance is 0.5, and fewer steps show the way.
-NEAR = size(0.13, 0.02)
-ROWS = [make_row(i, prompt, y) for i, (prompt, y) in enumerate(itertools.product(PROMPTS, RESPONSES))]
-
-
-@torch.no_grad()
-def distribution(model) -> np.ndarray:
-    """Return the probability of every response: [prompt, response]."""
-    logprobs = sequence_logprobs(Scorer(model).score(ROWS).logprob_R, ROWS)
-    return logprobs.exp().view(len(PROMPTS), len(RESPONSES)).numpy()
-
-
-def make_task(steps: int, learning_rate: float) -> tuple[Learner, np.ndarray, np.ndarray]:
-    """Return a learner that starts at its reference, rewards, and the optimal distribution."""
-    config = TrainSection(
-        steps=steps, learning_rate=learning_rate, schedule="cosine", warmup_steps=10, weight_decay=0.0,
-        beta=EXACT_BETA, beta_final=EXACT_BETA, beta_anneal_steps=0, max_grad_norm=10.0,
-    )  # fmt: skip
-    settings: dict[str, Any] = {"vocabulary": VOCABULARY, "hidden": 32, "seed": 5}
-    learner = learner_of(tiny_model(**settings), tiny_model(**settings), config, objective())
-    reward = 2 * np.random.default_rng(11).random((len(PROMPTS), len(RESPONSES)))
-    optimum = distribution(learner.policy) * np.exp(reward / EXACT_BETA)
-    return learner, reward, optimum / optimum.sum(axis=1, keepdims=True)
-
-
-def draw(reward: np.ndarray, probabilities: np.ndarray, rng: np.random.Generator) -> TrainBatch:
-    """Sample K responses of each prompt from the given distributions."""
-    picks = [rng.choice(len(RESPONSES), size=SAMPLES, p=p / p.sum()) for p in probabilities]
-    rows = [ROWS[b * len(RESPONSES) + y] for b, group in enumerate(picks) for y in group]
-    return make_batch(rows, [reward[b, group] for b, group in enumerate(picks)])
-
-
-def distance(p: np.ndarray, q: np.ndarray) -> float:
-    """Return the largest total variation distance over the prompts."""
-    return float(0.5 * np.abs(p - q).sum(axis=1).max())
-
-
-@pytest.mark.slow
-def test_the_optimum_is_reached_from_data_that_is_64_steps_stale():
-    steps = size(400, 2000)
-    learner, reward, optimum = make_task(steps, learning_rate=size(4e-3, 2e-3))
-    rng = np.random.default_rng(0)
-    past = deque([distribution(learner.policy)], maxlen=65)
-    for _ in range(steps):
-        learner.step(draw(reward, past[0], rng))
-        past.append(distribution(learner.policy))
-    reached = distance(distribution(learner.policy), optimum)
-    print(f"total variation {reached:.4f}")
-    assert reached < NEAR

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
-from tba.common.config import ObjectiveSection
 from tba.common.wire.trajectory import sequences
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.puts import make_episode
@@ -177,30 +175,16 @@ def test_a_value_of_a_token_is_of_the_hidden_state_before_it(packed):
 
 # At the optimum each action makes log pi / ref + log Z(h) = r / beta + E log Z(h'), so no luck is left to be explained.
 FAR = make_sampler(4, parts=32, spread=4.0)
-SAMPLERS = [make_sampler(seed, parts=8) for seed in range(4)] + [FAR]
+NEAR = make_sampler(0, parts=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sampler"),
-    [("deterministic", SAMPLERS[0]), ("random", SAMPLERS[0]), *(("luck", sampler) for sampler in SAMPLERS)],
+    [("deterministic", NEAR), ("random", NEAR), ("luck", NEAR), ("luck", FAR)],
 )
 def test_with_a_log_z_of_each_turn_the_optimum_is_reached_from_every_sampler(kind, sampler):
     assert gain_of(objective("tb", log_z="turn"), make_world(kind), sampler) > 0.9995
-
-
-@pytest.mark.slow
-def test_luck_that_the_policy_sees_moves_tb_and_oapl_off_the_optimum_on_stale_data_only():
-    stale, fixed = SAMPLERS[0], make_world("deterministic")
-    assert gain_of(objective("tb"), fixed, stale) > 0.9995
-    assert gain_of(objective("tb"), make_world("random"), stale) < 0.97
-    for name in ("tb", "oapl"):
-        assert gain_of(objective(name), make_world("luck"), stale) < 0
-
-
-@pytest.mark.slow
-def test_token_weights_without_truncation_survive_luck():
-    assert gain_of(objective("tba_prime", truncation=1e9), make_world("luck"), SAMPLERS[1]) > 0.9995
 
 
 EVEN = Sampler(torch.full((3,), 1 / 3).double(), torch.full((3, 3, 3), 1 / 3).double(), 3)
@@ -257,8 +241,8 @@ def test_the_table_of_the_docs_is_what_the_world_of_two_turns_gives():
 @pytest.mark.slow
 def test_a_learned_log_z_of_histories_that_no_other_sample_has_is_exact_too():
     # Each first action and observation once in a group, and the second actions in proportion over the groups.
-    world, policy, second = make_world("luck"), Policy(), SAMPLERS[0].second_AOa
-    uniform = replace(SAMPLERS[0], first_A=torch.full((3,), 1 / 3, dtype=torch.float64))
+    world, policy, second = make_world("luck"), Policy(), NEAR.second_AOa
+    uniform = replace(NEAR, first_A=torch.full((3,), 1 / 3, dtype=torch.float64))
     pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))
     chosen_89 = torch.stack([torch.arange(3).repeat_interleave((8 * p).long()) for p in second.view(9, 3)], 1)
     path_N3 = torch.cat([torch.cat([pairs, one[:, None]], 1) for one in chosen_89])
@@ -282,26 +266,6 @@ def episodes(seed: int, prompts: int = 2, samples: int = 4) -> TrainBatch:
         turn_rewards.append(rng.random(len(turns)).tolist())
     rewards = np.array([sum(each) for each in turn_rewards]).reshape(prompts, samples)
     return replace(make_batch(rows, rewards), turn_rewards=turn_rewards)
-
-
-def gradient(batch: TrainBatch, **train_keys) -> tuple[float, torch.Tensor]:
-    learner = make_learner(name="tb", keys={"log_z": "turn"}, double=True, **train_keys)
-    reference_BK, _, of_tokens = learner._complete_reference(batch)
-    assert learner.log_z is not None
-    with torch.no_grad():
-        # So that what is learned matters.
-        not_none(learner.log_z).linear.weight.fill_(0.1)
-    sums = learner.accumulate(batch, reference_BK, 0.3, of_tokens)
-    return sums.loss, torch.cat([one.grad.flatten() for one in learner.trained if one.grad is not None])
-
-
-@pytest.mark.parametrize("keys", [{"micro_batch_tokens": 40}, {"micro_batch_tokens": 9}, {"packing": "packed"}])
-def test_the_loss_over_turns_does_not_depend_on_how_the_batch_is_cut(keys):
-    loss, whole = gradient(episodes(1))
-    other_loss, other = gradient(episodes(1), **keys)
-    assert other_loss == pytest.approx(loss, rel=1e-9)
-    assert torch.allclose(whole, other, rtol=1e-6, atol=1e-9)
-    assert whole.abs().max() > 1e-3
 
 
 def test_with_one_turn_each_it_is_trajectory_balance():
@@ -340,9 +304,3 @@ def test_the_last_turn_has_what_no_turn_is_said_to_have_earned():
     turns = turns_of(rows, torch.tensor([1.0, 2.0, 3.0]), [[0.5, 0.25], [], []], -torch.ones(8), 3)
     assert turns.reward_S.tolist() == [0.5, 0.5, 0.0, 2.0, 3.0]
     assert turns.lengths == [1, 2, 1, 2, 0]
-
-
-def test_a_log_z_of_each_turn_is_refused_where_it_has_no_meaning():
-    for keys in ({"name": "tba_prime"}, {"name": "tb_learned_z"}, {"imitation": 0.5}, {"taper": "mean"}):
-        with pytest.raises(ValidationError, match=r'set objective\.name = "tb"'):
-            ObjectiveSection(log_z="turn", **keys)

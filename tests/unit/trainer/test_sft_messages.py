@@ -136,19 +136,6 @@ def test_arguments_of_calls_may_be_objects_or_the_text_of_json(tmp_path, templat
         assert "".join(read(tmp_path, tokenizer, {"messages": said})) == expected
 
 
-@pytest.mark.parametrize("arguments", ["add(2, 2)", "[1, 2]", "3", '{"a": 1'])
-def test_a_call_whose_arguments_are_no_object_is_refused(tmp_path, arguments):
-    calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
-    with pytest.raises(TaskError, match=r"rows.jsonl:1: the arguments of a call are '.*': write an object"):
-        read(tmp_path, tokenizer_of("qwen3"), said(content="", tool_calls=calls))
-
-
-@pytest.mark.parametrize("calls", [True, 5, [1], "add(2, 2)"])
-def test_calls_that_are_no_list_of_objects_are_refused(tmp_path, calls):
-    with pytest.raises(TaskError, match=r"rows.jsonl:1: .*write `tool_calls` as a list of objects"):
-        read(tmp_path, tokenizer_of("qwen3"), said(content="", tool_calls=calls))
-
-
 @pytest.mark.parametrize("pack", [json.dumps, lambda calls: calls[0], lambda calls: [json.dumps(one) for one in calls]])
 def test_calls_may_be_the_text_of_json_or_one_object(tmp_path, pack):
     packed, plain = ({"content": "", "tool_calls": calls} for calls in (pack(CALLS), CALLS))
@@ -190,20 +177,10 @@ def test_the_system_of_a_row_is_that_of_its_conversation(tmp_path):
             read(tmp_path, tokenizer, row)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("enable_thinking", False), ("reasoning_effort", "low"), ("functions", TOOLS), ("chat_template", "{{ 1 }}")],
-)
-def test_a_variable_of_the_template_outside_of_the_others_is_refused(tmp_path, name, value):
-    with pytest.raises(TaskError, match=f"rows.jsonl:1: `{name}` would be ignored: write it in `chat_template_kwargs`"):
-        read(tmp_path, tokenizer_of("qwen3"), said(content="4") | {name: value})
-    assert read(tmp_path, tokenizer_of("qwen3"), said(content="4") | {name: None})
-
-
-@pytest.mark.parametrize("field", ["refusal", "tool_plan", "thought", "reasoning_details"])
-def test_a_row_whose_message_says_what_the_template_drops_is_refused(tmp_path, field):
-    with pytest.raises(TaskError, match=f"rows.jsonl:1: the chat template does not write its `{field}`"):
-        read(tmp_path, tokenizer_of("qwen3"), said(content="4", **{field: "No."}))
+def test_a_variable_of_the_template_that_is_null_is_none(tmp_path):
+    row = said(content="4")
+    for name in ("enable_thinking", "functions"):
+        assert read(tmp_path, tokenizer_of("qwen3"), row | {name: None}) == read(tmp_path, tokenizer_of("qwen3"), row)
 
 
 @pytest.mark.parametrize("template", ["qwen3", "gptoss", "llama3_1"])
@@ -227,40 +204,57 @@ def test_a_prompt_whose_tools_the_template_ignores_is_refused_when_a_task_is_che
         check_rendering(task, [prompt], renderer, None)
 
 
-@pytest.mark.parametrize(
-    ("weights", "words"), [([0, 1], None), ([None, 1], None), ([None, 0], r"\[None, 0\]"), ([1, 1], r"\[1, 1\]")]
-)
-def test_the_weights_of_messages_are_those_of_the_last_or_refused(tmp_path, weights, words):
-    messages = [USER, {"role": "assistant", "content": "4"}]
-    given = [message | ({"weight": weight} if weight is not None else {}) for message, weight in zip(messages, weights)]  # noqa: B905
-    tokenizer = chat_tokenizer("qwen 2.5")
-    if words is None:
-        assert read(tmp_path, tokenizer, {"messages": given}) == read(tmp_path, tokenizer, {"messages": messages})
-        return
-    with pytest.raises(TaskError, match=f"rows.jsonl:1: the weights of its messages are {words}"):
-        read(tmp_path, tokenizer, {"messages": given})
+@pytest.mark.parametrize("weights", [(0, 1), (None, 1)])
+def test_the_weights_of_messages_may_be_those_of_the_last_alone(tmp_path, weights):
+    messages, tokenizer = said(content="4")["messages"], chat_tokenizer("qwen 2.5")
+    assert read(tmp_path, tokenizer, weighted(*weights)) == read(tmp_path, tokenizer, {"messages": messages})
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"tools": "add"}, "`tools` is 'add': write a list of objects"),
-        ({"chat_template_kwargs": ["a"]}, r"`chat_template_kwargs` is \['a'\]: write an object"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, "the message .*: write .role, content., two"),
-        ({"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]}, "the message"),
-        ({"messages": [USER, {"role": "assistant", "content": "\ud83d"}]}, "half of a character"),
-        ({"prompt": "a\ud83d", "response": "4", "messages": None}, "half of a character"),
-        ({"prompt": "a", "response": "\ud83d", "messages": None}, "half of a character"),
-        ({"tools": [{"name": "\ud83d"}]}, "half of a character"),
-        (
-            {"instruction": "a", "output": "b", "messages": None},
-            r"this one has .*instruction \(str\), output \(str\).*: rename",
-        ),
-    ],
-)
-def test_a_row_that_cannot_be_rendered_is_refused_with_file_and_line(tmp_path, change, words):
+def weighted(*weights: int | None) -> dict[str, Any]:
+    """Return a row whose messages have weights."""
+    messages = zip(said(content="4")["messages"], weights, strict=True)
+    return {"messages": [message | ({} if weight is None else {"weight": weight}) for message, weight in messages]}
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    """Return a row whose answer is a call with these arguments."""
+    return said(content="", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": arguments}}])
+
+
+DROPPED = "the chat template does not write its"
+HALF = "half of a character"
+NO_CALLS = "write `tool_calls` as a list of objects"
+NO_OBJECT = "the arguments of a call are '.*': write an object"
+IGNORED = "would be ignored: write it in `chat_template_kwargs`"
+INVALID: list[tuple[dict[str, Any], str]] = [
+    *((called(arguments), NO_OBJECT) for arguments in ("add(2, 2)", "[1, 2]", "3", '{"a": 1')),
+    *((said(content="", tool_calls=calls), NO_CALLS) for calls in (True, 5, [1], "add(2, 2)")),
+    (said(content="4") | {"enable_thinking": False}, f"`enable_thinking` {IGNORED}"),
+    (said(content="4") | {"reasoning_effort": "low"}, f"`reasoning_effort` {IGNORED}"),
+    (said(content="4") | {"functions": TOOLS}, f"`functions` {IGNORED}"),
+    (said(content="4") | {"chat_template": "{{ 1 }}"}, f"`chat_template` {IGNORED}"),
+    (said(content="4", refusal="No."), f"{DROPPED} `refusal`"),
+    (said(content="4", tool_plan="No."), f"{DROPPED} `tool_plan`"),
+    (said(content="4", thought="No."), f"{DROPPED} `thought`"),
+    (said(content="4", reasoning_details="No."), f"{DROPPED} `reasoning_details`"),
+    (weighted(None, 0), r"the weights of its messages are \[None, 0\]"),
+    (weighted(1, 1), r"the weights of its messages are \[1, 1\]"),
+    (said(content="4") | {"tools": "add"}, "`tools` is 'add': write a list of objects"),
+    (said(content="4") | {"chat_template_kwargs": ["a"]}, r"`chat_template_kwargs` is \['a'\]: write an object"),
+    (said(content=None), "the message .*: write .role, content., two"),
+    (said(content=[{"type": "text", "text": "4"}]), "the message"),
+    (said(content="\ud83d"), HALF),
+    ({"prompt": "a\ud83d", "response": "4"}, HALF),
+    ({"prompt": "a", "response": "\ud83d"}, HALF),
+    (said(content="4") | {"tools": [{"name": "\ud83d"}]}, HALF),
+    ({"instruction": "a", "output": "b"}, r"this one has .*instruction \(str\), output \(str\).*: rename"),
+]
+
+
+@pytest.mark.parametrize(("row", "words"), INVALID)
+def test_a_row_that_cannot_be_rendered_is_refused_with_file_and_line(tmp_path, row, words):
     with pytest.raises(TaskError, match=rf"rows.jsonl:1: .*{words}"):
-        read(tmp_path, tokenizer_of("qwen3"), {"messages": [USER, {"role": "assistant", "content": "4"}]} | change)
+        read(tmp_path, tokenizer_of("qwen3"), row)
 
 
 @pytest.mark.parametrize("answer", ["\nIt is 4.", "\n\nIt is 4.", " \n4", "  4", "4 \n\n"])

@@ -48,23 +48,18 @@ class Failing:
         pass
 
 
-def test_a_sink_that_fails_is_logged_once_and_counted(caplog):
-    sink = BackgroundSink("remote", Failing)
+def refuse() -> Any:
+    raise OSError("address in use")
+
+
+@pytest.mark.parametrize(("open_sink", "lost"), [(Failing, 3), (refuse, 4)])
+def test_a_sink_that_fails_or_cannot_be_opened_is_logged_once_and_loses_its_records(caplog, open_sink, lost):
+    sink = BackgroundSink("remote", open_sink)
     for step in range(3):
         sink.record(step, 0.0, {"loss": 1.0})
     sink.close()
-    assert sink.lost == 3
+    assert sink.lost == lost
     assert sum("a metrics sink failed" in message for message in caplog.messages) == 1
-
-
-def test_a_sink_that_cannot_be_opened_loses_its_records_and_does_not_block_the_trainer():
-    def refuse():
-        raise OSError("address in use")
-
-    sink = BackgroundSink("port", refuse)
-    sink.record(0, 0.0, {})
-    sink.close()
-    assert sink.lost >= 2
 
 
 def wandb_steps(directory) -> list[int]:
@@ -126,21 +121,6 @@ def trackio_directory(tmp_path_factory):
         yield directory
 
 
-def trackio_rows(directory, project: str) -> list[tuple]:
-    with closing(sqlite3.connect(directory / f"{project}.db")) as connection:
-        return connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
-
-
-def test_trackio_gets_the_answers_of_each_step_as_a_table(example_model, tmp_path, trackio_directory):
-    tokenizer, answers = answers_of(example_model, 2)
-    sink = TrackerSink("trackio", "answers", tmp_path, "run", {}, tokenizer)
-    sink.record(0, 1000.0, {"loss": 1.0}, answers)
-    sink.close()
-    ((_, _, metrics),) = trackio_rows(trackio_directory, "answers")
-    rows = json.loads(metrics)["responses"]["_value"]
-    assert rows[1] == dict(zip(COLUMNS, [2, "5+5=", "10", 1.0, 0], strict=True))
-
-
 def wait_for_another_second() -> None:
     """W&B names its folders by the second; a trainer takes longer than that to start again."""
     second = int(time.time())
@@ -175,16 +155,22 @@ def test_weights_and_biases_offline_has_one_run_over_two_starts_no_step_twice_an
     wait_until(lambda: wandb_steps(tmp_path) == [0, 1, 2, 3, 4])
 
 
-def test_trackio_has_one_run_over_two_starts_and_no_step_twice(tmp_path, trackio_directory):
+def test_trackio_has_one_run_over_two_starts_no_step_twice_and_a_table_of_answers(
+    example_model, tmp_path, trackio_directory
+):
+    tokenizer, answers = answers_of(example_model, 2)
     for first, last in ((0, 3), (2, 5)):
-        sink = TrackerSink("trackio", "project", tmp_path, "run", {"train": {"beta": 0.1}})
+        sink = TrackerSink("trackio", "project", tmp_path, "run", {"train": {"beta": 0.1}}, tokenizer)
         for step in range(first, last):
-            sink.record(step, 1000.0 + step, {"loss": float(step)})
+            sink.record(step, 1000.0 + step, {"loss": float(step)}, [] if step else answers)
         sink.close()
-    rows = trackio_rows(trackio_directory, "project")
+    with closing(sqlite3.connect(trackio_directory / "project.db")) as connection:
+        rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
     state = json.loads((tmp_path / "trackio.json").read_text())
     assert {name for name, _, _ in rows} == {f"run-{state['id']}"}
     assert [step for _, step, _ in rows] == [0, 1, 2, 3, 4]
+    table = json.loads(rows[0][2])["responses"]["_value"]
+    assert table[1] == dict(zip(COLUMNS, [2, "5+5=", "10", 1.0, 0], strict=True))
     assert json.loads(rows[3][2]) == {"loss": 3.0, "wall_time": 1003.0}
 
 
@@ -313,18 +299,13 @@ def test_dense_flops_equal_torchs_count_of_the_matrix_products():
     assert dense - norms == counted
 
 
-def test_a_shared_prompt_counts_once():
-    model = tiny_model(vocabulary=32, hidden=64)
-    flops = Throughput(model)
+def test_a_shared_prompt_counts_once_and_a_row_with_segments_costs_what_its_sequences_cost():
+    flops = Throughput(tiny_model(vocabulary=32, hidden=64))
     prompt, rows = [1, 2, 3, 4], [[5, 6], [7], [8, 9, 10]]
     alone = [flops.flops([make_row(n, prompt, response)]) for n, response in enumerate(rows)]
     together = flops.flops([make_row(n, prompt, response) for n, response in enumerate(rows)])
     # make_row(_, prompt, []) is the prompt alone: no token is predicted.
     assert together == sum(alone) - 2 * flops.flops([make_row(0, prompt, [])])
-
-
-def test_a_row_with_segments_costs_what_its_sequences_cost():
-    flops = Throughput(tiny_model(vocabulary=32, hidden=64))
     mask = np.array([1, 0, 0, 1, 1], np.uint8)
     row = make_row(1, [1, 2], [3, 4, 5, 6, 7], loss_mask=mask, segments=np.array([1], np.int32))
     assert flops.flops([row]) == flops.flops([make_row(1, [1, 2], [3])]) + flops.flops([make_row(2, [4, 5], [6, 7])])
@@ -334,20 +315,15 @@ def test_a_row_with_segments_costs_what_its_sequences_cost():
     ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H200", 989.5), ("NVIDIA H20", 148), ("A100-SXM4-40GB", 312),
     ("NVIDIA A10", 125), ("NVIDIA A10G", 70), ("NVIDIA L4", 121), ("NVIDIA L40S", 362),
     ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA GB300", 2500), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 480),
+    # A part of a card, older cards without bfloat16, and small ones whose names contain those of large ones.
+    ("NVIDIA RTX A1000", None), ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None), ("Tesla V100-SXM2-16GB", None),
+    ("Quadro RTX 4000", None),
 ])  # fmt: skip
-def test_a_gpu_has_the_peak_of_its_whole_name_and_a_cpu_none(monkeypatch, name, tflops):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert peak_flops(torch.device("cuda")) == tflops * 1e12
-    assert peak_flops(torch.device("cpu")) is None
-
-
-# A part of a card, older cards without bfloat16, and small ones whose names contain those of large ones.
-@pytest.mark.parametrize(
-    "name", ["NVIDIA RTX A1000", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Tesla V100-SXM2-16GB", "Quadro RTX 4000"]
-)
-def test_an_unknown_gpu_has_no_peak_and_is_named(monkeypatch, caplog, name):
+def test_a_gpu_has_the_peak_of_its_whole_name_an_unknown_one_is_named_and_a_cpu_has_none(
+    monkeypatch, caplog, name, tflops
+):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     with caplog.at_level(logging.INFO, logger="tba"):
-        assert peak_flops(torch.device("cuda")) is None
-    (record,) = caplog.records
-    assert record.fields == {"gpu": name}
+        assert peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12)
+    assert [record.fields for record in caplog.records] == ([] if tflops else [{"gpu": name}])
+    assert peak_flops(torch.device("cpu")) is None

@@ -9,10 +9,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tba.common.config import Config, ObjectiveSection, TrainSection
+from tba.common.config import Config, TrainSection
 from tba.tests.helpers.trainer import LONGEST_RESPONSE, learner_of, objective, random_batch, tiny_model
+from tba.tests.unit.trainer.test_objectives import by_hand
 from tba.trainer.objectives.advantages import imitation, taper
-from tba.trainer.objectives.responses import Responses, Totals
+from tba.trainer.objectives.responses import Responses
 
 pytestmark = pytest.mark.slow
 
@@ -23,17 +24,8 @@ REWARDS = torch.tensor([1.0, 0.0, 0.3], dtype=torch.float64)
 
 def answers(logprob: torch.Tensor, sampler: torch.Tensor, picks: list[int]) -> Responses:
     """Return a group of answers of one token: log-probabilities under the policy, probabilities under the sampler."""
-    count, index = len(picks), torch.tensor(picks)
-    return Responses(
-        logprob_R=logprob[index],
-        sampled_logprob_R=sampler.log()[index],
-        mask_R=torch.ones(count, dtype=torch.bool),
-        lengths=[1] * count,
-        reward_bK=REWARDS[index][None],
-        reference_bK=sampler.log()[index][None],
-        staleness_bK=torch.zeros(1, count, dtype=torch.float64),
-        totals=Totals(1, count, count),
-    )
+    sampled = sampler.log()[picks]
+    return by_hand([1] * len(picks), logprob[picks], sampled, REWARDS[picks], reference_bK=sampled[None])
 
 
 def expected_gradient(
@@ -165,25 +157,30 @@ def test_only_negative_advantages_of_lost_answers_are_tapered():
     assert taper(group, negative, "off").tolist() == [[1.0, 1.0, 1.0]]
 
 
-def test_prompts_that_are_nearly_solved_are_imitated_most():
-    wrong, right = 0.0, 1.0
-    groups = [[wrong] * (8 - solved) + [right] * solved for solved in range(9)]
-    added_b8 = imitation(torch.tensor(groups), 1.0, "group")
-    # The others of a wrong response are the right ones and all other wrong ones.
-    assert added_b8[:8, 0].tolist() == pytest.approx([(solved / 7) ** 4 for solved in range(8)])
-    assert added_b8[8].tolist() == [1.0] * 8
-
-
-def test_graded_rewards_are_imitated_only_if_most_are_close_to_the_best():
-    def added(*others: float) -> float:
-        return float(imitation(torch.tensor([[0.5, *others]], dtype=torch.float64), 1.0, "group")[0, 0])
-
-    # Of a range of 0.3, a twentieth is 0.015.
-    assert added(0.6, 0.75, 0.9, 0.6, 0.75, 0.9) == pytest.approx(0.15 * (2 / 6) ** 3)
-    assert added(0.6, 0.886, 0.9) == pytest.approx((2.386 / 3 - 0.6) * (2 / 3) ** 3)
-    assert added(0.6, 0.884, 0.9) == pytest.approx((2.384 / 3 - 0.6) * (1 / 3) ** 3)
+# The weight, the rewards of a group, and what imitation adds to its first responses.
+IMITATED: list[tuple[float, list[float], list[float]]] = [
+    # Prompts that are nearly solved are imitated most: the others of a wrong response are the right and the wrong ones.
+    *((1.0, [0.0] * (8 - solved) + [1.0] * solved, [(solved / 7) ** 4]) for solved in range(8)),
+    (1.0, [1.0] * 8, [1.0] * 8),
+    # Graded rewards are so only if most are close to the best. Of a range of 0.3, a twentieth is 0.015.
+    (1.0, [0.5, 0.6, 0.75, 0.9, 0.6, 0.75, 0.9], [0.15 * (2 / 6) ** 3]),
+    (1.0, [0.5, 0.6, 0.886, 0.9], [(2.386 / 3 - 0.6) * (2 / 3) ** 3]),
+    (1.0, [0.5, 0.6, 0.884, 0.9], [(2.384 / 3 - 0.6) * (1 / 3) ** 3]),
     # A small penalty of right answers leaves them right.
-    assert added(0.0, 0.98, 0.97, 0.96) == pytest.approx(2.91 / 4 * 0.75**3)
+    (1.0, [0.5, 0.0, 0.98, 0.97, 0.96], [2.91 / 4 * 0.75**3]),
+    # Equal rewards of the others count from 0 if they are positive. One of two others is the best, so the power takes
+    # 7/8 of what their mean is above the least.
+    (0.5, [3.0, 1.0, 1.0], [0.5, 1.0 / 16, 1.0 / 16]),
+    (0.5, [1.0, 1.0, 1.0], [0.5, 0.5, 0.5]),
+    (0.5, [-1.0, -1.0, 2.0], [1.5 / 16, 1.5 / 16, 0.0]),
+    (0.5, [-1.0, -1.0, -1.0], [0.0, 0.0, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("weight", "rewards", "expected"), IMITATED)
+def test_imitation_by_hand(weight, rewards, expected):
+    (added,) = imitation(torch.tensor([rewards], dtype=torch.float64), weight, "group").tolist()
+    assert added[: len(expected)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4, 6, 9])
@@ -196,14 +193,6 @@ def test_imitation_of_a_response_does_not_depend_on_its_own_reward(samples):
     before, after = (imitation(each, 1.0, "group")[:, 0] for each in (rewards, other))
     assert torch.allclose(before, after, atol=1e-14)
     assert len(before.unique()) > samples
-
-
-def test_equal_rewards_of_the_others_count_from_0_if_they_are_positive():
-    reward_bK = torch.tensor([[3.0, 1.0, 1.0], [1.0, 1.0, 1.0], [-1.0, -1.0, 2.0], [-1.0, -1.0, -1.0]])
-    # One of the two others is the best, so the power takes 7/8 of what their mean is above the least.
-    half = [1.0 / 16, 1.5 / 16]
-    expected = [[0.5, half[0], half[0]], [0.5, 0.5, 0.5], [half[1], half[1], 0.0], [0.0, 0.0, 0.0]]
-    assert imitation(reward_bK, 0.5, "group").tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -219,41 +208,9 @@ def test_a_reward_below_the_floor_is_logged_once(caplog, keys, times):
     assert caplog.text.count("below objective.reward_floor") == times
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"name": "grpo", "imitation": 0.5}, "imitation has no meaning for grpo"),
-        ({"name": "oapl", "imitation": 0.5}, "imitation has no meaning for oapl"),
-        ({"name": "ppo_clip", "taper": "mean"}, "taper has no meaning for ppo_clip"),
-        ({"name": "tba_prime", "taper": "response"}, 'set objective.truncation = "off"'),
-        ({"name": "tb", "imitation": 1.5}, "less than or equal to 1"),
-    ],
-)
-def test_settings_without_a_meaning_are_refused(keys, message):
-    with pytest.raises(ValidationError, match=message):
-        ObjectiveSection(**keys)
-
-
-def test_sampling_without_ratios_is_refused_for_objectives_that_need_them():
-    search = {"temperature": [0.0, 1.0]}
-    for keys in ({"name": "grpo"}, {"name": "tb_stale"}, {"name": "rloo", "kl": "ema"}, {"name": "oapl"}):
-        with pytest.raises(ValidationError, match="ratios of the policy to its sampler"):
-            Config.model_validate({"search": search, "objective": keys})
+def test_a_rate_by_ratios_is_refused_for_sampling_without_ratios():
     with pytest.raises(ValidationError, match="learning_rate_by_ess has no effect"):
-        Config.model_validate({"search": search, "train": {"learning_rate_by_ess": True}})
-    without_ratios = {"truncation": "off", "kl": "none"}
-    for allowed in ({"name": "tb"}, {"name": "rloo"}, {"name": "tba_prime", **without_ratios}):
-        Config.model_validate({"search": search, "objective": allowed})
-
-
-@pytest.mark.parametrize("objective", [{"name": "tb", "imitation": 0.5}, {"name": "tb_stale", "truncation": "off"}])
-def test_imitation_is_refused_where_no_response_has_a_ratio(objective):
-    objective = {**objective, "kl": "none"} if objective["name"] == "tb_stale" else objective
-    search = {"temperature": 0.0}
-    with pytest.raises(ValidationError, match=r"set objective\.imitation = 0"):
-        Config.model_validate({"search": search, "objective": objective})
-    Config.model_validate({"search": search, "objective": {**objective, "imitation": 0.0}})
-    Config.model_validate({"search": {"temperature": [0.0, 1.0]}, "objective": objective})
+        Config.model_validate({"search": {"temperature": [0.0, 1.0]}, "train": {"learning_rate_by_ess": True}})
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.95}, {"top_p": {"min": 0.9, "max": 1.0}}, {"min_p": 0.1}])

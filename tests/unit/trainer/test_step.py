@@ -3,7 +3,6 @@
 import math
 import re
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,13 +21,12 @@ from tba.tests.helpers.trainer import (
     random_batch,
     tiny_model,
 )
-from tba.tests.unit.trainer.test_objectives import NAMES
 from tba.trainer.batch.batch import TrainBatch
 from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model import chunked_logprobs
 from tba.trainer.model.chunked_logprobs import token_logprobs
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
-from tba.trainer.step.learner import Learner, Measured
+from tba.trainer.step.learner import Learner, Measured, StepResult
 from tba.trainer.step.step_metrics import stale_metrics
 
 
@@ -44,7 +42,9 @@ def parameters(learner: Learner) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in learner.policy.parameters()]).clone()
 
 
-def test_log_probabilities_equal_those_of_an_unpadded_forward_pass_without_masked_tokens():
+@pytest.mark.parametrize("pass_tokens", [0, 64], ids=["a pass for each length", "one pass"])
+def test_log_probabilities_equal_those_of_an_unpadded_forward_pass_without_masked_tokens(monkeypatch, pass_tokens):
+    monkeypatch.setattr("tba.trainer.model.scorer.CPU_PASS_TOKENS", pass_tokens)
     model = in_float64(tiny_model())
     masked = make_row(1, [1, 2], [3, 4, 5], loss_mask=np.array([1, 0, 1], np.uint8))
     rows = [*random_batch(3).rows, masked, make_row(2, [1, 2], [])]
@@ -63,7 +63,7 @@ def test_the_gradient_of_a_step_is_equation_7_on_the_model():
     advantage = reward - reward.mean(1, keepdim=True) - 0.3 * (kl - kl.mean(1, keepdim=True))
     expected = torch.autograd.grad(-(advantage * policy).mean(), list(learner.policy.parameters()))
     norm = math.sqrt(sum(float(g.square().sum()) for g in expected))
-    found = gradients_of_step(learner, batch)
+    found, _ = gradients_of_step(learner, batch)
     assert all(torch.allclose(a, b, atol=1e-9 * norm, rtol=0) for a, b in zip(found, expected, strict=True))
 
 
@@ -79,18 +79,6 @@ def sampled_at(temperature: float, batch: TrainBatch, model) -> TrainBatch:
     return replace(batch, rows=rows)
 
 
-@pytest.mark.parametrize("tokens", [16, 100_000])
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_on_fresh_data_every_ratio_is_one_at_every_temperature(temperature, tokens):
-    learner = make_learner(name="proximal_rloo", micro_batch_tokens=tokens)
-    batch = sampled_at(temperature, random_batch(5), learner.policy)
-    metrics = learner.step(batch).metrics
-    assert max(abs(metrics[f"log_ratio_{end}"]) for end in ("min", "max")) < 1e-5
-    assert metrics["effective_sample_ratio"] == pytest.approx(1.0, abs=1e-5)
-    assert metrics["truncated_fraction"] == 0
-    assert metrics["mismatch_max"] < 1e-5
-
-
 def test_the_gradient_of_reinforce_at_a_temperature_is_that_of_the_policy_at_it():
     learner = make_learner(double=True, name="reinforce", max_grad_norm=1e9, micro_batch_tokens=16)
     batch = random_batch(5)
@@ -102,21 +90,8 @@ def test_the_gradient_of_reinforce_at_a_temperature_is_that_of_the_policy_at_it(
         first = len(row.prompt_ids)
         total = total - reward * logprobs[first - 1 : -1].gather(1, tokens[0, first:, None]).sum() / len(rows)
     expected = torch.autograd.grad(total, list(learner.policy.parameters()))
-    found = gradients_of_step(learner, replace(batch, rows=rows))
+    found, _ = gradients_of_step(learner, replace(batch, rows=rows))
     assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-9) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("name", ["oapl", "grpo", "dr_grpo", "ppo_clip", "proximal_rloo", "cispo"])
-def test_a_demonstration_is_left_out_of_what_needs_its_sampler(name):
-    batch = random_batch(6, prompts=1, samples=4)
-    rows = [replace(row, temperature=1.0 if n else 0.0) for n, row in enumerate(batch.rows)]
-
-    def gradients(demonstration) -> list[torch.Tensor]:
-        learner = make_learner(double=True, name=name)
-        return gradients_of_step(learner, replace(batch, rows=[demonstration, *rows[1:]]))
-
-    other = replace(rows[0], response_ids=np.full_like(rows[0].response_ids, 3))
-    assert all(torch.allclose(a, b, atol=1e-14) for a, b in zip(gradients(rows[0]), gradients(other), strict=True))
 
 
 def test_norms_and_biases_have_no_weight_decay():
@@ -132,22 +107,13 @@ def test_norms_and_biases_have_no_weight_decay():
     assert {tensor.ndim for tensor in before.values()} == {1, 2}
 
 
-def gradients_of_step(learner: Learner, batch) -> list[torch.Tensor]:
-    """Return the gradients that the optimiser receives."""
+def gradients_of_step(learner: Learner, batch) -> tuple[list[torch.Tensor], StepResult]:
+    """Return the gradients that the optimiser receives, and the result of the step."""
     seen: list[torch.Tensor] = []
     learner.optimizer.register_step_pre_hook(
         lambda *_: seen.extend(p.grad.clone() for p in learner.policy.parameters())
     )
-    learner.step(batch)
-    return seen
-
-
-def test_gradients_do_not_depend_on_the_split_into_passes(monkeypatch):
-    batch = random_batch(2, prompts=5)
-    expected = gradients_of_step(make_learner(double=True), batch)
-    monkeypatch.setattr("tba.trainer.model.scorer.CPU_PASS_TOKENS", 0)
-    found = gradients_of_step(make_learner(double=True), batch)
-    assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
+    return seen, learner.step(batch)
 
 
 def test_gradient_checkpointing_changes_no_gradient():
@@ -157,7 +123,7 @@ def test_gradient_checkpointing_changes_no_gradient():
     policy = checkpointing.policy
     # transformers 5.24 warns of the old name.
     assert getattr(policy, "is_activation_checkpointing", False) or policy.is_gradient_checkpointing
-    expected, found = gradients_of_step(normal, batch), gradients_of_step(checkpointing, batch)
+    (expected, _), (found, _) = gradients_of_step(normal, batch), gradients_of_step(checkpointing, batch)
     assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
 
 
@@ -193,13 +159,6 @@ def test_the_mismatch_is_measured_on_on_policy_tokens_only():
     assert "mismatch_mean" not in make_learner().step(random_batch(1)).metrics
 
 
-def test_the_learning_rate_may_follow_the_effective_sample_ratio():
-    scaled, plain = (make_learner(learning_rate_by_ess=flag).step(random_batch(1)).metrics for flag in (True, False))
-    assert plain["learning_rate"] == 0.01
-    assert scaled["effective_sample_ratio"] < 0.9
-    assert scaled["learning_rate"] == pytest.approx(0.01 * scaled["effective_sample_ratio"] ** 0.5)
-
-
 def test_all_metrics_are_finite_floats():
     metrics = make_learner().step(random_batch(1)).metrics
     assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
@@ -214,38 +173,10 @@ def test_log_ratios_are_of_responses_above_and_below_the_mean_reward_without_dem
     assert not any(name.startswith("log_ratio") for name in make_learner().step(demonstrations).metrics)
 
 
-# Names of responses, their probabilities as they were sampled [B][K], pi / mu, and the masses of both policies.
-MASSES: list[tuple[str, Any, Any, float, float]] = [
-    ("aababc", [[0.4, 0.4, 0.2], [0.5, 0.1, 0.3]], [[0.25, 0.25, 1.0], [0.6, 0.1, 2.0]], 1.5 / 2, 1.21 / 2),
-    # A response that two policies sampled has the mean of theirs, in any order.
-    ("aab", [[0.4, 0.1, 0.2]], [[1.0] * 3], 0.45, 0.45),
-    ("baa", [[0.2, 0.4, 0.1]], [[1.0] * 3], 0.45, 0.45),
-    ("aba", [[0.1, 0.2, 0.4]], [[1.0] * 3], 0.45, 0.45),
-    # A prompt has at most 1.
-    ("ab", [[0.9, 0.9]], [[0.1, 1.0]], 1.0, 0.99),
-]
-
-
-@pytest.mark.parametrize(("names", "sampled", "ratio", "sampled_mass", "policy_mass"), MASSES)
-def test_the_mass_of_a_prompt_counts_each_response_once_and_no_masked_token(
-    names, sampled, ratio, sampled_mass, policy_mass
-):
-    mask = np.array([1, 0], np.uint8)
-    rows = [
-        make_row(n, [1], [ord(name), 0], sampling_logprobs=np.array([np.log(p), -7.0], np.float32), loss_mask=mask)
-        for n, (name, p) in enumerate(zip(names, np.ravel(sampled), strict=True))
-    ]
-    found = stale_metrics(make_batch(rows, np.zeros_like(sampled)), torch.tensor(ratio).log())
-    assert (found["sampled_mass"], found["policy_mass"]) == pytest.approx((sampled_mass, policy_mass))
-
-
-NOTHING_COUNTS = np.zeros(2, np.uint8)
-
-
-def test_a_response_without_a_counted_token_says_nothing_of_masses_and_log_ratios():
-    logprobs = [np.log([p, 1.0]).astype(np.float32) for p in (0.25, 0.5, 0.5)]
-    rows = [make_row(n, [1], [n, 9], sampling_logprobs=logprobs[n]) for n in range(3)]
-    rows[2] = replace(rows[2], loss_mask=NOTHING_COUNTS)
+def test_tokens_and_responses_that_do_not_count_say_nothing_of_masses_and_log_ratios():
+    logprobs = [np.log([p, 0.1]).astype(np.float32) for p in (0.25, 0.5, 0.5)]
+    masks = [np.array(mask, np.uint8) for mask in ([1, 0], [1, 0], [0, 0])]
+    rows = [make_row(n, [1], [n, 9], sampling_logprobs=logprobs[n], loss_mask=masks[n]) for n in range(3)]
     found = stale_metrics(make_batch(rows, [[1.0, 0.0, 1.0]]), torch.tensor([[-3.0, -1.0, 0.0]]))
     assert found == pytest.approx(
         {
@@ -257,29 +188,10 @@ def test_a_response_without_a_counted_token_says_nothing_of_masses_and_log_ratio
     )
 
 
-@pytest.mark.parametrize("name", ["rloo", "proximal_rloo"])
-def test_responses_without_a_counted_token_have_the_ratios_of_demonstrations(name):
-    batch = random_batch(1)
-    masked = [replace(row, loss_mask=np.zeros_like(row.loss_mask)) if row.id % 4 else row for row in batch.rows]
-    unknown = [replace(row, temperature=0.0) if row.id % 4 else row for row in masked]
-    found, expected = (make_learner(name=name).step(replace(batch, rows=rows)).metrics for rows in (masked, unknown))
-    ratios = ["effective_sample_ratio", "log_ratio_mean", "log_ratio_std", "sampler_kl"]
-    ratios += ["truncated_fraction"] if name == "proximal_rloo" else []
-    assert [found[name] for name in ratios] == [expected[name] for name in ratios]
-
-
-@pytest.mark.parametrize(("reward", "samples"), [(0.1, 3), (0.1, 7), (0.7, 20), (1 / 3, 11)])
-def test_equal_rewards_are_neither_above_nor_below_their_mean(reward, samples):
-    rows = [make_row(n, [1], [2, n]) for n in range(samples)]
-    found = stale_metrics(make_batch(rows, [[reward] * samples]), torch.full((1, samples), -5.0))
-    assert math.isnan(found["log_ratio_positive"])
-    assert math.isnan(found["log_ratio_negative"])
-
-
 def test_the_cosine_is_that_of_the_gradient_and_the_mean_of_the_earlier_ones():
     learner = make_learner(double=True, max_grad_norm=1e9, adam_betas=[0.5, 0.9])
     first, second, third = (
-        torch.cat([gradient.flatten() for gradient in gradients_of_step(learner, random_batch(seed))])
+        torch.cat([gradient.flatten() for gradient in gradients_of_step(learner, random_batch(seed))[0]])
         for seed in range(3)
     )
     mean = 0.5 * (0.5 * first) + 0.5 * second
@@ -342,24 +254,22 @@ def test_a_reward_that_the_buffer_would_refuse_skips_the_step_and_is_blamed_alon
     assert torch.equal(parameters(learner), before) == bool(blamed)
 
 
-def test_the_trajectory_whose_log_probability_is_nan_is_blamed():
+@pytest.mark.parametrize(
+    ("broken", "reason", "stored"),
+    [("policy", "loss nan", {31, 32}), ("reference", "a reference log-probability is not finite", {31})],
+)
+def test_the_trajectory_whose_log_probability_is_nan_is_blamed_and_what_is_finite_is_stored(broken, reason, stored):
     learner = make_learner()
+    model = learner.policy if broken == "policy" else learner.reference.scorer.model
     with torch.no_grad():
-        learner.policy.get_input_embeddings().weight[7] = math.nan
+        model.get_input_embeddings().weight[7] = math.nan
     rows = [make_row(31, [1], [2, 3]), make_row(32, [1], [7, 3])]
     result = learner.step(make_batch(rows, [[0.0, 1.0]]))
+    assert result.skipped.startswith(reason)
+    assert result.skipped.endswith(": trajectories 32")
     assert result.blamed == [32]
+    assert result.reference.keys() == stored
     assert all(math.isfinite(value) for value in result.metrics.values())
-
-
-def test_a_reference_value_of_nan_skips_the_step_and_is_not_stored():
-    learner = make_learner()
-    with torch.no_grad():
-        learner.reference.scorer.model.get_input_embeddings().weight[7] = math.nan
-    rows = [make_row(31, [1], [2, 3]), make_row(32, [1], [7, 3])]
-    result = learner.step(make_batch(rows, [[0.0, 1.0]]))
-    assert result.skipped == "a reference log-probability is not finite: trajectories 32"
-    assert result.reference.keys() == {31}
 
 
 def test_the_time_of_a_step_is_attributed_to_its_phases():
@@ -408,7 +318,7 @@ def test_a_token_outside_the_vocabulary_is_reported_with_its_trajectory():
 
 def test_gradients_are_clipped_to_the_configured_norm():
     learner = make_learner(max_grad_norm=1e-3)
-    found = gradients_of_step(learner, random_batch(1))
+    found, _ = gradients_of_step(learner, random_batch(1))
     assert math.sqrt(sum(float(g.square().sum()) for g in found)) == pytest.approx(1e-3, rel=1e-3)
 
 
@@ -425,29 +335,13 @@ def test_the_scheduled_learning_rate_and_beta_are_used_and_recorded():
     assert 0.002 < float((weights[2] - weights[1]).abs().max()) < 0.02
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens"),
-    [
-        *(("tb", tokens) for tokens in (1, 30, 100)),
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in NAMES if name != "tb"),
-    ],
-)
-def test_gradients_do_not_depend_on_the_size_of_micro_batches(name, tokens):
-    batch = random_batch(2, prompts=5)
-    one, whole = (
-        gradients_of_step(make_learner(double=True, name=name, micro_batch_tokens=size, max_grad_norm=1e9), batch)
-        for size in (tokens, 100_000)
-    )
-    assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-9) for a, b in zip(one, whole, strict=True))
-    assert max(float(gradient.abs().max()) for gradient in whole) > 1e-4
-
-
 @pytest.mark.slow
 def test_a_learned_log_z_converges_to_the_vargrad_estimate_of_a_fixed_policy():
     learner = make_learner(name="tb_learned_z", learning_rate=1e-12, max_grad_norm=1e9)
     batch = random_batch(3)
-    learner.optimizer.param_groups[1]["lr"] = 0.1
-    metrics = [learner.step(batch).metrics for _ in range(500)]
+    # The head's group comes last.
+    learner.optimizer.param_groups[-1]["lr"] = 0.05
+    metrics = [learner.step(batch).metrics for _ in range(80)]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     prompt_NH = Scorer(learner.policy).score(batch.rows, pooled=True).prompt_NH
     assert not_none(learner.log_z)(not_none(prompt_NH)[::4]).mean().item() == pytest.approx(
@@ -469,19 +363,6 @@ def case(bias: bool, dtype: torch.dtype = torch.float64):
     torch.manual_seed(0)
     head = nn.Linear(6, 11, bias=bias).to(dtype)
     return head, torch.randn(13, 6, dtype=dtype, requires_grad=True), torch.randint(11, (13,))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("positions", [1, 4, 100])
-def test_values_and_gradients_equal_those_of_log_softmax(monkeypatch, bias, positions):
-    monkeypatch.setattr(chunked_logprobs, "_CPU_LOGITS", 11 * positions)
-    head, hidden, target = case(bias)
-    upstream = torch.randn(13, dtype=torch.float64)
-    inputs = [hidden, *head.parameters()]
-    found, expected = token_logprobs(head, hidden, target)[0], expected_logprobs(head, hidden, target)
-    assert torch.allclose(found, expected, atol=1e-14)
-    ours, theirs = (torch.autograd.grad((value * upstream).sum(), inputs) for value in (found, expected))
-    assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_autocast_computes_products_in_bfloat16_and_sums_in_float32():

@@ -138,7 +138,6 @@ def last_trainer(status: Status, *, but: str = "") -> ClientStatus | None:
 
 
 def live_trainer(status: Status) -> ClientStatus | None:
-    """Return the living trainer."""
     last = last_trainer(status, but="gone")
     return last if last is not None and last.silent_seconds <= SILENT_SECONDS else None
 

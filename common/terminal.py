@@ -175,7 +175,6 @@ def note(sentence: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document on one line."""
     import json
 
     typer.echo(json.dumps(value, default=str))
@@ -204,7 +203,6 @@ def print_csv(headings: Sequence[str] | None, rows: Iterable[Sequence[Any]]) -> 
 
 
 def print_table(headings: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Print rows as a table for people."""
     print_columns(headings, ([row[heading] for heading in headings] for row in rows))
 
 

@@ -149,10 +149,8 @@ def _lock(path: Path) -> Iterator[None]:
         try:
             held.enter_context(exclusive_lock(path, ""))
         except LockTaken:
-            raise RunTaken(
-                f"{path.parent} is in use by another `tba run` ({_holder(path)[0]}): stop that one, or wait until it "
-                "ends"
-            ) from None
+            use = f"{path.parent} is in use by another `tba run` ({_holder(path)[0]})"
+            raise RunTaken(f"{use}: stop that one, or wait until it ends") from None
         yield
 
 

@@ -160,27 +160,24 @@ def state_of(database: Path, result: Mapping[str, Any], status: Status | None) -
     if launch is not None:
         return State("finished", "`tba run` is ending") if launch.ending and result["finished"] else STARTING
     return (
-        State("finished", _OPEN if is_open else "")
-        if result["finished"]
-        else State(*_interrupted(database, result["steps"]))
+        State("finished", _OPEN if is_open else "") if result["finished"] else _interrupted(database, result["steps"])
     )
 
 
-def _interrupted(database: Path, steps: int) -> tuple[str, str]:
-    """Return how a run ended before its last step."""
+def _interrupted(database: Path, steps: int) -> State:
     launch = last_launch(database.parent)
     if launch is not None and launch.failure:
-        return "crashed", launch.failure
+        return State("crashed", launch.failure)
     unended = launch is not None and not launch.ending
     if launch is not None and unended and launch.holder.partition(" on ")[2] not in ("", socket.gethostname()):
         # Locks of other machines are not visible.
-        return "running", f"or killed, on another machine: {launch.holder}"
+        return State("running", f"or killed, on another machine: {launch.holder}")
     # A buffer that ends in order leaves no log.
     log = run_files.write_ahead_log(database)
     if log.exists() and log.stat().st_size:
         who = "the buffer was killed" + ("" if launch is not None else ", unless it serves on another machine")
         who = "`tba run` and its buffer were killed" if unended else who
-        return "crashed", f"{who}: nothing acknowledged is lost, and --resume continues"
+        return State("crashed", f"{who}: nothing acknowledged is lost, and --resume continues")
     if unended:
-        return "crashed", "`tba run` was killed"
-    return "stopped", "continue it with --resume" if steps else ""
+        return State("crashed", "`tba run` was killed")
+    return State("stopped", "continue it with --resume" if steps else "")

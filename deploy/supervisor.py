@@ -143,7 +143,6 @@ class Supervisor:
         self.kill(children)
 
     def kill(self, children: Sequence[Child]) -> None:
-        """Kill children and their descendants immediately."""
         for child in children:
             if child.process is not None:
                 child.exit_code = self._collect(child)

@@ -99,7 +99,6 @@ class Metrics:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def _read(self, rows: PageRows) -> None:
-        """Read the new steps."""
         sql = """SELECT step, MAX(MIN(trained_at, 1e300), 0) AS trained_at, metrics FROM batches
             WHERE run = ? AND step > ? AND trained_at IS NOT NULL ORDER BY step"""
         for row in rows.all(sql, self.run.id, self._steps[-1] if self._steps else -1):
@@ -167,8 +166,6 @@ def _thinned(steps: list[int]) -> list[int]:
 
 
 class _Scale:
-    """Maps values of both axes to pixels."""
-
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self.x0, self.x1 = _span(xs)
         self.y0, self.y1 = _span(ys)

@@ -45,7 +45,6 @@ def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
 
 
 def render(run: Run, rows: PageRows) -> str:
-    """Return the report of a run."""
     found = Metrics(run).charts(rows)
     return (
         make_environment()

@@ -48,7 +48,6 @@ class Run:
 
     @contextlib.contextmanager
     def rows(self) -> Iterator[PageRows]:
-        """Open the database for one page."""
         with page_rows(self.database, seconds=_PAGE_SECONDS) as rows:
             yield rows
 

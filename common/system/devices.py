@@ -46,9 +46,7 @@ def list_gpus() -> list[Gpu]:
     if visible is not None and visible.strip() in _NO_DEVICES:
         return []
     present = _query_gpus()
-    if visible is None:
-        return present
-    return [_named(name.strip(), present) for name in visible.split(",")]
+    return present if visible is None else [_named(name.strip(), present) for name in visible.split(",")]
 
 
 def need_gpus(asked: Mapping[str, str], present: Sequence[Gpu], flag: str = "") -> None:
@@ -147,8 +145,8 @@ def check_free(names: Sequence[str], present: Sequence[Gpu], *, utilization: flo
     A GPU whose memory nvidia-smi does not report (MIG) passes: its engine fails if there is too little.
     """
     for name in names:
-        gpu = next((gpu for gpu in present if gpu.is_called(name)), None)
-        if gpu is None or gpu.total_mib - gpu.used_mib >= utilization * gpu.total_mib:
+        gpu = _named(name, present)
+        if gpu.total_mib - gpu.used_mib >= utilization * gpu.total_mib:
             continue
         holders = ", ".join(gpu.processes) or "a process that nvidia-smi does not list (in another container?)"
         raise DeviceBusy(
@@ -184,7 +182,7 @@ def _find(name: str, wanted: str, present: Sequence[Gpu]) -> Gpu | None:
 
 
 def _named(name: str, present: Sequence[Gpu]) -> Gpu:
-    # A GPU that a scheduler allows exists, even if nvidia-smi is missing and cannot describe it.
+    # One that a scheduler allows, or a MIG slice, exists even if nvidia-smi cannot describe it: no memory is known.
     return next((gpu for gpu in present if gpu.is_called(name)), Gpu(name))
 
 
@@ -192,7 +190,7 @@ def _indices(wanted: str, present: Sequence[Gpu]) -> list[str]:
     """Return the indices of the GPUs in a list, and the names of those that are not `present`."""
     if wanted == "all":
         return [gpu.index for gpu in present]
-    return [next((gpu.index for gpu in present if gpu.is_called(name)), name) for name in _expand_all(wanted)]
+    return [_named(name, present).index for name in _expand_all(wanted)]
 
 
 def _expand_all(wanted: str) -> list[str]:

@@ -169,7 +169,6 @@ def _bytes_received(descriptor: int) -> int:
 
 
 def new_pair(name: str) -> KeyPair:
-    """Return a new key pair."""
     public, secret = map(z85.decode, zmq.curve_keypair())
     return KeyPair(name, public.hex(), secret.hex())
 

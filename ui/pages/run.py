@@ -37,7 +37,6 @@ _NEWEST_BATCH = """SELECT step, trained_at, CASE WHEN json_valid(metrics) THEN j
 
 
 def page(request: Request) -> Response:
-    """Show a run."""
     run, site = run_of(request), site_of(request)
     with run.rows() as rows:
         known = describe(run, rows) | {"starts": run.starts(rows), "names": site.metrics_of(run).names(rows)}
@@ -55,14 +54,12 @@ def live(request: Request) -> Response:
 
 
 def charts(request: Request) -> Response:
-    """Return the charts of a run as JSON."""
     run = run_of(request)
     with run.rows() as rows:
         return JSONResponse(asdict(site_of(request).metrics_of(run).charts(rows, chosen_metrics(request))))
 
 
 def chosen_metrics(request: Request) -> list[str]:
-    """Return the metrics for which the address asks for a chart."""
     return request.query_params.getlist("metric")[:_MOST_CHOSEN]
 
 

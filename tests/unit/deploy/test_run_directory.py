@@ -14,6 +14,7 @@ from tba.common.errors import ConfigError, RunTaken, UsageError
 from tba.deploy import run_directory
 from tba.deploy.launcher import evaluate_in_child
 from tba.deploy.run_directory import ENDING, await_previous, last_launch, mark, refuse_start, sole_launcher
+from tba.tests.helpers.checks import not_none
 
 
 @pytest.fixture
@@ -51,21 +52,14 @@ def test_the_wait_for_the_previous_run_ends_after_a_deadline_and_is_reported_onc
     assert "is still ending: waiting for it, 2 s at most" in reports[0]
 
 
-def test_a_stop_signal_ends_the_wait(config):
+@pytest.mark.slow
+def test_a_stop_signal_ends_the_wait_and_the_next_holder_is_not_marked_as_ending(config):
     reports: list[str] = []
     with sole_launcher(config):
         mark(config, ENDING)
         await_previous(config, lambda: bool(reports), reports.append)
     assert len(reports) == 1
-
-
-@pytest.mark.slow
-def test_the_next_holder_is_not_marked_as_ending(config):
-    with sole_launcher(config):
-        mark(config, ENDING)
-    launch = last_launch(config.run.dir)
-    assert launch is not None
-    assert launch.ending
+    assert not_none(last_launch(config.run.dir)).ending
     with sole_launcher(config), pytest.raises(RunTaken, match="is in use by another"):
         await_previous(config, never, pytest.fail)
 
@@ -125,12 +119,11 @@ def test_a_fresh_start_in_the_database_of_an_offline_run_is_refused_wherever_tha
     assert "was trained offline from /old.sqlite" in refusal(elsewhere, resume=False, source="/old.sqlite")
 
 
-def test_a_run_is_not_continued_to_fewer_steps_than_it_has_made(own):
+def test_a_run_is_resumed_until_it_is_finished_and_then_only_extended(own):
+    assert "already holds a run: add --resume" in refusal(own, resume=False)
+    check_start(Plan(own, resume=True))
     sentence = refusal(own, resume=True, steps=31)
     assert "holds run own, which has made 31 steps, and train.steps is 30: set a larger one" in sentence
-
-
-def test_a_finished_run_is_only_extended(own):
     finished = {"steps": 30, "finished": True}
     for resume in (True, False):
         sentence = refusal(own, resume=resume, **finished)
@@ -138,11 +131,6 @@ def test_a_finished_run_is_only_extended(own):
     longer = own.model_copy(update={"train": own.train.model_copy(update={"steps": 31})})
     refuse_start(longer, [result | finished for result in read_results(own.database)], resume=True)
     assert "finished (30 of 30 steps)" in refusal(longer, resume=False, **finished)
-
-
-def test_a_run_that_is_not_finished_is_resumed(own):
-    assert "already holds a run: add --resume" in refusal(own, resume=False)
-    check_start(Plan(own, resume=True))
 
 
 def test_a_run_on_the_cpu_does_not_ask_a_broken_driver(own, tmp_path, monkeypatch):

@@ -90,42 +90,26 @@ def test_a_run_whose_database_is_a_link_has_the_state_of_the_file(make_run, tmp_
     assert states(tmp_path / "runs")["linked"][0] == "crashed"
 
 
-def test_runs_without_a_name_are_listed_by_their_directory(make_run, tmp_path):
-    make_run("first")
-    make_run("second")
+def test_runs_without_a_name_are_listed_by_their_directory_and_what_cannot_be_read_is_a_row(make_run, tmp_path):
+    for name in ("first", "second"):
+        make_run(name)
     rows = list_runs(tmp_path, partial(read, run="run"))
     assert {(row["name"], row["run"]) for row in rows} == {("first", "run"), ("second", "run")}
+    row, _ = list_runs(tmp_path, read_results)
+    assert (row["state"], "is not a buffer database" in row["why"]) == ("unreadable", True), row["why"]
 
 
-def test_a_run_is_listed_with_its_steps_and_its_last_reward(filled, tmp_path):
+def test_a_run_is_listed_with_its_steps_and_its_last_reward(filled, make_run, tmp_path):
     (row,) = read_results(filled)
     assert (row["run"], row["steps"], row["finished"]) == ("test", 1, False)
-    folder = tmp_path / "runs/a"
-    folder.mkdir(parents=True)
+    folder = make_run("a")
     filled.rename(folder / "buffer.sqlite")
     record_evaluations(folder, [{"run": "test", "step": 1, "version": 1, "prompts": 9, "accuracy": 0.5}])
     (listed,) = list_runs(tmp_path / "runs", read_results)
     assert (listed["run"], listed["state"], listed["accuracy"]) == ("test", "stopped", 0.5)
 
 
-def test_a_database_that_cannot_be_read_is_a_row(make_run, tmp_path):
-    make_run("other")
-    (row,) = list_runs(tmp_path, read_results)
-    assert (row["state"], "is not a buffer database" in row["why"]) == ("unreadable", True), row["why"]
-
-
-@pytest.fixture
-def new_york(monkeypatch):
-    """A local time that is not UTC."""
-    monkeypatch.setenv("TZ", "America/New_York")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
-
-
-@pytest.mark.usefixtures("new_york")
-def test_a_database_with_odd_values_hides_no_other_run(filled, tmp_path):
+def test_a_database_with_odd_values_hides_no_other_run_and_times_are_in_utc(filled, tmp_path, monkeypatch):
     changes = {
         "a": "UPDATE batches SET metrics = '[1]', trained_at = 0.0",
         "b": "UPDATE starts SET config = '{nope'",
@@ -134,32 +118,24 @@ def test_a_database_with_odd_values_hides_no_other_run(filled, tmp_path):
     }
     for path, sql in zip(copies(filled, tmp_path / "runs", *changes), changes.values(), strict=True):
         change(path, sql)
-    rows = {Path(row["directory"]).name: row for row in list_runs(tmp_path / "runs", read_results)}
+    with monkeypatch.context() as new_york:
+        new_york.setenv("TZ", "America/New_York")
+        time.tzset()
+        rows = {Path(row["directory"]).name: row for row in list_runs(tmp_path / "runs", read_results)}
+    time.tzset()
     found = {name: (row["state"], row["why"].partition(": ")[2]) for name, row in rows.items()}
     unreadable = ("unreadable", "malformed JSON")
     assert found == {"a": ("stopped", ""), "b": unreadable, "c": ("stopped", ""), "d": unreadable}
     assert (rows["a"]["changed"], rows["a"]["reward"], rows["c"]["changed"]) == ("1970-01-01 00:00:00 UTC", None, "")
 
 
-def config_of(folder: Path) -> Config:
-    return Config.model_validate({"run": {"dir": str(folder), "name": "r"}})
-
-
-def test_a_finished_run_that_nothing_serves_is_described_with_its_result(make_run):
-    folder = make_run("done")
+def test_the_status_of_a_run_says_what_it_came_to_and_how_it_goes_on(make_run):
+    folder = make_run("done", log=b"x")
     record_evaluations(folder, [{"run": "r", "version": 8, "step": 8, "prompts": 4, "accuracy": 0.887}])
-    config, finished = config_of(folder), partial(read, finished=True)
-    sentence = "is finished, and nothing serves it any more: 8/8 steps, reward 0.746, accuracy 0.887"
-    assert sentence in not_none(local_state(config, finished))["explanation"]
-    with exclusive_lock(folder / "buffer.sqlite.lock", ""):
-        assert "finished, and a program has the database open" in not_none(local_state(config, finished))["explanation"]
-
-
-def test_the_status_says_how_an_offline_run_and_one_whose_trainer_waits_go_on(make_run):
-    folder = make_run("other", log=b"x")
+    config = Config.model_validate({"run": {"dir": str(folder), "name": "r"}})
 
     def told(**changes: Any) -> str:
-        sentence: str = not_none(local_state(config_of(folder), partial(read, **changes)))["explanation"]
+        sentence: str = not_none(local_state(config, partial(read, **changes)))["explanation"]
         return sentence
 
     offline = "`tba train --offline --buffer runs/a/buffer.sqlite --resume` continues it"
@@ -167,9 +143,13 @@ def test_the_status_says_how_an_offline_run_and_one_whose_trainer_waits_go_on(ma
     assert f"run {folder} --resume` continues it" in told()
     again = "--resume` (set TBA_SEARCH__SERVE_TOKEN again: a secret is not recorded) continues it"
     assert again in told(secrets=["search.serve_token"])
+    finished = "is finished, and nothing serves it any more: 8/8 steps, reward 0.746, accuracy 0.887"
+    assert finished in told(finished=True)
     assert f"run {folder} --resume --set train.steps=16` extends it" in told(finished=True)
     with exclusive_lock(folder / "trainer.lock", ""):
         assert "its trainer waits for the buffer: `tba buffer serve`" in told()
+    with exclusive_lock(folder / "buffer.sqlite.lock", ""):
+        assert "finished, and a program has the database open" in told(finished=True)
 
 
 @pytest.mark.slow

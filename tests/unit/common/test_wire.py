@@ -281,7 +281,7 @@ STATUS, LEASE = request(GetStatus()), request(REQUESTS["lease_prompts"])
         (views([msgpack.packb([1, 2])]), "header: Expected `object`"),
         ([], "empty"),
         (repacked(STATUS, type="frobnicate"), "frobnicate"),
-        *((repacked(STATUS, body=body), "body: Expected `object`") for body in (None, [], "lease_prompts")),
+        *((repacked(STATUS, body=body), "body: Expected `object`") for body in (None, list[int](), "lease_prompts")),
         (repacked(STATUS, body={"surprise": 1}), "surprise"),
         (views(request(GetStatus(), [b"1234"])), "carries no arrays"),
         (repacked(STATUS, v=99), "version 99"),

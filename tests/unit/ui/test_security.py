@@ -18,25 +18,20 @@ pytestmark = pytest.mark.slow
 TOKEN = "0123456789abcdef"
 
 
-@pytest.mark.parametrize(
-    ("hosts", "status"),
-    [
-        (["127.0.0.1:5780", "localhost", "[::1]:5780"], 200),
-        (["evil.example:5780", "127.0.0.1.evil.example", "", "localhost.evil.example"], 403),
-    ],
-)
-def test_only_requests_to_loopback_are_answered(filled, hosts, status):
+def test_only_requests_to_loopback_are_answered(filled):
     browser = TestClient(make_app([filled]))
-    for host, address in itertools.product(hosts, ("/", "/static/style.css")):
+    own, others = ("127.0.0.1:5780", "localhost", "[::1]:5780"), ("evil.example:5780", "127.0.0.1.evil.example", "")
+    for host, address in itertools.product((*own, *others, "localhost.evil.example"), ("/", "/static/style.css")):
+        status = 200 if host in own else 403
         assert browser.get(address, headers={"host": host}).status_code == status, host
 
 
-@pytest.mark.parametrize(("site", "status"), [("cross-site", 400), ("same-origin", 200)])
 @pytest.mark.parametrize("page", ["sql", "sql.csv"])
-def test_a_link_of_another_site_runs_no_statement(filled, page, site, status):
+def test_a_link_of_another_site_runs_no_statement(filled, page):
     browser = TestClient(make_app([filled]), base_url="http://localhost")
-    reply = browser.get(f"/r/test/{page}?sql=SELECT 1", headers={"sec-fetch-site": site})
-    assert reply.status_code == status
+    for site, status in (("cross-site", 400), ("same-origin", 200)):
+        reply = browser.get(f"/r/test/{page}?sql=SELECT 1", headers={"sec-fetch-site": site})
+        assert reply.status_code == status
 
 
 def test_a_token_is_needed_if_there_is_one(filled):

@@ -24,26 +24,22 @@ def database(harness, trajectory):
     return buffer.store.path
 
 
-def found(page, kind="trajectories"):
+def found(database, kind="trajectories", **filters):
+    page = client(database).get(f"/r/test/{kind}", params=filters)
     assert page.status_code == 200, page.text
     return [int(number) for number in re.findall(rf'href="/r/test/{kind}/(\d+)"', page.text)]
 
 
-@pytest.mark.parametrize(
-    ("filters", "expected"),
-    [
-        ({"text": "seven"}, [4, 2, 1]),
-        ({"text": "apples seven"}, [4, 1]),
-        ({"text": "seven", "prompt": "1"}, [1]),
-        ({"text": "seven", "searcher": "1", "error": "yes"}, []),
-        ({"text": "alert(1)"}, [2]),
-        ({"text": "APPLES", "sort": "best"}, [4, 3, 1]),
-        ({"text": "bananas"}, []),
-    ],
-    ids=str,
-)
-def test_words_filter_the_trajectories(database, filters, expected):
-    assert found(client(database).get("/r/test/trajectories", params=filters)) == expected
+def test_words_filter_the_trajectories_and_the_prompts(database):
+    assert found(database, text="seven") == [4, 2, 1]
+    assert found(database, text="apples seven") == [4, 1]
+    assert found(database, text="seven", prompt="1") == [1]
+    assert found(database, text="seven", searcher="1", error="yes") == []
+    assert found(database, text="alert(1)") == [2]
+    assert found(database, text="APPLES", sort="best") == [4, 3, 1]
+    assert found(database, text="bananas") == []
+    assert found(database, "prompts", text="pears") == [2]
+    assert found(database, "prompts", text="many p0") == [1]
 
 
 @pytest.mark.parametrize("page", ["trajectories", "prompts"])
@@ -53,9 +49,3 @@ def test_words_are_neither_syntax_nor_markup(database, page):
         reply = browser.get(f"/r/test/{page}", params={"text": text})
         assert reply.status_code in {200, 400}, text
         assert not [mark for mark in ("<script>alert", "</input><script>", "\x00", "\u202e") if mark in reply.text]
-
-
-def test_words_filter_the_prompts(database):
-    browser = client(database)
-    assert found(browser.get("/r/test/prompts", params={"text": "pears"}), "prompts") == [2]
-    assert found(browser.get("/r/test/prompts", params={"text": "many p0"}), "prompts") == [1]

@@ -257,11 +257,6 @@ def console() -> "Console":
     return standard if standard.is_terminal else Console(markup=False, emoji=False, width=_PIPE_WIDTH)
 
 
-def discard_output() -> None:
-    """Discard standard output after a broken pipe, so that the flush at exit raises no error."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 @contextlib.contextmanager
 def _progress(doing: str, *columns: Any, quiet: bool = False, transient: bool = True) -> Iterator["Progress"]:
     """Show a progress bar with one task, whose field `text` is empty, if standard error is a terminal."""

@@ -194,17 +194,15 @@ def _indices(wanted: str, present: Sequence[Gpu]) -> list[str]:
 
 
 def _expand_all(wanted: str) -> list[str]:
-    return [name for part in wanted.split(",") for name in _expand(part.strip(), wanted)]
-
-
-def _expand(part: str, whole: str) -> list[str]:
-    if match := _RANGE.fullmatch(part):
-        first, last = int(match[1]), int(match[2])
-        if first <= last:
-            return [str(number) for number in range(first, last + 1)]
-    elif part.isdigit() or part.startswith(("GPU-", "MIG-")):
-        return [part]
-    raise UsageError(f"{whole!r} is not a list of GPUs: write 0-6, 0,2,4, a UUID, all, or cpu")
+    names: list[str] = []
+    for part in map(str.strip, wanted.split(",")):
+        if (match := _RANGE.fullmatch(part)) and int(match[1]) <= int(match[2]):
+            names += map(str, range(int(match[1]), int(match[2]) + 1))
+        elif part.isdigit() or part.startswith(("GPU-", "MIG-")):
+            names.append(part)
+        else:
+            raise UsageError(f"{wanted!r} is not a list of GPUs: write 0-6, 0,2,4, a UUID, all, or cpu")
+    return names
 
 
 def _query_gpus() -> list[Gpu]:

@@ -95,7 +95,7 @@ class ConfigOptions:
         default = DEFAULT_FILE if DEFAULT_FILE.exists() else None
         return resolve(self.file, overrides=overrides, assignments=self.sets, default_file=default, unless=unless)
 
-    def resolve_run(self, overrides: dict[str, Any] | None = None) -> "Resolved":
+    def resolve_run(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
         """As `resolve`, for a run that exists; its directory will do. Raises UsageError if nothing says which one."""
         if self.file is not None and os.path.isdir(self.file):
             if not any(os.path.isfile(self.file / name) for name in (run_files.DATABASE, run_files.LAUNCH_LOCK)):
@@ -105,8 +105,8 @@ class ConfigOptions:
                 )
             overrides = {"run.dir": str(self.file)} | (overrides or {})
             # A ./tba.toml may be that of another run.
-            return ConfigOptions(None, self.sets).resolve(overrides, unless={"run.dir"})
-        resolved = self.resolve(overrides)
+            return ConfigOptions(None, self.sets).resolve(overrides, unless={"run.dir", *unless})
+        resolved = self.resolve(overrides, unless=unless)
         named = resolved.origins.keys() & {"run.dir", "run.name", "buffer.address", "buffer.database"}
         if resolved.file is None and not named and not resolved.config.run.dir.exists():
             raise UsageError(

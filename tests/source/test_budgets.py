@@ -133,9 +133,10 @@ def test_modules_and_folders_of_a_role_import_each_other_in_no_circle(role: str)
 
 def test_no_file_is_longer_than_600_lines_and_no_function_than_60():
     """What a reader can hold in mind."""
-    files, long = [path for path in source_files("*.py") if not path.is_relative_to(ROOT / "tests")], {}
-    assert files
-    for path in files:
+    long: dict[str, int] = {}
+    for path in source_files("*.py"):
+        if path.is_relative_to(ROOT / "tests"):
+            continue
         text = path.read_text()
         lengths = {str(path.relative_to(ROOT)): (len(text.splitlines()), MAX_FILE_LINES)}
         for node in ast.walk(ast.parse(text)):

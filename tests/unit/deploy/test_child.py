@@ -3,6 +3,7 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_only_a_child_that_failed_and_does_not_work_is_in_trouble():
     assert child.trouble(5).endswith("(failed 2 times, it was ended by SIGKILL)"), "its last line is no reason"
 
 
-def drains(path, **sections) -> tuple[float, float]:
+def drains(path, **sections) -> tuple[Any, Any]:
     """Return the seconds of a child, and of one that trains the model at a path."""
     config = Config.model_validate({"model": {"path": str(path)}, "task": {"train": "t"}} | sections)
     return drain_seconds(config), drain_seconds(config, trains=True)

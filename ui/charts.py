@@ -199,14 +199,11 @@ def histogram(values: Sequence[float], title: str) -> Markup:
     """Draw a histogram: one bar per value if they are few integers, else twenty bars."""
     # So that a range is finite.
     values = [min(max(value, -_LARGEST), _LARGEST) for value in values]
-    low, high = min(values), max(values)
-    if all(float(value).is_integer() for value in values) and high - low < 2 * _BINS:
-        width, bins, names = 1.0, int(high - low) + 1, (low, high)
-        low -= 0.5
-        counts = Counter(int(value - low) for value in values)
-    else:
-        width, bins, names = (high - low) / _BINS or 1.0, _BINS, (low, high)
-        counts = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
+    low, high = names = min(values), max(values)
+    is_whole = all(float(value).is_integer() for value in values) and high - low < 2 * _BINS
+    width, bins = (1.0, int(high - low) + 1) if is_whole else ((high - low) / _BINS or 1.0, _BINS)
+    low -= 0.5 * is_whole
+    counts = Counter(min(int((value - low) / width), bins - 1) for value in values)
     margin = max(_LEAST_BINS - bins, 0) / 2 * width
     scale = _Scale([low - margin, low + bins * width + margin], [0, max(counts.values())])
     parts = []

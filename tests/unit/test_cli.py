@@ -46,6 +46,7 @@ def test_what_is_wrong_with_arguments_is_named_first(tba_here, filled):
     twice = ("config", "show", "one.toml", "--config", "two.toml")
     refused(tba_here(*twice), 2, "FILE one.toml and --config two.toml exclude")
     refused(tba_here("buffer", "query", filled), 2, f"pass it as --buffer {filled}")
+    refused(tba_here("run", "--assume", "8x80"), 2, "--assume is for --dry-run")
 
 
 @NO_GPU

@@ -203,7 +203,7 @@ def ui(
 ) -> None:
     """Show runs in a browser: charts, steps, prompts, trajectories, SQL. Only reads, also while a run goes on."""
     need("starlette", "ui")
-    from tba.ui.server import serve
+    from tba.ui.app import serve
 
     serve(runs or [], host=host, port=port, token=token, report=note)
 

@@ -11,7 +11,8 @@ from starlette.testclient import TestClient
 
 from tba.common.errors import UsageError
 from tba.tests.helpers.checks import wait_until
-from tba.ui.app import make_app
+from tba.ui import app
+from tba.ui.app import make_app, serve
 
 pytestmark = pytest.mark.slow
 
@@ -47,19 +48,15 @@ def test_a_token_is_needed_if_there_is_one(filled):
 
 @pytest.mark.parametrize(("host", "token"), [("0.0.0.0", None), ("127.0.0.1", "short")])
 def test_an_open_address_needs_a_long_token(filled, host, token):
-    from tba.ui.server import serve
-
     with pytest.raises(UsageError, match="--token"):
         serve([filled], host=host, port=0, token=token, report=print)
 
 
 def test_connections_without_a_whole_request_make_room_for_others(filled, monkeypatch):
-    from tba.ui import server
-
-    monkeypatch.setattr(server, "_REQUEST_SECONDS", 0.3)
-    app, made = make_app([filled]), []
+    monkeypatch.setattr(app, "_REQUEST_SECONDS", 0.3)
+    made = []
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http=server._Protocol, limit_concurrency=8, log_level="warning", ws="none")
+    config = uvicorn.Config(make_app([filled]), http=app._Protocol, limit_concurrency=8, log_level="warning", ws="none")
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -17,7 +17,7 @@ from tba.common import run_files
 from tba.common.config.layers import as_toml
 from tba.common.errors import StorageError, UsageError
 from tba.common.wire.messages import Status
-from tba.deploy.run_list import served_status
+from tba.deploy.run_directory import served_status
 
 DEFAULT_DIRECTORY = Path("runs")
 _PAGE_SECONDS = 5.0

@@ -15,7 +15,7 @@ from tba.common.config import Config
 from tba.common.config.layers import DEFAULT_ORIGIN
 from tba.common.evaluations import read_evaluations
 from tba.common.wire.messages import Status
-from tba.deploy.run_list import state_of
+from tba.deploy.run_directory import state_of
 from tba.ui.runs import Run, value_over_steps
 from tba.ui.site import run_of, site_of
 

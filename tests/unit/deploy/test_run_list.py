@@ -21,8 +21,7 @@ from tba.common.system.durable import exclusive_lock
 from tba.common.system.process import NotifySocket
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
-from tba.deploy.run_directory import ENDING, EVALUATES, mark, sole_launcher
-from tba.deploy.run_list import list_runs, local_state
+from tba.deploy.run_directory import ENDING, EVALUATES, list_runs, local_state, mark, sole_launcher
 from tba.tests.helpers.browser import client as browse
 from tba.tests.helpers.browser import copies
 from tba.tests.helpers.buffer import change

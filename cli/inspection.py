@@ -80,7 +80,7 @@ def report(
     if len(found) > 1:
         raise UsageError("several runs are one picture: name it with --out, such as --out both.png")
     need("jinja2", "ui")
-    from tba.ui.report import write_report
+    from tba.ui.pages.run import write_report
 
     ((_, path, run),) = found
     return typer.echo(write_report(path, out, name=name or run))

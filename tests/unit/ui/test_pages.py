@@ -17,8 +17,7 @@ from tba.common.wire import messages
 from tba.tests.helpers.browser import client, copies, pages, select
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import make_episode, numbers_of
-from tba.ui.pages.run import describe
-from tba.ui.report import write_report
+from tba.ui.pages.run import describe, write_report
 from tba.ui.runs import find_runs
 from tba.ui.trajectory_filter import _plan, statements
 

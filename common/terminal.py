@@ -75,14 +75,9 @@ class ConfigOptions:
         """
         path = None if other is None else Path(other)
         if path is not None and path.suffix in _FILES and os.path.isfile(path):
-            if path.suffix == ".toml":
-                raise UsageError(
-                    f"{path} is a configuration, and this argument is something else: pass it as --config {path}"
-                )
-            if has_database and isinstance(other, str):
-                raise UsageError(
-                    f"{path} is a database, and this argument is something else: pass it as --buffer {path}"
-                )
+            kind, name = ("configuration", "--config") if path.suffix == ".toml" else ("database", "--buffer")
+            if name == "--config" or (has_database and isinstance(other, str)):
+                raise UsageError(f"{path} is a {kind}, and this argument is something else: pass it as {name} {path}")
         return cls.of(None, option, sets)
 
     def resolve(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":

@@ -22,6 +22,7 @@ from tba.searcher.tasks.answers_task import AnswersTask
 
 ROWS = [{"question": 'What is\n1, "2"?', "answer": "é"}, {"question": "q2", "answer": "2"}]
 LINES = "\n".join(map(json.dumps, ROWS))
+ZIPPED = gzip.compress(LINES.encode(), mtime=0)
 CSV = '\ufeffquestion,answer\n"What is\n1, ""2""?",é\n\nq2,2\n'
 
 
@@ -29,8 +30,8 @@ def files(folder):
     """Each of the formats, with the same rows."""
     contents = {
         "a.jsonl": LINES.encode(),
-        "a.jsonl.gz": gzip.compress(LINES.encode(), mtime=0),
-        "blob-without-suffix": gzip.compress(LINES.encode(), mtime=0),
+        "a.jsonl.gz": ZIPPED,
+        "blob-without-suffix": ZIPPED,
         "a.json": b"\xef\xbb\xbf\n" + json.dumps(ROWS, indent=1).encode(),
         "a.json.gz": gzip.compress(json.dumps(ROWS).encode(), mtime=0),
         "a.csv": CSV.encode(),
@@ -65,11 +66,7 @@ def test_a_field_that_only_other_rows_of_parquet_have_is_absent_and_a_null_colum
     [
         ("a.jsonl", b'{"a": 1}\nhello', r"a.jsonl:2: the line is not JSON: .* it begins 'hello'"),
         ("a.json", b'[{"a": 1},]', r"a.json begins as a JSON array, and is none \(.*: line 1 column 1"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(LINES.encode(), mtime=0)[:-9],
-            r"a.jsonl.gz cannot be read: Compressed file ended",
-        ),
+        ("a.jsonl.gz", ZIPPED[:-9], r"a.jsonl.gz cannot be read: Compressed file ended"),
         ("a.csv", b"a,b\n1,2\n1\n", r"a.csv:3: the row is not CSV: it has more or fewer cells"),
         ("a.csv", b"a,b\n1,2,3\n", r"a.csv:2: the row is not CSV: it has more or fewer cells"),
         ("a.csv", b'a,b\n1,"2\n', r"a.csv:.*the row is not CSV: unexpected end of data"),

@@ -17,6 +17,7 @@ from tba.common.wire import messages
 from tba.tests.helpers.browser import client, copies, pages, select
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import make_episode, numbers_of
+from tba.ui.charts import histogram
 from tba.ui.pages.run import describe, write_report
 from tba.ui.runs import find_runs
 from tba.ui.trajectory_filter import _plan, statements
@@ -120,6 +121,14 @@ def test_the_slots_of_a_step_are_sorted_by_each_number_drawn_and_in_pages_below_
     for page in texts:
         assert page.index("<dt>loss</dt><dd>0.5") < page.index("<dt>kl</dt><dd>0.25") < page.index("Slots</h2>")
         assert f'aria-label="histogram of {name}"' in page
+
+
+def test_a_histogram_has_a_bar_for_each_of_few_integers_or_twenty_with_the_largest_value_in_the_last():
+    for values, bars in (
+        ([3, 1, 3], ["1: 1", "3: 2"]),
+        ([0.0, 0.25, 2.0], ["0.05: 1", "0.25: 1", "1.95: 1"]),
+    ):
+        assert re.findall("<title>([^<]*)</title>", histogram(values, "of values")) == bars
 
 
 def test_the_page_of_a_trajectory_shows_the_numbers_of_each_step_that_trained_on_it(filled):

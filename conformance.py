@@ -89,19 +89,16 @@ class _Trial:
         self._directory, self._random, self._requests = directory, np.random.default_rng(0), 0
 
     def tokens(self, count: int) -> list[int]:
-        """Return random token ids."""
         ids: list[int] = self._random.integers(0, self.vocabulary, count).tolist()
         return ids
 
     def submit(self, prompt: Sequence[int], sampling: SamplingSettings) -> GenerationRequest:
-        """Submit a request with an id of its own."""
         self._requests += 1
         request = GenerationRequest(self._requests, np.asarray(prompt, np.int32), sampling)
         self.engine.submit(request)
         return request
 
     def finish(self) -> list[Generation]:
-        """Step until nothing is in flight."""
         found: list[Generation] = []
         for _ in range(_MOST_STEPS):
             if not self.engine.in_flight:
@@ -110,7 +107,6 @@ class _Trial:
         raise Broken(f"{self.engine.in_flight} requests are unanswered after {_MOST_STEPS} steps")
 
     def generate(self, prompt: Sequence[int], sampling: SamplingSettings) -> Generation:
-        """Return the response to one prompt."""
         self.submit(prompt, sampling)
         (generation,) = self.finish()
         return generation
@@ -128,7 +124,6 @@ class _Trial:
         return _chosen(_log_softmax(self.logits(ids, model)[:-1]), ids[1:])
 
     def changed_model(self) -> Any:
-        """Return a copy with other weights."""
         import torch
 
         model, generator = copy.deepcopy(self.model), torch.Generator().manual_seed(self._requests)
@@ -160,7 +155,6 @@ class _Trial:
         return read(final)
 
     def expect(self, found: Float64 | Float32, right: Float64, what: str) -> None:
-        """Raise Broken unless two arrays of log-probabilities agree."""
         if found.shape != right.shape:
             raise Broken(f"{what} have the shape {found.shape} instead of {right.shape}")
         difference = float(np.abs(found - right).max(initial=0.0))

@@ -17,7 +17,6 @@ from tba.buffer.commands import app as buffer_app
 from tba.cli import inspection, models, roles, whole_run
 from tba.common.errors import EXIT_FAILED, TbaError, UsageError, as_missing_extra
 from tba.common.system.process import SAFE_PATH
-from tba.common.terminal import discard_output
 from tba.deploy.keys_commands import app as keys_app
 from tba.searcher.task_commands import app as task_app
 
@@ -75,7 +74,8 @@ def main() -> None:
         sys.exit(error.exit_code)
     # The reader of a pipe has ended, as in `tba status | head`.
     except BrokenPipeError:
-        discard_output()
+        # So that the flush at exit raises no error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
 
 

@@ -80,7 +80,7 @@ def report(
     if len(found) > 1:
         raise UsageError("several runs are one picture: name it with --out, such as --out both.png")
     need("jinja2", "ui")
-    from tba.ui.report import write_report
+    from tba.ui.pages.run import write_report
 
     ((_, path, run),) = found
     return typer.echo(write_report(path, out, name=name or run))
@@ -112,7 +112,7 @@ def status(
     from tba.common.run_status import Facts, monitor
     from tba.common.wire.messages import GetStatus, Status
     from tba.deploy.display import status_view
-    from tba.deploy.run_list import local_state
+    from tba.deploy.run_directory import local_state
 
     here = partial(local_state, settings, read_results)
     with contextlib.closing(monitor(settings, "status")) as client:
@@ -181,7 +181,7 @@ def for_machines(facts: "Facts", state: dict[str, Any] | None = None) -> dict[st
 def runs(directory: _Directory = Path("runs"), as_json: Json = False) -> None:
     """List runs with their state, steps, last reward and last evaluation, and why they are in it."""
     from tba.buffer.tools.stats import read_results
-    from tba.deploy.run_list import list_runs
+    from tba.deploy.run_directory import list_runs
 
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory: name the one that holds your runs, as in `tba runs DIR`")
@@ -203,7 +203,7 @@ def ui(
 ) -> None:
     """Show runs in a browser: charts, steps, prompts, trajectories, SQL. Only reads, also while a run goes on."""
     need("starlette", "ui")
-    from tba.ui.server import serve
+    from tba.ui.app import serve
 
     serve(runs or [], host=host, port=port, token=token, report=note)
 

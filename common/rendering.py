@@ -312,8 +312,7 @@ class PromptRenderer:
     def conversation(self, prompt: Content) -> Sequence[Message] | None:
         """Return the messages that the chat template renders for a prompt, None if it does not."""
         mode = self._config.template
-        chat = mode == "chat" or (mode == "auto" and bool(prompt.messages and self.tokenizer.chat_template))
-        if chat:
+        if mode == "chat" or (prompt.messages and self._is_chat()):
             return prompt.messages or [("user", prompt.text)]
         if not prompt.text and prompt.messages:
             why = 'task.template is "raw"' if mode == "raw" else "the model's tokenizer has no chat template"

@@ -1,7 +1,7 @@
 """The status of a run as a process asks the buffer for it, and the state of the run in words.
 
 The buffer finds the stall (`tba.buffer.service.stall`). The asker adds that it does not answer, and what children do.
-`describe` alone puts this into words; of a run that no buffer serves, `tba.deploy.run_list` finds the state from files.
+`describe` alone puts this into words; of a run that no buffer serves, `tba.deploy.run_directory` has the state.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ READ_LOGS = "; correct the error if one is named, and read the logs in run.dir/l
 
 
 class State(NamedTuple):
-    """The state of a run (`tba.deploy.run_list` lists them), and what it does, waits for, or came to."""
+    """The state of a run (`tba.deploy.run_directory` lists them), and what it does, waits for, or came to."""
 
     name: str
     sentence: str
@@ -138,7 +138,6 @@ def last_trainer(status: Status, *, but: str = "") -> ClientStatus | None:
 
 
 def live_trainer(status: Status) -> ClientStatus | None:
-    """Return the living trainer."""
     last = last_trainer(status, but="gone")
     return last if last is not None and last.silent_seconds <= SILENT_SECONDS else None
 

@@ -75,14 +75,9 @@ class ConfigOptions:
         """
         path = None if other is None else Path(other)
         if path is not None and path.suffix in _FILES and os.path.isfile(path):
-            if path.suffix == ".toml":
-                raise UsageError(
-                    f"{path} is a configuration, and this argument is something else: pass it as --config {path}"
-                )
-            if has_database and isinstance(other, str):
-                raise UsageError(
-                    f"{path} is a database, and this argument is something else: pass it as --buffer {path}"
-                )
+            kind, name = ("configuration", "--config") if path.suffix == ".toml" else ("database", "--buffer")
+            if name == "--config" or (has_database and isinstance(other, str)):
+                raise UsageError(f"{path} is a {kind}, and this argument is something else: pass it as {name} {path}")
         return cls.of(None, option, sets)
 
     def resolve(self, overrides: dict[str, Any] | None = None, *, unless: Collection[str] = ()) -> "Resolved":
@@ -175,7 +170,6 @@ def note(sentence: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document on one line."""
     import json
 
     typer.echo(json.dumps(value, default=str))
@@ -204,7 +198,6 @@ def print_csv(headings: Sequence[str] | None, rows: Iterable[Sequence[Any]]) -> 
 
 
 def print_table(headings: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Print rows as a table for people."""
     print_columns(headings, ([row[heading] for heading in headings] for row in rows))
 
 
@@ -257,11 +250,6 @@ def console() -> "Console":
     # Otherwise brackets in a path or in SQL would be markup.
     standard = Console(markup=False, emoji=False)
     return standard if standard.is_terminal else Console(markup=False, emoji=False, width=_PIPE_WIDTH)
-
-
-def discard_output() -> None:
-    """Discard standard output after a broken pipe, so that the flush at exit raises no error."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

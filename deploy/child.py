@@ -148,7 +148,6 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
         return self.process.pid if self.process else None
 
     @property
@@ -160,7 +159,6 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended and will not be started again."""
         return self.exit_code is not None
 
     def take_arguments(self) -> list[str]:
@@ -181,7 +179,6 @@ class Child:
         return code != 0 or self.restart is RestartPolicy.ALWAYS
 
     def log_tail(self) -> str:
-        """Return the last lines of its output."""
         if self.relay is not None:
             return "\n".join(self.relay.tail)
         if self.log_file is not None:
@@ -204,8 +201,7 @@ class Child:
     def trouble(self, max_restarts: int) -> str:
         """Return a sentence if it has failed and does not do its work yet, or again; empty otherwise."""
         broken = self.failures > max_restarts
-        works = self.process is not None and self.ready and not broken
-        if self.ended or not self.failures or works:
+        if self.ended or not self.failures or (self.process is not None and self.ready and not broken):
             return ""
         starts_in = max(self.start_at - time.monotonic(), 0.0)
         when = "is being restarted" if self.process is not None else f"starts again in {starts_in:.0f} s"

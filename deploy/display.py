@@ -96,8 +96,8 @@ def summary_line(facts: Facts, status: Status, steps: int, remaining: float | No
 
 
 def _trainer_metrics(status: Status) -> list[str]:
-    trainer = last_trainer(status)
-    return [f"{name} {trainer.metrics[name]:.3g}" for name in _SHOWN if trainer and name in trainer.metrics]
+    metrics = trainer.metrics if (trainer := last_trainer(status)) else {}
+    return [f"{name} {metrics[name]:.3g}" for name in _SHOWN if name in metrics]
 
 
 def _searchers_at(status: Status) -> str:

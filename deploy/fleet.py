@@ -95,10 +95,8 @@ def searcher_children(
 
     if config.search.gpus != CPU:
         groups = searcher_groups(config, with_trainer=with_trainer, present=present)
-        return [
-            child(label(group), "--gpus", ",".join(group), "--tp", str(len(group)), gpus=",".join(group))
-            for group in groups
-        ]
+        names = [(label(group), ",".join(group), str(len(group))) for group in groups]
+        return [child(name, "--gpus", gpus, "--tp", count, gpus=gpus) for name, gpus, count in names]
     count = config.search.cpu_searchers
     parts = partition_cores(count + int(with_trainer and config.train.gpu == CPU))
     threads = openmp_threads(parts)

@@ -4,9 +4,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -31,10 +31,7 @@ _STATUS = "STATUS="
 _PICTURE = "run.png"
 
 
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """The children of one run."""
-
+class Roles(NamedTuple):
     buffer: Child
     searchers: list[Child]
     evaluators: list[Child]
@@ -110,7 +107,10 @@ class Launcher:
             facts = self._facts(client)
             display.show(facts, last=True)
             if stop():
-                display.note(f"stopping: {self._what_is_saved()}")
+                saves = (
+                    "the trainer saves a checkpoint" if self._roles.trainer.ready else "there is nothing new to save"
+                )
+                display.note(f"stopping: {saves if holds_run(self._config) else 'nothing was trained yet'}")
         return facts.status is not None and facts.status.finished and not stop()
 
     def _watch(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> None:
@@ -135,18 +135,12 @@ class Launcher:
         silent, failing = client.silent_seconds, self._supervisor.troubles()
         return Facts(status, client.address, silent, failing, starting=not self._roles.buffer.ready)
 
-    def _what_is_saved(self) -> str:
-        if not holds_run(self._config):
-            return "nothing was trained yet"
-        return "the trainer saves a checkpoint" if self._roles.trainer.ready else "there is nothing new to save"
-
     def _end(self) -> None:
         """Stop the trainer first (it saves a checkpoint), the buffer last (it stores what the others deliver).
 
         What is still loading has nothing to save, and may not react to SIGTERM: it is killed.
         """
-        drain = drain_seconds(self._config)
-        roles = self._roles
+        drain, roles = drain_seconds(self._config), self._roles
         self._supervisor.kill([child for child in roles.all[1:] if not child.ready])
         self._supervisor.stop([roles.trainer], drain_seconds=drain_seconds(self._config, trains=True))
         for children in (roles.evaluators, roles.searchers, [roles.buffer]):
@@ -196,29 +190,21 @@ def evaluate_in_child(
 
     Returns False if stopped. Raises TbaError if the child fails.
     """
-    log_file = config.run.dir / run_files.LOGS / "eval.log"
-    environment = one_thread_each(config)
-    command, at_end = ["eval", "--all", *arguments], partial(mark, config, ENDING)
-    child = _run_once("eval", command, log_file, environment, stop, at_end, tell)
+    log_file, command = config.run.dir / run_files.LOGS / "eval.log", ["eval", "--all", *arguments]
+    child = Child("eval", "eval", command, log_file, RestartPolicy.NEVER, environment=one_thread_each(config))
+    _run_once(child, stop, partial(mark, config, ENDING), tell)
     if child.last_code:
         raise child.failure()
     return not stop()
 
 
 def _run_once(
-    name: str,
-    arguments: Sequence[str],
-    log_file: Path,
-    environment: dict[str, str],
+    child: Child,
     stop: Callable[[], bool],
     at_end: Callable[[], None] = lambda: None,
     tell: Callable[[str], None] = lambda _: None,
-) -> Child:
-    """Run a child that is never restarted to its end or until `stop()`, then call `at_end` and stop the child.
-
-    `tell` receives its status, as systemd would.
-    """
-    child = Child(name, name, arguments, log_file, RestartPolicy.NEVER, environment=environment)
+) -> None:
+    """Run a child to its end or until `stop()`, then call `at_end` and stop it. `tell` receives its status."""
     with Supervisor([child], LaunchSection()) as supervisor:
         while not (stop() or child.ended):
             supervisor.poll()
@@ -228,7 +214,6 @@ def _run_once(
             time.sleep(POLL_SECONDS)
         at_end()
         supervisor.stop([child], drain_seconds=1.0)
-    return child
 
 
 def download_models(config: Config, report: Callable[[str], None]) -> None:
@@ -247,8 +232,10 @@ def check_task_in_child(config: Config, arguments: Sequence[str], stop: Callable
     """
     with tempfile.TemporaryDirectory(prefix="tba-check-") as directory:
         # Unbuffered, so that output of the task comes before the error sentence, which must be the last line.
-        log_file, environment = Path(directory, "check.log"), {"PYTHONUNBUFFERED": "1"}
-        child = _run_once("check", ["doctor", "--only", "task", "--strict", *arguments], log_file, environment, stop)
+        command, environment = ["doctor", "--only", "task", "--strict", *arguments], {"PYTHONUNBUFFERED": "1"}
+        log_file = Path(directory, "check.log")
+        child = Child("check", "check", command, log_file, RestartPolicy.NEVER, environment=environment)
+        _run_once(child, stop)
         if code := child.last_code:
             last = child.log_tail().rpartition("\n")[2] or "it wrote nothing"
             ended = f"task.name {config.task.name}: the process that loaded it {ending(code)}: {last}"

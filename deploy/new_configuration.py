@@ -167,18 +167,19 @@ def _devices(answer: str) -> tuple[str, str]:
 def _text(model: str, task: str, data: str, devices: tuple[str, str], name: str) -> str:
     """Return the file. A model on the CPU is small: it takes larger steps, and gives short answers."""
     is_small = devices == ("cpu", "cpu")
-    values = {
-        "name": name,
-        "dir": f"runs/{name}",
-        "model": model,
-        "dtype": "float32" if is_small else "bfloat16",
-        "task": task,
-        "engine": "transformers" if is_small else "vllm",
-        "search_gpus": devices[0],
-        "train_gpu": devices[1],
-    }
-    numbers = {"max_tokens": "32" if is_small else "512", "learning_rate": "1e-5" if is_small else "2e-6"}
-    text = _TEMPLATE.format(**{key: _quoted(value) for key, value in values.items()}, **numbers, data=data)
+    text = _TEMPLATE.format(
+        name=_quoted(name),
+        dir=_quoted(f"runs/{name}"),
+        model=_quoted(model),
+        dtype=_quoted("float32" if is_small else "bfloat16"),
+        task=_quoted(task),
+        engine=_quoted("transformers" if is_small else "vllm"),
+        search_gpus=_quoted(devices[0]),
+        train_gpu=_quoted(devices[1]),
+        max_tokens=32 if is_small else 512,
+        learning_rate="1e-5" if is_small else "2e-6",
+        data=data,
+    )
     if devices[0] == devices[1] and not is_small:
         share = "# Searchers and trainer share a GPU.\ngpu_memory_utilization = 0.4\n"
         text = text.replace("# Responses to each prompt,", f"{share}# Responses to each prompt,")

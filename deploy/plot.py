@@ -53,9 +53,8 @@ def read_curve(directory: Path, run: str | None = None) -> Curve:
     if run is None:
         rows = all_evaluations(directory)
         run = rows[-1]["run"] if rows else directory.name
-    return Curve(
-        run if directory.name == run else f"{directory.name} ({run})", metrics, read_evaluations(directory, run)
-    )
+    label = run if directory.name == run else f"{directory.name} ({run})"
+    return Curve(label, metrics, read_evaluations(directory, run))
 
 
 def draw_curves(curves: Sequence[Curve], picture: Path, *, x: str = "steps") -> Path:

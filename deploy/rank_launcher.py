@@ -16,13 +16,7 @@ from pathlib import Path
 from tba.common.config import Config
 from tba.common.errors import EXIT_LOST, TbaError
 from tba.common.system.devices import CPU
-from tba.common.system.process import (
-    RENDEZVOUS_VARIABLE,
-    node_number,
-    notify_systemd,
-    openmp_threads,
-    partition_cores,
-)
+from tba.common.system.process import RENDEZVOUS_VARIABLE, node_number, notify_systemd, openmp_threads, partition_cores
 from tba.common.system.watchdog import Watchdog
 from tba.deploy.child import NO_RESTART, Child, RestartPolicy, drain_seconds, ending
 from tba.deploy.supervisor import Supervisor

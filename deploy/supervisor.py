@@ -88,16 +88,13 @@ class Supervisor:
             if child.process is not None:
                 self._receive_notices(child)
                 self._check_running(child)
-            elif child.due and not any(self._may_measure(engine) for engine in child.behind):
+            # An engine that starts, or is about to, measures the free memory of its GPU.
+            elif child.due and all(one.ready or one.ended or self.broken(one) for one in child.behind):
                 self._start(child)
 
     def broken(self, child: Child) -> bool:
         """Return whether a child has failed more than `launch.max_restarts` times in a row."""
         return child.failures > self._launch.max_restarts
-
-    def _may_measure(self, engine: Child) -> bool:
-        """Return whether an engine is starting, or is about to: then it measures the free memory of its GPU."""
-        return not (engine.ready or engine.ended or self.broken(engine))
 
     def failed(self) -> Child | None:
         """Return a child whose failure ends everything: a restart cannot help it, or all of its kind are broken."""
@@ -143,7 +140,6 @@ class Supervisor:
         self.kill(children)
 
     def kill(self, children: Sequence[Child]) -> None:
-        """Kill children and their descendants immediately."""
         for child in children:
             if child.process is not None:
                 child.exit_code = self._collect(child)

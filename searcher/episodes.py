@@ -24,9 +24,8 @@ import numpy as np
 from tba.common.config import Config
 from tba.common.errors import EngineError, named
 from tba.common.rendering import Message, PromptRenderer
-from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns, one_turn
 from tba.common.wire.fields import LARGEST_REWARD, MAX_REWARD_PARTS, MAX_TURN_MESSAGES, ErrorKind
-from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, Int32
+from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, EpisodeTokens, Int32, SampledTurn, join_turns, one_turn
 from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.scoring.rewards import Rewards

@@ -27,10 +27,9 @@ from tba.common.errors import EngineError, named
 from tba.common.log import get_logger
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.codec import MAX_REQUEST_FRAME_BYTES
-from tba.common.wire.episode import EpisodeTokens, one_turn
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
-from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, Int32, Trajectory
+from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, EpisodeTokens, Int32, Trajectory, one_turn
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine, Generation, Requests, SamplingSettings
 from tba.searcher.engines.stopping import Stopping

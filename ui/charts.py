@@ -99,7 +99,6 @@ class Metrics:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def _read(self, rows: PageRows) -> None:
-        """Read the new steps."""
         sql = """SELECT step, MAX(MIN(trained_at, 1e300), 0) AS trained_at, metrics FROM batches
             WHERE run = ? AND step > ? AND trained_at IS NOT NULL ORDER BY step"""
         for row in rows.all(sql, self.run.id, self._steps[-1] if self._steps else -1):
@@ -167,8 +166,6 @@ def _thinned(steps: list[int]) -> list[int]:
 
 
 class _Scale:
-    """Maps values of both axes to pixels."""
-
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self.x0, self.x1 = _span(xs)
         self.y0, self.y1 = _span(ys)
@@ -202,14 +199,11 @@ def histogram(values: Sequence[float], title: str) -> Markup:
     """Draw a histogram: one bar per value if they are few integers, else twenty bars."""
     # So that a range is finite.
     values = [min(max(value, -_LARGEST), _LARGEST) for value in values]
-    low, high = min(values), max(values)
-    if all(float(value).is_integer() for value in values) and high - low < 2 * _BINS:
-        width, bins, names = 1.0, int(high - low) + 1, (low, high)
-        low -= 0.5
-        counts = Counter(int(value - low) for value in values)
-    else:
-        width, bins, names = (high - low) / _BINS or 1.0, _BINS, (low, high)
-        counts = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
+    low, high = names = min(values), max(values)
+    is_whole = all(float(value).is_integer() for value in values) and high - low < 2 * _BINS
+    width, bins = (1.0, int(high - low) + 1) if is_whole else ((high - low) / _BINS or 1.0, _BINS)
+    low -= 0.5 * is_whole
+    counts = Counter(min(int((value - low) / width), bins - 1) for value in values)
     margin = max(_LEAST_BINS - bins, 0) / 2 * width
     scale = _Scale([low - margin, low + bins * width + margin], [0, max(counts.values())])
     parts = []

@@ -53,7 +53,6 @@ def column(rows: Sequence[Any], key: Any) -> list[str]:
 
 
 def percent(value: float | None) -> str:
-    """Format a fraction."""
     # A database of foreign origin may have text there.
     return f"{100 * value:.0f} %" if isinstance(value, int | float) else "–"
 
@@ -69,7 +68,6 @@ def time_text(seconds: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format a duration with its unit."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
@@ -80,7 +78,6 @@ def duration(seconds: float | None) -> str:
 
 
 def excerpt(text: str | None, length: int) -> str:
-    """Return the beginning of a text on one line."""
     if not text:
         return ""
     # A line of a megabyte is cut before it is searched for white space.

@@ -17,7 +17,7 @@ from tba.common import run_files
 from tba.common.config.layers import as_toml
 from tba.common.errors import StorageError, UsageError
 from tba.common.wire.messages import Status
-from tba.deploy.run_list import served_status
+from tba.deploy.run_directory import served_status
 
 DEFAULT_DIRECTORY = Path("runs")
 _PAGE_SECONDS = 5.0
@@ -48,7 +48,6 @@ class Run:
 
     @contextlib.contextmanager
     def rows(self) -> Iterator[PageRows]:
-        """Open the database for one page."""
         with page_rows(self.database, seconds=_PAGE_SECONDS) as rows:
             yield rows
 

@@ -28,12 +28,10 @@ class Site:
     metrics: dict[str, Metrics] = field(default_factory=dict)
 
     def page(self, template: str, *, http_status: int = 200, **values: Any) -> HTMLResponse:
-        """Render a template."""
         html = self.environment.get_template(template).render(runs=self.runs, **values)
         return HTMLResponse(html, http_status)
 
     def metrics_of(self, run: Run) -> Metrics:
-        """Return the metrics of a run."""
         return self.metrics.setdefault(run.key, Metrics(run))
 
 
@@ -52,7 +50,6 @@ def make_environment() -> Environment:
 
 
 def site_of(request: Request) -> Site:
-    """Return the site of a request."""
     site: Site = request.app.state.site
     return site
 

@@ -36,7 +36,6 @@ class _Order:
 
     @property
     def by(self) -> str:
-        """The terms of ORDER BY."""
         direction = "DESC" if self.descends else "ASC"
         return f"{self.id} DESC" if self.by_key else f"{self.key} {direction}, {self.id} {direction}"
 
@@ -193,7 +192,6 @@ def _order_name(given: Mapping[str, str], sort: str) -> str:
 
 
 def _conditions(given: Mapping[str, str]) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield the conditions on a row, with their values."""
     for name, (condition, kind) in _CONDITIONS.items():
         if given.get(name):
             yield condition, [_value(name, given[name], kind)]

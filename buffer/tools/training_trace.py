@@ -17,9 +17,8 @@ import numpy as np
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from tba.common.errors import UsageError, problems
-from tba.common.wire.episode import SampledTurn, join_turns
 from tba.common.wire.fields import MAX_TURN_MESSAGES, MAX_TURN_TEXT
-from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH
+from tba.common.wire.trajectory import STOP_EOS, STOP_LENGTH, SampledTurn, join_turns
 
 FATAL, WARN = "FATAL", "WARN"
 _MODEL = re.compile(r"policy@v(\d+)\Z")

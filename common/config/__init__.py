@@ -14,39 +14,24 @@ Relative paths are relative to the working directory of the command. The docstri
 `docs/configuration.md` is generated from it.
 """
 
-from tba.common.config.buffer import BufferSection, CurriculumSection
+from tba.common.config.buffer import CurriculumSection
 from tba.common.config.root import Config
-from tba.common.config.run import EvalSection, LaunchSection, ModelSection, RunSection, SecuritySection
+from tba.common.config.run import LaunchSection
 from tba.common.config.search import Explored, SearchSection
-from tba.common.config.section import Section
 from tba.common.config.task import RewardModelSection, TaskSection, Truncated
-from tba.common.config.train import (
-    LoraSection,
-    MetricsSection,
-    ObjectiveSection,
-    ReferenceSection,
-    SftSection,
-    TrainSection,
-)
+from tba.common.config.train import LoraSection, MetricsSection, ObjectiveSection, ReferenceSection, TrainSection
 
 __all__ = [
-    "BufferSection",
     "Config",
     "CurriculumSection",
-    "EvalSection",
     "Explored",
     "LaunchSection",
     "LoraSection",
     "MetricsSection",
-    "ModelSection",
     "ObjectiveSection",
     "ReferenceSection",
     "RewardModelSection",
-    "RunSection",
     "SearchSection",
-    "Section",
-    "SecuritySection",
-    "SftSection",
     "TaskSection",
     "TrainSection",
     "Truncated",

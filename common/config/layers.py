@@ -153,7 +153,6 @@ def secrets_of(config: Config) -> dict[str, str]:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the value of a dotted key."""
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
 

@@ -44,14 +44,12 @@ def check_paths(config: Config, *, here: bool = True) -> list[str]:
 
 def model_paths(config: Config) -> dict[str, str]:
     """Return the settings that name models, with their values: directories, or names of the hub."""
-    models = {"model.path": config.model.path}
-    if config.reward_model.path:
-        models["reward_model.path"] = config.reward_model.path
-    if config.reference.path:
-        models["reference.path"] = config.reference.path
-    if config.eval.embedder:
-        models["eval.embedder"] = config.eval.embedder
-    return models
+    others = {
+        "reward_model.path": config.reward_model.path,
+        "reference.path": config.reference.path,
+        "eval.embedder": config.eval.embedder,
+    }
+    return {"model.path": config.model.path} | {key: path for key, path in others.items() if path}
 
 
 def asked_packages(config: Config) -> list[tuple[str, str, str]]:
@@ -104,8 +102,7 @@ def _check_engine_arguments(config: Config) -> list[str]:
     """Raise ConfigError for an unknown name in `search.vllm`. Returns a sentence if vLLM is not installed here."""
     if not config.search.vllm or config.search.engine != "vllm":
         return []
-    known = installed_arguments()
-    if known:
+    if known := installed_arguments():
         check_arguments(config.search.vllm, known)
         return []
     return [f"search.vllm sets {', '.join(config.search.vllm)}: not checked, vLLM is not installed here"]
@@ -123,16 +120,11 @@ def check_adapters(config: Config) -> None:
 
 def check_data(task: TaskSection) -> None:
     """Raise ConfigError for a file of prompts that does not exist. Other names are hub ids."""
-    named = [
-        (key, path)
-        for source in task.sources
-        if source.reads_files
-        for key, path in (("task.train", source.train), ("task.test", source.test))
-    ]
-    for key, path in named:
-        # Unlike Path.exists, this is False in a directory that this user may not enter.
-        if is_data_file(path) and not os.path.exists(path):
-            raise ConfigError(f"{key} {path} does not exist")
+    for source in task.sources:
+        for key, path in (("task.train", source.train), ("task.test", source.test)):
+            # Unlike Path.exists, this is False in a directory that this user may not enter.
+            if source.reads_files and is_data_file(path) and not os.path.exists(path):
+                raise ConfigError(f"{key} {path} does not exist")
 
 
 def hub_data(task: TaskSection) -> list[str]:

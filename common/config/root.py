@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Self
 
 from pydantic import model_validator
 
@@ -20,6 +20,7 @@ from tba.common.config.train import (
     SftSection,
     TrainSection,
 )
+from tba.common.errors import quantity
 from tba.common.wire.socket_files import socket_of
 
 # Of a token id, and of a log-probability, in a message.
@@ -27,8 +28,6 @@ _TOKEN_BYTES = 4
 
 
 class Config(Section):
-    """The whole configuration."""
-
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
@@ -53,33 +52,31 @@ class Config(Section):
 
     @property
     def database(self) -> Path:
-        """The SQLite file of the buffer."""
         return self.buffer.database or self.run.dir / run_files.DATABASE
 
     @property
     def snapshots(self) -> Path:
-        """Directory of the published snapshots."""
         return self.run.dir / run_files.SNAPSHOTS
 
     @property
     def checkpoints(self) -> Path:
-        """Directory of the trainer's checkpoints."""
         return self.run.dir / run_files.CHECKPOINTS
 
     @property
     def spool(self) -> Path:
-        """Directory of the searchers' spools."""
         return self.search.spool_dir or self.run.dir / run_files.SPOOL
 
     @property
     def max_staleness(self) -> int | None:
         """The staleness limit in optimiser steps, None if unbounded."""
-        return _bound(self.buffer.max_staleness)
+        limit = self.buffer.max_staleness
+        return None if limit == "unbounded" else limit
 
     @property
     def samples_per_insert(self) -> float | None:
         """How often a trajectory is trained on, on average; None if unbounded."""
-        return _bound(self.buffer.samples_per_insert)
+        limit = self.buffer.samples_per_insert
+        return None if limit == "unbounded" else limit
 
     @property
     def least_slack(self) -> int:
@@ -110,13 +107,6 @@ class Config(Section):
     def _sections_agree(self) -> Self:
         _check(self)
         return self
-
-
-_Number = TypeVar("_Number", int, float)
-
-
-def _bound(value: _Number | Literal["unbounded"]) -> _Number | None:
-    return None if value == "unbounded" else value
 
 
 def _check(config: Config) -> None:
@@ -262,7 +252,7 @@ def check_batches(config: Config, prompts: int | None = None) -> None:
     """
     buffer, asked = config.buffer, config.train.prompts_per_step
     if prompts is not None and prompts < asked:
-        has = "1 prompt" if prompts == 1 else f"{prompts} prompts"
+        has = quantity(prompts, "prompt")
         raise ValueError(f"the task has {has} and a batch needs {asked} different ones: lower train.prompts_per_step")
     least = max(buffer.min_fill, _rows_of_batch(config, prompts or asked))
     most = buffer.max_trajectories
@@ -311,11 +301,8 @@ def _rows_of_batch(config: Config, prompts: int) -> int:
             "set search.temperature above 0, or buffer.dedup = false"
         )
     # Data of one staleness or of one beginning may end with a visit.
-    parts = {
-        "a bounded buffer.max_staleness": config.max_staleness is not None,
-        "search.guided": config.search.guided > 0,
-    }
-    if need > samples and (part := next((name for name, is_set in parts.items() if is_set), "")):
+    part = "a bounded buffer.max_staleness" if config.max_staleness is not None else "search.guided"
+    if need > samples and (config.max_staleness is not None or config.search.guided):
         raise ValueError(
             f'buffer.replacement = "never" with {part} needs search.samples_per_prompt >= '
             f"train.samples_per_prompt = {need}: one visit must give a whole group"

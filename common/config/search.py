@@ -206,36 +206,27 @@ def _explored_numbers(value: Any) -> list[float]:
 _HOT_RELOAD = "hot reload of weights depends on it"
 _TOKENS = "tba passes token ids and decodes responses itself"
 _ONE_PROCESS = "an engine runs on the search.tensor_parallel GPUs of one searcher"
-_LORA = "set lora.rank and lora.publish"
 
 # By argument, the reason or the key to set instead.
 _OWN = {
     "model": "set model.path",
     "dtype": "set model.dtype",
     "seed": "set run.seed, from which each searcher's seed follows",
-    "tokenizer": _TOKENS,
-    "tokenizer_mode": _TOKENS,
-    "skip_tokenizer_init": _TOKENS,
+    **dict.fromkeys(("tokenizer", "tokenizer_mode", "skip_tokenizer_init"), _TOKENS),
     "max_model_len": "set search.max_model_len",
     "max_num_seqs": "set search.max_in_flight",
     "tensor_parallel_size": "set search.tensor_parallel",
     "enforce_eager": "set search.enforce_eager",
     "gpu_memory_utilization": "set search.gpu_memory_utilization",
     "kv_cache_memory_bytes": "set search.kv_cache_gib",
-    "enable_lora": _LORA,
-    "max_loras": _LORA,
-    "max_lora_rank": _LORA,
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "set lora.rank and lora.publish"),
     "logprobs_mode": "recorded log-probabilities must be those of the distribution that was sampled from",
     "generation_config": "each request defines its sampling",
     "return_sampling_mask": "it is on if search.top_p, top_k or min_p and the objective need it",
     "scheduling_policy": "the canary must come before other requests",
-    "worker_extension_cls": _HOT_RELOAD,
-    "load_format": _HOT_RELOAD,
-    "model_loader_extra_config": _HOT_RELOAD,
+    **dict.fromkeys(("worker_extension_cls", "load_format", "model_loader_extra_config"), _HOT_RELOAD),
     "runner": "a searcher generates",
-    "pipeline_parallel_size": _ONE_PROCESS,
-    "distributed_executor_backend": _ONE_PROCESS,
-    "nnodes": _ONE_PROCESS,
+    **dict.fromkeys(("pipeline_parallel_size", "distributed_executor_backend", "nnodes"), _ONE_PROCESS),
 }
 
 

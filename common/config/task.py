@@ -120,13 +120,17 @@ class TaskSection(TaskSource):
     """MiB of memory of one reward worker."""
 
     @model_validator(mode="after")
-    def _check_mixture(self) -> Self:
+    def _check(self) -> Self:
         if (self.name == MIXTURE) != bool(self.mixture):
             raise ValueError('task.name = "mixture" and the tables [[task.mixture]] need each other')
         if any(part.name == MIXTURE for part in self.mixture):
             raise ValueError("task.mixture contains a mixture: name its tasks directly")
         if len({part.weight is None for part in self.mixture}) > 1:
             raise ValueError("task.mixture: give every task a weight, or none")
+        if self.template == "raw" and (self.system or self.template_kwargs):
+            raise ValueError(
+                'task.system and task.template_kwargs have no effect with task.template = "raw": remove them'
+            )
         return self
 
     @field_validator("phases")
@@ -144,14 +148,6 @@ class TaskSection(TaskSource):
         if isinstance(value, str) and value not in get_args(_Unscored):
             raise ValueError('write "score", "mask", or the reward of a response that was cut off, such as -1.0')
         return value
-
-    @model_validator(mode="after")
-    def _check_template(self) -> Self:
-        if self.template == "raw" and (self.system or self.template_kwargs):
-            raise ValueError(
-                'task.system and task.template_kwargs have no effect with task.template = "raw": remove them'
-            )
-        return self
 
     @property
     def sources(self) -> tuple[TaskSource, ...]:

@@ -195,24 +195,16 @@ class ObjectiveSection(Section):
         return anchored or self.anchor == "reference"
 
     @model_validator(mode="after")
-    def _check_kl(self) -> Self:
+    def _check(self) -> Self:
         if self.kl != "auto" and self.name in _ANCHORED:
             raise ValueError(
                 f"objective.kl has no effect for {self.name}, whose formula includes its anchor: remove it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_log_z(self) -> Self:
         if self.log_z == "turn" and (self.name != "tb" or self.imitation_weight or self.taper != "off"):
             raise ValueError(
                 f'objective.log_z = "turn" is for tb without imitation and taper: remove it, or set objective.name = '
                 f'"tb" ({self.name} has no log Z, or only one of the prompt), imitation = 0 and taper = "off"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_stale(self) -> Self:
         if self.imitation_weight and self.name not in _CENTRED:
             raise ValueError(
                 f"objective.imitation has no meaning for {self.name}, whose advantage is not the reward minus the mean "

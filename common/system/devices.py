@@ -46,9 +46,7 @@ def list_gpus() -> list[Gpu]:
     if visible is not None and visible.strip() in _NO_DEVICES:
         return []
     present = _query_gpus()
-    if visible is None:
-        return present
-    return [_named(name.strip(), present) for name in visible.split(",")]
+    return present if visible is None else [_named(name.strip(), present) for name in visible.split(",")]
 
 
 def need_gpus(asked: Mapping[str, str], present: Sequence[Gpu], flag: str = "") -> None:
@@ -147,8 +145,8 @@ def check_free(names: Sequence[str], present: Sequence[Gpu], *, utilization: flo
     A GPU whose memory nvidia-smi does not report (MIG) passes: its engine fails if there is too little.
     """
     for name in names:
-        gpu = next((gpu for gpu in present if gpu.is_called(name)), None)
-        if gpu is None or gpu.total_mib - gpu.used_mib >= utilization * gpu.total_mib:
+        gpu = _named(name, present)
+        if gpu.total_mib - gpu.used_mib >= utilization * gpu.total_mib:
             continue
         holders = ", ".join(gpu.processes) or "a process that nvidia-smi does not list (in another container?)"
         raise DeviceBusy(
@@ -184,7 +182,7 @@ def _find(name: str, wanted: str, present: Sequence[Gpu]) -> Gpu | None:
 
 
 def _named(name: str, present: Sequence[Gpu]) -> Gpu:
-    # A GPU that a scheduler allows exists, even if nvidia-smi is missing and cannot describe it.
+    # One that a scheduler allows, or a MIG slice, exists even if nvidia-smi cannot describe it: no memory is known.
     return next((gpu for gpu in present if gpu.is_called(name)), Gpu(name))
 
 
@@ -192,21 +190,19 @@ def _indices(wanted: str, present: Sequence[Gpu]) -> list[str]:
     """Return the indices of the GPUs in a list, and the names of those that are not `present`."""
     if wanted == "all":
         return [gpu.index for gpu in present]
-    return [next((gpu.index for gpu in present if gpu.is_called(name)), name) for name in _expand_all(wanted)]
+    return [_named(name, present).index for name in _expand_all(wanted)]
 
 
 def _expand_all(wanted: str) -> list[str]:
-    return [name for part in wanted.split(",") for name in _expand(part.strip(), wanted)]
-
-
-def _expand(part: str, whole: str) -> list[str]:
-    if match := _RANGE.fullmatch(part):
-        first, last = int(match[1]), int(match[2])
-        if first <= last:
-            return [str(number) for number in range(first, last + 1)]
-    elif part.isdigit() or part.startswith(("GPU-", "MIG-")):
-        return [part]
-    raise UsageError(f"{whole!r} is not a list of GPUs: write 0-6, 0,2,4, a UUID, all, or cpu")
+    names: list[str] = []
+    for part in map(str.strip, wanted.split(",")):
+        if (match := _RANGE.fullmatch(part)) and int(match[1]) <= int(match[2]):
+            names += map(str, range(int(match[1]), int(match[2]) + 1))
+        elif part.isdigit() or part.startswith(("GPU-", "MIG-")):
+            names.append(part)
+        else:
+            raise UsageError(f"{wanted!r} is not a list of GPUs: write 0-6, 0,2,4, a UUID, all, or cpu")
+    return names
 
 
 def _query_gpus() -> list[Gpu]:

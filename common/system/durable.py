@@ -46,7 +46,6 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """fsync a file or a directory."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)

@@ -229,7 +229,6 @@ class NotifySocket:
         return lines
 
     def close(self) -> None:
-        """Close the socket and delete its file."""
         self._channel.close()
         self._directory.cleanup()
 

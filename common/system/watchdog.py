@@ -45,7 +45,6 @@ class Watchdog:
         self._thread = Background("watchdog", self._watch)
 
     def start(self) -> None:
-        """Watch from now on."""
         if self._limit:
             # Here, not in the thread: a loop that keeps the lock in its first round would not let the thread set it.
             self._set_timer(self._limit * WARMUP_TIMES)
@@ -61,7 +60,6 @@ class Watchdog:
             notify_systemd("WATCHDOG=1")
 
     def stop(self) -> None:
-        """Watch no longer."""
         self._thread.stop()
 
     def _watch(self) -> None:

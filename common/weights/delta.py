@@ -219,7 +219,6 @@ class DeltaStore:
         shutil.rmtree(self._directory / directory_name(version), ignore_errors=True)
 
     def clear(self) -> None:
-        """Delete all deltas."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _collect(self, whole: int) -> None:

@@ -8,12 +8,11 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tba.common.errors import ConfigError, HubUnavailable, Malformed, MissingExtra, first_line
 from tba.common.system.durable import open_regular
 
-_Answer = TypeVar("_Answer")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _HUB_SECONDS = 10
 # Unauthorized, forbidden, not found.
@@ -39,12 +38,8 @@ def model_directory(path: str, *, setting: str = "model.path") -> Path:
     if cached is None:
         check_hub(path, setting=setting)
 
-    def download() -> str:
-        from huggingface_hub import snapshot_download
-
-        return str(snapshot_download(path, revision=cached.name if cached else None, allow_patterns=_HUB_FILES))
-
-    directory = Path(_from_hub(download, path, setting))
+    asked = {"revision": cached.name if cached else None, "allow_patterns": _HUB_FILES}
+    directory = Path(_from_hub(lambda hub: hub.snapshot_download(path, **asked), path, setting))
     _check_files(directory, path, setting)
     return directory
 
@@ -112,24 +107,14 @@ def check_hub(path: str, *, setting: str = "model.path") -> str:
     """
     if model_here(path):
         return f"{path} is in the cache of the hub"
-
-    def list_files() -> list[str]:
-        from huggingface_hub import HfApi
-
-        # A download would try a hub that is not there for half a minute.
-        return [file.rfilename for file in HfApi().model_info(path, timeout=_HUB_SECONDS).siblings or []]
-
-    def download_config() -> str:
-        from huggingface_hub import hf_hub_download
-
-        return str(hf_hub_download(path, "config.json"))
-
-    names = [name for name in _from_hub(list_files, path, setting) if "/" not in name]
+    # A download would try a hub that is not there for half a minute.
+    info = _from_hub(lambda hub: hub.HfApi().model_info(path, timeout=_HUB_SECONDS), path, setting)
+    names = [file.rfilename for file in info.siblings or [] if "/" not in file.rfilename]
     _refuse_adapter(names, path, setting)
     need_tokenizer(names, path, setting)
     if not fnmatch.filter(names, "*.safetensors"):
         raise ConfigError(f"{setting} {path} has no safetensors files on the hub; other weight formats are not loaded")
-    _from_hub(download_config, path, setting)
+    _from_hub(lambda hub: hub.hf_hub_download(path, "config.json"), path, setting)
     return f"{path} is not a local directory: it will be downloaded from the hub"
 
 
@@ -139,15 +124,16 @@ def is_hub_name(path: str) -> bool:
     return not (is_path or os.path.isdir(path))
 
 
-def _from_hub(ask: Callable[[], _Answer], name: str, setting: str) -> _Answer:
-    """Return what `ask` does. Raises ConfigError and HubUnavailable as `check_hub`, and MissingExtra."""
+def _from_hub(ask: Callable[[Any], Any], name: str, setting: str) -> Any:
+    """Return what `ask` does with huggingface_hub. Raises as `check_hub`, and MissingExtra."""
     try:
+        import huggingface_hub
         from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
     except ModuleNotFoundError:
         raise MissingExtra("huggingface_hub", "train") from None
     refused = f"{setting} {name!r} is neither a directory nor a model the hub gives"
     try:
-        return ask()
+        return ask(huggingface_hub)
     except GatedRepoError as error:
         raise ConfigError(f"{refused}: accept its licence on the hub, then `hf auth login`") from error
     except HFValidationError as error:

@@ -27,7 +27,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ from tba.common.weights.tensor_file import blake3_of
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
 FORMAT = 1
 MANIFEST = "manifest.json"
 DELTA = "delta.safetensors.zst"
@@ -167,7 +168,6 @@ def write_manifest(directory: Path, manifest: Manifest) -> str:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Size and hash of a file."""
     return FileEntry(path.stat().st_size, blake3_of(path))
 
 
@@ -178,22 +178,18 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
 
 def check_file(path: Path, entry: FileEntry) -> None:
     """Raise SnapshotCorrupt if a file is not the one of a manifest, SnapshotError if it cannot be read."""
-    _compare(path, blake3_of, entry.blake3)
+    check_hash(path, _measured(path, blake3_of), entry.blake3)
 
 
 def check_size(path: Path, entry: FileEntry) -> None:
     """Raise SnapshotCorrupt if a file has another size than in a manifest, SnapshotError if there is none."""
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise read_error(error, f"{path}: {error.strerror}: the snapshot was deleted or never complete") from error
-    if found != entry.bytes:
+    if (found := _measured(path, lambda one: one.stat().st_size)) != entry.bytes:
         raise SnapshotCorrupt(f"{path} has {found} bytes, not {entry.bytes} as announced")
 
 
 def check_manifest(directory: Path, sha256: str) -> None:
     """Raise SnapshotCorrupt if a manifest is not the announced one, SnapshotError if it cannot be read."""
-    _compare(directory / MANIFEST, sha256_of, sha256)
+    check_hash(directory / MANIFEST, _measured(directory / MANIFEST, sha256_of), sha256)
 
 
 def read_error(error: OSError, sentence: str) -> SnapshotError:
@@ -201,12 +197,11 @@ def read_error(error: OSError, sentence: str) -> SnapshotError:
     return (SnapshotMissing if isinstance(error, FileNotFoundError) else SnapshotError)(sentence)
 
 
-def _compare(path: Path, hash_of: Callable[[Path], str], expected: str) -> None:
+def _measured(path: Path, measure: Callable[[Path], T]) -> T:
     try:
-        found = hash_of(path)
+        return measure(path)
     except OSError as error:
         raise read_error(error, f"{path}: {error.strerror}: the snapshot was deleted or never complete") from error
-    check_hash(path, found, expected)
 
 
 def check_hash(path: Path, found: str, expected: str) -> None:

@@ -163,5 +163,4 @@ def blake3_of(path: Path) -> str:
 
 
 def blake3_of_bytes(content: memoryview | bytes) -> str:
-    """The BLAKE3 of memory as hex digits."""
     return blake3(content, max_threads=blake3.AUTO).hexdigest()

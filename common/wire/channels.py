@@ -31,7 +31,7 @@ from tba.common.log import get_logger
 from tba.common.system.process import allow_many_files
 from tba.common.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_FRAME_BYTES
 from tba.common.wire.keys import ClientKeys, KeyPair, ServerKeys
-from tba.common.wire.socket_files import free_socket_file, is_local, keep_private, own_socket_directory
+from tba.common.wire.socket_files import free_socket_file, is_local, keep_private, make_socket_directory
 from tba.common.wire.trajectory import ARRAY_KINDS
 
 Socket = zmq.Socket[bytes]
@@ -169,7 +169,6 @@ def _bytes_received(descriptor: int) -> int:
 
 
 def new_pair(name: str) -> KeyPair:
-    """Return a new key pair."""
     public, secret = map(z85.decode, zmq.curve_keypair())
     return KeyPair(name, public.hex(), secret.hex())
 
@@ -430,7 +429,7 @@ class ClientChannel:
         self._dial_at = math.inf
         # Monotonic time of the last message, or of the connection.
         self._active_at = time.monotonic()
-        own_socket_directory(address)
+        make_socket_directory(address, in_memory_alone=True)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _set_limits(self._socket, _CLIENT_SILENT_SECONDS)

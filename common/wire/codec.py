@@ -55,8 +55,6 @@ class RequestHeader(Envelope, frozen=True):
 
 
 class ReplyHeader(Envelope, frozen=True):
-    """Frame 0 of a reply."""
-
     state: RunState
 
 
@@ -75,8 +73,6 @@ _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 
 @dataclass(slots=True)
 class Decoded(Generic[Header]):
-    """A decoded multipart."""
-
     header: Header
     message: Message
     frames: list[memoryview]
@@ -90,7 +86,6 @@ PlainReply = Decoded[Envelope]
 def encode_request(
     message: Message, *, id: int, role: Role, sender: str, run: str, frames: Sequence[bytes] = ()
 ) -> Frames:
-    """Return the multipart of a request."""
     header = {"role": role, "sender": sender, **_envelope(message, id, run)}
     return [_encode(header), *frames]
 

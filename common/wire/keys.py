@@ -52,8 +52,6 @@ _KEY_MARK = "#"
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """The key pair of a node."""
-
     name: str
     public: str
     secret: str = field(repr=False)
@@ -69,13 +67,10 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class Authorized:
-    """A key that is admitted."""
-
     name: str
     roles: tuple[KeyRole, ...]
 
     def speaks_as(self, role: Role) -> bool:
-        """Whether the key may send messages of a role."""
         return any(role in _ROLES_OF_MESSAGES[own] for own in self.roles)
 
 

@@ -29,19 +29,14 @@ def socket_of(run_dir: Path) -> Path:
     return _MEMORY / f"tba-{os.getuid()}" / f"{name}.socket"
 
 
-def make_socket_directory(address: str) -> None:
-    """Create the directory of an ipc address for a server. Raises ConfigError if it cannot be used."""
-    if has_file(address):
-        _make(_path_of(address).parent, address)
+def make_socket_directory(address: str, *, in_memory_alone: bool = False) -> None:
+    """Create the directory of an ipc address. Raises ConfigError if it cannot be used.
 
-
-def own_socket_directory(address: str) -> None:
-    """Take the directory of a socket in memory before another user does. Raises ConfigError if one has."""
-    if has_file(address) and _path_of(address).parent.parent == _MEMORY:
-        _make(_path_of(address).parent, address)
-
-
-def _make(directory: Path, address: str) -> None:
+    A client needs it `in_memory_alone`, where another user could take it first.
+    """
+    directory = _path_of(address).parent
+    if not has_file(address) or (in_memory_alone and directory.parent != _MEMORY):
+        return
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -1,5 +1,6 @@
-"""The language of the project: retired words and remedies stay away, and comments stand on lines of their own."""
+"""What stays away from the source: retired words and remedies, comments behind code, unsafe loaders and SQL."""
 
+import ast
 import io
 import re
 import tokenize
@@ -64,11 +65,38 @@ def test_retired_words_do_not_come_back():
     assert not found, "\n".join(found)
 
 
+def files_with(pattern: str, *names: str) -> set[str]:
+    found = re.compile(pattern)
+    return {str(path.relative_to(ROOT)) for path in files(*names) if found.search(path.read_text())}
+
+
 def test_no_remedy_is_an_option_of_torchs_allocator():
     """A release of torch raises at the options of another: 2.11 at `pinned_max_cached_size_mb` of 2.13."""
-    option = re.compile(r"PYTORCH_(CUDA_)?ALLOC_CONF|pinned_\w+_mb")
-    found = [path for path in files("*.py", "*.md", "*.toml", "deploy/*") if option.search(path.read_text())]
-    assert found == []
+    assert not files_with(r"PYTORCH_(CUDA_)?ALLOC_CONF|pinned_\w+_mb", "*.py", "*.md", "*.toml", "deploy/*")
+
+
+def test_no_statement_has_numbered_placeholders():
+    """Python 3.12.0 to 3.12.3 warns of `?1` with a sequence of values, and tests treat a warning as an error."""
+    assert not files_with(r"[=(,\s]\?\d", "*.py"), "write `?` once for each value, or `:name` with a dictionary"
+
+
+def test_every_connection_is_closed():
+    """`with sqlite3.connect(...)` commits and does not close; Python 3.13 warns when such a connection is collected."""
+    opened = r"sqlite3\.connect\((?:[^()]|\([^()]*\))*\) as "
+    assert not files_with(opened, "*.py"), "write `with closing(sqlite3.connect(...)) as connection, connection:`"
+
+
+def test_only_one_file_calls_the_loaders_of_transformers():
+    """A call without `trust_remote_code=False` runs a model's code if standard input says "y"."""
+    # The others are programs for developers, which load what they have made.
+    found = {
+        name
+        for name in files_with("from_", "*.py")
+        if not name.startswith(("tests/", "benchmarks/", "examples/"))
+        for node in ast.walk(ast.parse((ROOT / name).read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "from_config")
+    }
+    assert found == {"common/weights/pretrained.py"}
 
 
 def may_trail(line: str) -> bool:

@@ -1,7 +1,6 @@
 """The command line up to the start of a role: help, first arguments, imports, and one sentence per mistake."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -40,12 +39,14 @@ def test_a_removed_command_is_refused_with_what_is_in_its_place(tba_here):
             assert (done.exit_code, done.message) == (2, f"there is no `tba {command}` any more: {instead}")
 
 
-def test_what_is_wrong_with_arguments_is_named_first(tba_here):
+def test_what_is_wrong_with_arguments_is_named_first(tba_here, filled):
     assert tba_here("--version").output.startswith("tba ")
     refused(tba_here("sft", "nope.jsonl", "--out", "x"), 2, "nope.jsonl does not exist: name a jsonl file")
     refused(tba_here("sft", "/dev/null", "--held-out", "no.jsonl", "--out", "x"), 2, "no.jsonl does not exist")
     twice = ("config", "show", "one.toml", "--config", "two.toml")
     refused(tba_here(*twice), 2, "FILE one.toml and --config two.toml exclude")
+    refused(tba_here("buffer", "query", filled), 2, f"pass it as --buffer {filled}")
+    refused(tba_here("run", "--assume", "8x80"), 2, "--assume is for --dry-run")
 
 
 @NO_GPU
@@ -78,30 +79,24 @@ def test_doctor_reports_every_check_and_an_address_to_which_nothing_can_connect(
     assert findings["buffer address"][1].startswith(address)
 
 
-def test_config_show_names_the_origin_of_each_value(tba_here, tmp_path):
-    (tmp_path / "run.toml").write_text('[run]\nname = "test"\n')
-    shown = tba_here("config", "show", "--json", "--config", "run.toml", "--set", "train.steps=5").json
-    rows = {row["key"]: row for row in shown}
-    assert rows["train.steps"] == {"key": "train.steps", "value": 5, "origin": "--set"}
-    assert rows["run.name"]["origin"] == "run.toml"
-    assert rows["train.beta"]["origin"] == "default"
-    table = tba_here("config", "show", "--config", "run.toml").output
-    assert re.search(r"^train\.adam_betas +\[0\.9, 0\.99\] ", table, re.MULTILINE)
-    assert re.search(r"^buffer\.dedup +true ", table, re.MULTILINE)
-
-
-def test_config_show_writes_tables_as_they_can_be_set(tba_here, tmp_path):
+def test_config_show_names_the_origin_of_each_value_and_writes_it_as_it_can_be_set(tba_here, tmp_path):
     phases = [{"until": 9, "weights": {"a b": 0.5, "reward": 1.0}}]
     parts = [{"name": "arithmetic", "options": {"most": float("inf")}}, {"name": "gsm8k", "train": "x.jsonl"}]
     (tmp_path / "run.toml").write_text(
-        """[task]\nname = "mixture"\n[[task.phases]]\nuntil = 9\nweights = { "a b" = 0.5, reward = 1.0 }
+        """[run]\nname = "test"
+        [task]\nname = "mixture"\n[[task.phases]]\nuntil = 9\nweights = { "a b" = 0.5, reward = 1.0 }
         [[task.mixture]]\nname = "arithmetic"\noptions = { most = inf }
         [[task.mixture]]\nname = "gsm8k"\ntrain = "x.jsonl\""""
     )
-    lines = tba_here("config", "show", "--config", "run.toml").output.splitlines()
-    for key, value in (("phases", phases), ("mixture", parts)):
-        (shown,) = (line for line in lines if line.startswith(f"task.{key} "))
-        text = shown.removeprefix(f"task.{key}").strip().removesuffix("run.toml")
+    show = ("config", "show", "--config", "run.toml", "--set", "train.steps=5")
+    rows = {row["key"]: row for row in tba_here(*show, "--json").json}
+    assert rows["train.steps"] == {"key": "train.steps", "value": 5, "origin": "--set"}
+    assert (rows["run.name"]["origin"], rows["train.beta"]["origin"]) == ("run.toml", "default")
+    lines = tba_here(*show).output.splitlines()
+    values: dict[str, Any] = {"train.adam_betas": [0.9, 0.99], "buffer.dedup": True}
+    for key, value in {**values, "task.phases": phases, "task.mixture": parts}.items():
+        (shown,) = (line for line in lines if line.startswith(f"{key} "))
+        text = shown.removeprefix(key).strip().removesuffix("run.toml").removesuffix("default")
         assert tomllib.loads(f"x = {text}") == {"x": value}
 
 
@@ -165,23 +160,19 @@ def test_the_check_of_settings_names_the_key_and_the_path(tba_here, example_mode
     refused(result, 78, sentence, next(reversed(changes)))
 
 
-@pytest.mark.parametrize("command", [["search", "--cpu", "2"], ["train", "--cpu", "--processes", "2"]])
+@pytest.mark.parametrize("command", ["search --cpu 2", "train --cpu --processes 2"])
 def test_a_missing_model_setting_is_refused_before_anything_is_created(tba_here, tmp_path, command):
-    refused(tba_here(*command, *settings(run__dir=tmp_path / "run")), 78, "model.path is not set")
+    refused(tba_here(*command.split(), *settings(run__dir=tmp_path / "run")), 78, "model.path is not set")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["status"], ["eval"], ["generate", "47+38="], ["report"], ["buffer", "stats"], ["buffer", "tail"],
-        ["buffer", "check"], ["run"], ["run", "--dry-run"], ["train", "--cpu"], ["search", "--cpu", "1"],
-        ["sft", "/dev/null", "--out", "x"], ["buffer", "serve"],
-    ],
-)  # fmt: skip
-def test_a_command_asks_for_its_configuration(tba_here, tmp_path, command):
-    refused(tba_here(*command), 2, "no ./tba.toml here: pass the configuration of the run with -c FILE", "`tba init`")
-    assert list(tmp_path.iterdir()) == []
+def test_a_command_asks_for_its_configuration(tba_here, tmp_path):
+    many = ("status", "eval", "generate 47+38=", "report", "run", "run --dry-run", "train --cpu", "search --cpu 1")
+    of_buffer = ("stats", "tail", "check", "serve")
+    for command in (*many, "sft /dev/null --out x", *(f"buffer {one}" for one in of_buffer)):
+        done = tba_here(*command.split())
+        refused(done, 2, "no ./tba.toml here: pass the configuration of the run with -c FILE", "`tba init`")
+        assert list(tmp_path.iterdir()) == [], command
 
 
 @pytest.mark.slow
@@ -229,10 +220,6 @@ def test_a_configuration_is_understood_or_refused(tba_here, tmp_path, path, comm
     names = {one.name for one in command.params if not one.required}
     if {"file", "config"} <= names:
         assert "run.nam" in found.message
-
-
-def test_a_database_in_the_place_of_a_text_is_refused(tba_here, filled):
-    assert f"pass it as --buffer {filled}" in tba_here("buffer", "query", filled).message
 
 
 HEAVY = {"torch", "transformers", "vllm", "safetensors", "matplotlib"}

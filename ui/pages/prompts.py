@@ -143,7 +143,6 @@ def summary(responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def page(request: Request) -> Response:
-    """Show a prompt with its groups over time."""
     run, number = run_of(request), request.path_params["prompt"]
     with run.rows() as rows:
         prompt = rows.first("SELECT id, key, text, answer FROM prompts WHERE id = ? AND run = ?", number, run.id)

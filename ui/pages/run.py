@@ -1,23 +1,32 @@
-"""The page of a run: charts, what it does now, its clients, and its configuration."""
+"""The page of a run: charts, what it does now, its clients, and its configuration; and its report.
+
+The report is one HTML file, to be mailed or kept: without scripts, and without a request when it is opened.
+"""
 
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import xxhash
+from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tba.buffer.store.starts import Start, by_key
+from tba.buffer.store.starts import Start, by_key, choose_run
 from tba.buffer.tools.query import PageRows
 from tba.common.config import Config
 from tba.common.config.layers import DEFAULT_ORIGIN
+from tba.common.errors import UsageError
 from tba.common.evaluations import read_evaluations
+from tba.common.system.durable import write_text
+from tba.common.terminal import note
 from tba.common.wire.messages import Status
-from tba.deploy.run_list import state_of
-from tba.ui.runs import Run, value_over_steps
-from tba.ui.site import run_of, site_of
+from tba.deploy.run_directory import state_of
+from tba.ui.charts import Metrics, line_chart
+from tba.ui.runs import Run, find_runs, value_over_steps
+from tba.ui.site import FOLDER, make_environment, run_of, site_of
 
 _CLIENTS = 200
 _MOST_CHOSEN = 100
@@ -37,7 +46,6 @@ _NEWEST_BATCH = """SELECT step, trained_at, CASE WHEN json_valid(metrics) THEN j
 
 
 def page(request: Request) -> Response:
-    """Show a run."""
     run, site = run_of(request), site_of(request)
     with run.rows() as rows:
         known = describe(run, rows) | {"starts": run.starts(rows), "names": site.metrics_of(run).names(rows)}
@@ -55,14 +63,12 @@ def live(request: Request) -> Response:
 
 
 def charts(request: Request) -> Response:
-    """Return the charts of a run as JSON."""
     run = run_of(request)
     with run.rows() as rows:
         return JSONResponse(asdict(site_of(request).metrics_of(run).charts(rows, chosen_metrics(request))))
 
 
 def chosen_metrics(request: Request) -> list[str]:
-    """Return the metrics for which the address asks for a chart."""
     return request.query_params.getlist("metric")[:_MOST_CHOSEN]
 
 
@@ -134,3 +140,44 @@ def settings(starts: Sequence[Start]) -> list[dict[str, Any]]:
         shown = value_over_steps(starts, key) if key in changed else value
         keys.append({"key": key, "value": shown, "default": usual, "is_set": is_set, "origin": origin})
     return keys
+
+
+_FILE = "report.html"
+_NEWEST = 2000
+_SAMPLES = 10
+# Of a text; a report stays small enough for a mail.
+_CHARACTERS = 2000
+# One response per prompt: with MAX() or MIN(), SQLite takes the other columns from its row.
+_SAMPLE = f"""SELECT t.id, %s(t.reward) AS reward, t.policy_version, t.stop_reason, t.response_tokens, p.key,
+    substr(p.text, 1, {_CHARACTERS}) AS prompt, substr(t.text, 1, {_CHARACTERS}) AS text,
+    length(t.text) > {_CHARACTERS} AS is_cut
+    FROM (SELECT id FROM trajectory_rows WHERE run = ? ORDER BY received_at DESC, id DESC LIMIT {_NEWEST}) w
+    CROSS JOIN trajectory_rows t ON t.id = w.id LEFT JOIN prompts p ON p.id = t.prompt
+    WHERE t.error IS NULL GROUP BY t.prompt ORDER BY reward %s, t.id DESC LIMIT {_SAMPLES}"""  # noqa: S608
+
+
+def write_report(path: Path, output: Path | None, *, name: str | None) -> Path:
+    """Write the report of a run. Raises UsageError if there is no such run, or it cannot be written."""
+    runs = find_runs([path], note)
+    chosen = choose_run(path, (run.name for run in runs), name, "--run, or name one directory")
+    run, template = next(run for run in runs if run.name == chosen), make_environment().get_template("report.html")
+    with run.rows() as rows:
+        found = Metrics(run).charts(rows)
+        html = template.render(
+            run=run,
+            written_at=time.time(),
+            charts=[(chart, line_chart(chart, found)) for chart in found.charts],
+            best=rows.all(_SAMPLE % ("MAX", "DESC"), run.id),
+            worst=rows.all(_SAMPLE % ("MIN", "ASC"), run.id),
+            newest_count=_NEWEST,
+            settings=[key for key in settings(run.starts(rows)) if key["is_set"]],
+            # The project's own file.
+            style=Markup((FOLDER / "static" / "style.css").read_text(encoding="utf-8")),  # noqa: S704
+            **describe(run, rows),
+        )
+    target = output or run.directory / _FILE
+    try:
+        write_text(target, html)
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}: name another file with --out") from error
+    return target

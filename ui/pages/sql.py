@@ -68,7 +68,6 @@ FROM groups WHERE run = '{run}' AND done_at IS NOT NULL AND reward_variance = 0 
 
 
 def page(request: Request) -> Response:
-    """Show a statement and its result, or the error that it raised."""
     run = run_of(request)
     saved = queries(run)
     with run.rows() as rows:
@@ -109,7 +108,6 @@ def _numbers(rows: Sequence[Sequence[Any]]) -> dict[int, list[str]]:
 
 
 def csv_file(request: Request) -> Response:
-    """Return the result of a statement as CSV."""
     run = run_of(request)
     try:
         sql, _ = _asked(request, queries(run))

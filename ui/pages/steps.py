@@ -28,7 +28,6 @@ _FIRST = {"loss": "", "grad_norm": "", "kl": "nats", "entropy": "nats/token", "l
 
 
 def listing(request: Request) -> Response:
-    """List the steps, newest first."""
     run = run_of(request)
     with run.rows() as rows:
         steps = rows.all(_STEPS, run.id, run.name, number_in(request, "before", LARGEST_NUMBER), _PAGE_ROWS)

@@ -46,7 +46,6 @@ class LogRatios:
 
 
 def listing(request: Request) -> Response:
-    """List trajectories."""
     run = run_of(request)
     given = {key: value.strip() for key, value in request.query_params.items() if value.strip()}
     with run.rows() as rows:
@@ -76,7 +75,6 @@ def read_rows(rows: PageRows, ids: list[int]) -> list[dict[str, Any]]:
 
 
 def page(request: Request) -> Response:
-    """Show one trajectory."""
     run, number = run_of(request), request.path_params["trajectory"]
     with run.rows() as rows:
         around = _neighbours(rows, run, number)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tba.buffer.tools.training_trace import Trace, find
-from tba.common.wire.episode import SampledTurn, join_turns
+from tba.common.wire.trajectory import SampledTurn, join_turns
 from tba.tests.helpers import openenv
 from tba.tests.helpers.buffer import ask as ask_file
 

@@ -58,45 +58,33 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path):
     assert (resolved.config.train.steps, resolved.config.train.learning_rate, resolved.config.train.beta) == (3, 2, 1)
     origins = [resolved.origin(f"train.{key}") for key in ("steps", "learning_rate", "beta", "gpu")]
     assert origins == ["command line", "TBA_TRAIN__LEARNING_RATE", str(file), "default"]
+    config = resolve(None, environment={}, assignments=["train.adam_betas=[0.8, 0.9]", "search.gpus=cpu"]).config
+    assert (config.train.adam_betas, config.search.gpus) == ((0.8, 0.9), "cpu"), "values are parsed as TOML"
 
 
-def test_set_assigns_values_parsed_as_toml():
-    resolved = resolve(None, environment={}, assignments=["train.adam_betas=[0.8, 0.9]", "search.gpus=cpu"])
-    assert resolved.config.train.adam_betas == (0.8, 0.9)
-    assert resolved.config.search.gpus == "cpu"
+HINTS = {
+    "train.spool_mib": "did you mean search.spool_mib?",
+    "trian.learning_rate": "did you mean train.learning_rate?",
+    "train.warmup_step": "did you mean train.warmup_steps?",
+    "train.objective": "`tba config show` lists all keys",
+    "buffer.port": "`tba config show` lists all keys",
+    "learning_rate": "did you mean train.learning_rate or sft.learning_rate?",
+    "rtain.samples_per_prompt": "did you mean train.samples_per_prompt?",
+    "bojective.name": "did you mean objective.name?",
+    "erward_model.path": "did you mean reward_model.path?",
+    "train.gpus": "did you mean train.gpu?",
+}
 
 
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("train.spool_mib", "did you mean search.spool_mib?"),
-        ("trian.learning_rate", "did you mean train.learning_rate?"),
-        ("train.warmup_step", "did you mean train.warmup_steps?"),
-        ("train.objective", "`tba config show` lists all keys"),
-        ("buffer.port", "`tba config show` lists all keys"),
-        ("learning_rate", "did you mean train.learning_rate or sft.learning_rate?"),
-        ("rtain.samples_per_prompt", "did you mean train.samples_per_prompt?"),
-        ("bojective.name", "did you mean objective.name?"),
-        ("erward_model.path", "did you mean reward_model.path?"),
-        ("train.gpus", "did you mean train.gpu?"),
-    ],
-)
+@pytest.mark.parametrize(("key", "hint"), HINTS.items())
 def test_the_hint_names_a_similar_key_or_none(key, hint):
-    with pytest.raises(ConfigError) as error:
-        resolve(None, environment={}, assignments=[f"{key}=1"])
-    assert str(error.value) == f"unknown key {key} (--set): {hint}"
-
-
-def test_a_python_file_in_the_place_of_the_configuration_is_named_as_a_task():
-    with pytest.raises(ConfigError, match=r"pass a task as --set task\.name=doubling\.py"):
-        resolve(Path("doubling.py"), environment={})
+    assert refusal(assignments=[f"{key}=1"]) == f"unknown key {key} (--set): {hint}"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ('[train]\nsteps = "many"', "train.steps = 'many' ("),
-        ('[train]\nsteps = "many"', "integer"),
         ("[train\n", "line 1"),
         ("steps = 3", "`steps` is outside a section"),
     ],
@@ -105,10 +93,17 @@ def test_the_error_of_a_wrong_file_names_the_place(tmp_path, text, words):
     assert words in refusal(write(tmp_path, text))
 
 
+def test_what_is_in_the_place_of_a_file_or_a_variable_is_refused_with_what_to_type(tmp_path):
+    assert "pass a task as --set task.name=doubling.py" in refusal(Path("doubling.py"))
+    assert f"name the TOML file of the run, and the directory with --set run.dir={tmp_path}" in refusal(tmp_path)
+    sqlite3.connect(tmp_path / "b.sqlite").execute("CREATE TABLE t (a)").connection.close()
+    assert f"`tba buffer stats {tmp_path}/b.sqlite`" in refusal(tmp_path / "b.sqlite")
+    assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
+
+
 @pytest.mark.parametrize(
     ("assignments", "words"),
     [
-        (["train.samples_per_prompt=1"], "greater than or equal to 2"),
         (["train.steps"], "section.key=value"),
         (["buffer.max_staleness=0", "train.publish_every=2"], "publish_every"),
         (["task.name=gsm8k"], "task.train"),
@@ -117,8 +112,6 @@ def test_the_error_of_a_wrong_file_names_the_place(tmp_path, text, words):
         (["task.truncated=drop"], 'write "score", "mask", or the reward'),
         (["task.template=raw", "task.system=Be brief."], 'have no effect with task.template = "raw": remove them'),
         (["task.name=arithmetik"], "use arithmetic, "),
-        (["run.seed=-1"], "run.seed"),
-        ([f"run.seed={1 << 63}"], "run.seed"),
         ([f"run.dir={NOT_UTF8}"], "is not a UTF-8 name here"),
         (["search.max_in_flight=lots"], "; or 'auto'"),
         (["buffer.max_staleness=-1"], "; or 'unbounded'"),
@@ -137,15 +130,8 @@ def test_the_error_of_a_wrong_file_names_the_place(tmp_path, text, words):
 )
 def test_the_error_of_a_wrong_assignment_names_the_remedy(assignments, words):
     assert words in refusal(assignments=assignments)
-
-
-def test_the_largest_group_that_fits_a_message_is_accepted():
+    # The largest group that fits.
     resolve(None, environment={}, assignments=["search.samples_per_prompt=1024", "search.max_tokens=8192"])
-
-
-def test_a_directory_or_a_variable_in_the_wrong_place_is_refused_with_what_to_type(tmp_path):
-    assert f"name the TOML file of the run, and the directory with --set run.dir={tmp_path}" in refusal(tmp_path)
-    assert "TBA_TRAIN__STEP" in refusal(environment={"TBA_TRAIN__STEP": "3"})
 
 
 @pytest.mark.parametrize("key", sorted(key.upper().replace(".", "__") for key in secret_keys()))
@@ -217,11 +203,6 @@ def test_a_directory_whose_name_the_locale_does_not_have_is_refused_with_the_rem
     assert b"file names are ascii: set PYTHONUTF8=1" in done.stderr
 
 
-def test_a_database_in_place_of_a_configuration_is_named_as_such(tmp_path):
-    sqlite3.connect(tmp_path / "b.sqlite").execute("CREATE TABLE t (a)").connection.close()
-    assert f"`tba buffer stats {tmp_path}/b.sqlite`" in refusal(tmp_path / "b.sqlite")
-
-
 def test_engine_arguments_pass_through_as_a_table_from_every_layer(tmp_path):
     asked = {"kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram"}}
     file = write(tmp_path, '[search.vllm]\nkv_cache_dtype = "fp8"\nspeculative_config = { method = "ngram" }')
@@ -263,7 +244,7 @@ def test_a_key_inside_a_table_changes_that_key_alone(tmp_path):
     assert later.config.task.options == {"a": 2}
     assert "unknown key task.options. (--set)" in refusal(assignments=["task.options.=1"])
     file.write_text('[task]\nname = "own.py"\noptions = "a"\n')
-    assert "task.options" in refusal(file=file, assignments=["task.options.path=b"])
+    assert "task.options" in refusal(file, assignments=["task.options.path=b"])
 
 
 def test_names_of_engine_arguments_are_checked_where_vllm_is_installed(tmp_path, monkeypatch):
@@ -306,36 +287,20 @@ def test_a_gpu_of_both_roles_is_refused_on_one_machine_and_noted_on_a_network(mo
         checked("all", "all", here=2)
 
 
-# ---------------------------------------------------------------- paths that this user may not access
-
-
-@pytest.fixture
-def closed_folder():
-    """A directory that the user of the test may not enter."""
-    with closed_directory(0o000) as folder:
-        yield folder
-
-
-def test_a_path_in_a_directory_without_access_is_not_writable(closed_folder):
-    config = Config.model_validate({"run": {"dir": closed_folder / "runs/one"}})
-    with pytest.raises(PermissionError):
-        (closed_folder / "runs").exists()
-    with pytest.raises(ConfigError, match=f"run.dir .*/one is not writable: {re.escape(str(closed_folder))} belongs"):
-        check_directories(config)
-    assert nearest_existing(config.run.dir) == closed_folder
+def test_a_path_in_a_directory_without_access_is_not_writable():
+    with closed_directory(0o000) as closed:
+        config = Config.model_validate({"run": {"dir": closed / "runs/one"}})
+        with pytest.raises(PermissionError):
+            (closed / "runs").exists()
+        with pytest.raises(ConfigError, match=f"run.dir .*/one is not writable: {re.escape(str(closed))} belongs"):
+            check_directories(config)
+        assert nearest_existing(config.run.dir) == closed
 
 
 def test_prompt_files_are_checked_only_for_a_task_that_reads_them():
     keys = {"train": "missing.jsonl", "test": "missing.json"}
     check_data(Config.model_validate({"task": keys}).task)
     check_data(Config.model_validate({"task": keys | {"name": "my.own:task"}}).task)
-    with pytest.raises(ConfigError, match=r"task.train missing.jsonl does not exist"):
-        check_data(Config.model_validate({"task": keys | {"name": "gsm8k"}}).task)
-
-
-def test_a_directory_that_cannot_be_created_is_found_before_a_start():
-    with pytest.raises(ConfigError, match=r"run\.dir /proc/x "):
-        check_directories(Config.model_validate({"run": {"dir": "/proc/x"}}))
 
 
 @pytest.mark.parametrize("value", [True, 3, 1e-05, 'a "b"', [1, "x"], {"a": {"b": False}, "c": ["d"]}, {}])
@@ -366,9 +331,9 @@ def test_a_text_of_another_form_is_refused_with_the_form_and_no_regular_expressi
     assert not re.search(r"\\[dSw]|\^\(", reason)
 
 
-@pytest.mark.parametrize("value", ["cpu", "all", "0", "0-6", "0,2,4", "0-1,4", "GPU-1a2b", "MIG-3,GPU-4", "0,"])
-def test_the_forms_of_a_list_of_gpus_are_read(value):
-    assert Config.model_validate({"search": {"gpus": value}}).search.gpus == value
+def test_the_forms_of_a_list_of_gpus_are_read():
+    for value in ("cpu", "all", "0", "0-6", "0,2,4", "0-1,4", "GPU-1a2b", "MIG-3,GPU-4", "0,"):
+        assert Config.model_validate({"search": {"gpus": value}}).search.gpus == value
 
 
 # Of a thousand tokens that are nearly equally probable: whether one alone is left to sample from.

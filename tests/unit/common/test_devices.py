@@ -45,15 +45,12 @@ def test_a_list_of_gpus_is_parsed_and_a_uuid_passed_through(wanted, chosen):
 def test_a_list_of_what_is_no_gpu_is_refused(wanted, words):
     with pytest.raises(UsageError, match=words):
         choose_gpus(wanted, EIGHT, "train.gpu")
-
-
-def test_the_error_without_gpus_names_setting_and_option():
-    with pytest.raises(
-        UsageError, match=r'^train.gpu asks for GPU 0, but this machine shows no GPU .*: set train.gpu = "cpu"'
-    ):
-        choose_gpus("0", [], "train.gpu")
-    with pytest.raises(UsageError, match='pass --cpu 1, or set search.gpus = "cpu"'):
-        choose_gpus("0", [], "search.gpus", "--cpu 1")
+    # Without any, the error names setting and option.
+    absent = (
+        rf'^train.gpu asks for GPU {wanted}, but this machine shows no GPU .*: pass --cpu, or set train.gpu = "cpu"'
+    )
+    with pytest.raises(UsageError, match=absent):
+        choose_gpus(wanted, [], "train.gpu", "--cpu")
 
 
 def test_gpus_are_cut_into_consecutive_groups():
@@ -97,7 +94,7 @@ def test_the_error_of_a_busy_gpu_names_the_process_on_it(nvidia_smi):
         check_free(["0", "1"], gpus, utilization=0.9)
 
 
-def test_gpus_that_a_scheduler_hides_are_not_listed(nvidia_smi, monkeypatch):
+def test_gpus_that_a_scheduler_hides_are_not_listed_and_a_failing_driver_has_its_message(nvidia_smi, monkeypatch):
     nvidia_smi(TWO)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
     assert [gpu.index for gpu in list_gpus()] == ["1"]
@@ -105,9 +102,6 @@ def test_gpus_that_a_scheduler_hides_are_not_listed(nvidia_smi, monkeypatch):
         choose_gpus("0", list_gpus(), "train.gpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert list_gpus() == []
-
-
-def test_the_error_of_a_failing_driver_has_its_message(nvidia_smi):
     nvidia_smi(failure="NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.")
     with pytest.raises(UsageError, match="no GPU can be used: NVIDIA-SMI has failed because"):
         list_gpus()

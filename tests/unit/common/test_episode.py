@@ -7,8 +7,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from tba.common.wire.episode import EpisodeTokens, SampledTurn, join_turns
-from tba.common.wire.trajectory import sequences
+from tba.common.wire.trajectory import EpisodeTokens, SampledTurn, join_turns, sequences
 from tba.tests.helpers.puts import make_trajectory
 
 TRL = pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed")

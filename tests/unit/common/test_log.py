@@ -12,6 +12,7 @@ from tba.common.errors import ConfigError
 from tba.common.log import DuplicateFilter, TextFormatter
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.run_status import Facts, stall_of
+from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.clock import ManualClock
 
 
@@ -79,40 +80,27 @@ def test_a_failed_thread_is_one_line_of_a_journal():
     assert line["error"] == "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/file'"
 
 
-_CRASHES = ["buffer failed 2 times: disk I/O error"]
+def silent(seconds: float, *failing: str) -> Facts:
+    return Facts(None, "tcp://a:5757", seconds, failing)
 
 
 @pytest.mark.parametrize(
     ("facts", "reason", "words"),
     [
-        (
-            Facts(None, "tcp://a:5757", 42),
-            "buffer_silent",
-            ("at tcp://a:5757", "for 42 s", "again with `tba buffer serve`"),
-        ),
-        (Facts(None, "tcp://a:5757", 5 * 3600), "buffer_silent", ("5 h",)),
-        (Facts(None, "tcp://a:5757", 1, failing=_CRASHES), "process_fails", ("disk I/O error", "run.dir/logs")),
+        (silent(42), "buffer_silent", ("at tcp://a:5757", "for 42 s", "again with `tba buffer serve`")),
+        (silent(5 * 3600), "buffer_silent", ("5 h",)),
+        (silent(1, "buffer failed 2 times: disk I/O error"), "process_fails", ("disk I/O error", "run.dir/logs")),
     ],
 )
 def test_that_the_buffer_does_not_answer_is_known_to_the_asker(facts, reason, words):
-    stall = stall_of(facts)
-    assert stall is not None
+    stall = not_none(stall_of(facts))
     assert stall.reason == reason
     assert [word for word in words if word not in stall.sentence] == []
-
-
-def test_a_buffer_that_has_just_stopped_answering_may_restart():
-    assert stall_of(Facts(None, "tcp://a:1", 3.0)) is None
+    # One that has just stopped answering may restart.
+    assert stall_of(silent(3)) is None
 
 
 TEST, OFFLINE = RunIdentity("test"), RunIdentity("test", "/other/buffer.sqlite")
-
-
-@pytest.mark.parametrize(
-    ("found", "asked"), [([], TEST), ([TEST], TEST), ([RunIdentity("a"), TEST], TEST), ([OFFLINE], OFFLINE)]
-)
-def test_a_new_place_and_that_of_the_same_run_are_used(found, asked):
-    refuse_other_run("run/", found, asked)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +116,8 @@ def test_the_place_of_another_run_is_refused_with_what_to_do(found, asked, sente
         refuse_other_run("run/", found, asked)
 
 
-def test_the_server_of_another_run_is_refused():
+def test_a_new_place_and_that_of_the_same_run_are_used_and_the_server_of_another_is_not():
+    for found, asked in (([], TEST), ([TEST], TEST), ([RunIdentity("a"), TEST], TEST), ([OFFLINE], OFFLINE)):
+        refuse_other_run("run/", found, asked)
     with pytest.raises(ConfigError, match="the buffer at ipc://x belongs to run a, and run.name is b"):
         refuse_other_server("ipc://x", "a", "b")

@@ -81,14 +81,9 @@ def test_a_memory_file_system_that_is_too_small_for_what_must_stay_free_is_not_u
     assert weights_directory(config).is_relative_to(run_snapshots.MEMORY) == in_memory
 
 
-def lock(path) -> None:
-    with exclusive_lock(path, "taken"):
-        pass
-
-
 # A file, and what opens it.
 OPENED = {
-    "lock": lambda folder: lock(folder / "lock"),
+    "lock": lambda folder: exclusive_lock(folder / "lock", "taken").__enter__(),
     ".eval.jsonl.lock": lambda folder: record_evaluations(folder, []),
     "eval.jsonl": lambda folder: record_evaluations(folder, []),
     ".text.PID.tmp": lambda folder: write_text(folder / "text", "content"),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,23 +28,25 @@ from tba.common.system.process import (
 )
 from tba.common.system.watchdog import Watchdog
 from tba.common.terminal import own_command, training_progress
+from tba.tests.conftest import own_process_state
 from tba.tests.helpers.checks import not_none, wait_until
 
 
-def test_a_stopped_process_asks_systemd_for_the_time_that_its_work_may_take(monkeypatch):
-    systemd = NotifySocket()
-    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
+@pytest.fixture
+def systemd(monkeypatch):
+    """What stands for systemd: a socket that this process, and those that it starts, notify."""
+    with closing(NotifySocket()) as listener:
+        monkeypatch.setenv("NOTIFY_SOCKET", listener.address)
+        yield listener
+
+
+def test_a_stopped_process_asks_systemd_for_the_time_that_its_work_may_take(systemd):
+    with own_process_state():
         stop = StopSignal()
         stop.drain_seconds = 1460.5
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop()
-        assert systemd.receive() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=1460500000"]
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        systemd.close()
+    assert systemd.receive() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=1460500000"]
 
 
 STARTS = """
@@ -54,13 +57,10 @@ for state in ("", "STATUS=loading", "", "{left}=1", ""):
 
 
 @pytest.mark.parametrize("left", ["READY", "STOPPING"])
-def test_a_process_asks_systemd_for_more_time_until_it_is_ready_or_stops(left):
-    systemd = NotifySocket()
-    environment = os.environ | {"NOTIFY_SOCKET": systemd.address}
-    subprocess.run([sys.executable, "-c", STARTS.replace("{left}", left)], env=environment, check=True)
+def test_a_process_asks_systemd_for_more_time_until_it_is_ready_or_stops(systemd, left):
+    subprocess.run([sys.executable, "-c", STARTS.replace("{left}", left)], check=True)
     hour = "EXTEND_TIMEOUT_USEC=3600000000"
     assert systemd.receive() == [hour, "STATUS=loading", hour, f"{left}=1"]
-    systemd.close()
 
 
 DRAINS = """
@@ -139,6 +139,7 @@ def test_the_parts_are_disjoint_and_complete_and_sizes_differ_by_at_most_one(mon
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     # More processes than cores.
     assert partition_cores(9) == [[*range(3, 11)]] * 9
+    assert [openmp_threads(parts) for parts in ([[0, 1]] * 3, [[0, 1, 2], [3, 4]], [[0, 1]])] == [1, 2, 2]
 
 
 def test_a_child_starts_on_its_cores_and_the_parent_keeps_its_own():
@@ -149,12 +150,6 @@ def test_a_child_starts_on_its_cores_and_the_parent_keeps_its_own():
         result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == str({core})
     assert os.sched_getaffinity(0) == before
-
-
-def test_processes_that_share_cores_get_one_openmp_thread():
-    assert openmp_threads([[0, 1], [0, 1], [0, 1]]) == 1
-    assert openmp_threads([[0, 1, 2], [3, 4]]) == 2
-    assert openmp_threads([[0, 1]]) == 2
 
 
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not divide the cores among sessions")
@@ -205,39 +200,31 @@ def test_a_first_round_that_keeps_the_interpreters_lock_ends_the_process():
     assert "Timeout (0:00:00.4" in result.stderr
 
 
-def test_beats_reach_systemd_at_most_once_a_second(monkeypatch):
-    systemd, watchdog = NotifySocket(), Watchdog()
-    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
+def test_beats_reach_systemd_at_most_once_a_second(systemd):
+    watchdog = Watchdog()
     for _ in range(100):
         watchdog.beat()
     assert systemd.receive() == ["WATCHDOG=1"]
-    systemd.close()
 
 
-def test_stop_wakes_a_blocked_thread_once():
-    woken = threading.Semaphore(0)
-    calls = []
-
-    def wake():
-        calls.append(1)
-        woken.release()
+def test_stop_wakes_a_blocked_thread_once_and_check_raises_what_ended_a_thread():
+    woken, calls = threading.Event(), list[None]()
 
     def block() -> None:
-        woken.acquire()
+        woken.wait()
 
-    thread = Background("blocked", block, wake=wake)
+    thread = Background("blocked", block, wake=lambda: calls.append(woken.set()))
     thread.start()
     assert thread.stop(10)
     assert thread.stop(10)
-    assert calls == [1]
+    assert len(calls) == 1
 
-
-def test_check_raises_what_ended_the_thread_and_one_that_was_never_started_can_be_stopped():
     def fail():
         raise ValueError("no disk")
 
-    thread = Background("fails", fail)
+    # One that was never started can be stopped.
     assert Background("idle", fail).stop()
+    thread = Background("fails", fail)
     thread.start()
     thread.join(60)
     assert not thread.running

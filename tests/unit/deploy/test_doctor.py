@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -325,24 +326,20 @@ def test_a_user_without_a_home_directory_is_told_where_caches_are_set(monkeypatc
 
 
 @pytest.fixture
-def model(tmp_path) -> Path:
-    """A model of 1,000,000 parameters in bfloat16."""
+def storage(tmp_path) -> Callable[..., Config]:
+    """A function that configures a run of a model of 1,000,000 parameters in bfloat16."""
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     weights = {"w": Tensor("BF16", (1000, 1000), np.zeros(1_000_000, np.uint16))}
     write_tensor_file(directory / "model.safetensors", weights)
-    return directory
+    places = {"run": {"dir": tmp_path / "run"}, "search": {"weights_dir": tmp_path / "w"}}
+    return partial(config_of, model={"path": str(directory)}, **places)
 
 
-def storage(model: Path, folder: Path, **sections: Any) -> Config:
-    keys = {"run": {"dir": folder / "run"}, "model": {"path": str(model)}, "search": {"weights_dir": folder / "w"}}
-    return config_of(**keys, **sections)
-
-
-def test_disk_is_compared_with_what_the_run_stores_at_the_size_of_its_model(model, tmp_path, monkeypatch):
+def test_disk_is_compared_with_what_the_run_stores_at_the_size_of_its_model(storage, tmp_path, monkeypatch):
     """Checkpoints take 12 bytes per parameter, snapshots 2 in bfloat16: 3 and 4 + 10 + 2 of them, and 4 on the node."""
-    config = storage(model, tmp_path, train={"steps": 100, "keep_snapshot_every": 10})
+    config = storage(train={"steps": 100, "keep_snapshot_every": 10})
     assert count_parameters(config) == 1_000_000
     monkeypatch.setattr(doctor, "_LOW_DISK_GIB", 0)
     usage = shutil.disk_usage(tmp_path)
@@ -367,8 +364,8 @@ def test_the_file_system_of_a_path_is_the_last_mount_above_it(tmp_path):
     assert [(mount.type, mount.is_network) for mount in found] == [("ext4", False), ("nfs4", True), ("tmpfs", False)]
 
 
-def test_the_weights_directory_is_described(model, tmp_path, monkeypatch):
-    config = storage(model, tmp_path)
+def test_the_weights_directory_is_described(storage, tmp_path, monkeypatch):
+    config = storage()
     result, detail = check_weights_directory(config)
     assert result == "ok"
     assert detail.startswith(f"{tmp_path}/w/run on ")
@@ -396,26 +393,26 @@ def test_systemd_deletes_the_shared_memory_of_users_that_log_out(tmp_path):
     assert not deleted_at_logout(user.pw_uid, tmp_path)
 
 
+LOCAL = "for this machine only"
+
+
 @pytest.mark.parametrize(("address", "serves", "result", "words"), [
-    ("tcp://127.0.0.1:5757", "", "ok", "for this machine only"),
-    ("ipc:///tmp/buffer", "", "ok", "for this machine only"),
+    ("tcp://127.0.0.1:5757", "", "ok", LOCAL),
+    ("ipc:///tmp/buffer", "", "ok", LOCAL),
     ("tcp://*:5757", "", "warn", 'set train.serve_snapshots = "tcp://*:5758"'),
     ("tcp://node1:5757", "", "warn", "their searchers cannot get weights"),
     ("tcp://0.0.0.0:5757", "tcp://127.0.0.1:5758", "warn", "train.serve_snapshots tcp://127.0.0.1:5758 is for this"),
     ("tcp://[::]:5757", "tcp://*:5758", "ok", "serves snapshots at tcp://*:5758"),
 ])  # fmt: skip
-def test_a_buffer_for_other_nodes_needs_weights_for_them(tmp_path, address, serves, result, words):
-    config = config_of(run={"dir": tmp_path}, buffer={"address": address}, train={"serve_snapshots": serves})
-    found, detail = check_other_nodes(config)
+def test_a_buffer_for_other_nodes_needs_weights_for_them(tmp_path, monkeypatch, address, serves, result, words):
+    def check(**train: str) -> doctor.Result:
+        return check_other_nodes(config_of(run={"dir": tmp_path}, buffer={"address": address}, train=train))
+
+    found, detail = check(serve_snapshots=serves)
     assert (found, words in detail) == (result, True), detail
-
-
-@pytest.mark.parametrize(("kept", "result"), [("auto", "ok"), ("memory", "warn")])
-def test_a_network_file_system_shares_snapshots_unless_they_stay_in_memory(tmp_path, monkeypatch, kept, result):
+    # A network file system shares snapshots unless they stay in memory.
     monkeypatch.setattr(doctor, "mount_of", lambda path: doctor.Mount(path, "nfs4"))
-    train = {"snapshots_in": kept}
-    config = config_of(run={"dir": tmp_path}, buffer={"address": "tcp://*:5757"}, train=train)
-    assert check_other_nodes(config)[0] == result
+    assert [check(snapshots_in=kept)[0] for kept in ("auto", "memory")] == ["ok", "ok" if words == LOCAL else "warn"]
 
 
 @pytest.mark.parametrize(("how", "results"), [

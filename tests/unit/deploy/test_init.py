@@ -64,54 +64,51 @@ def test_every_file_is_valid_and_keeps_what_was_answered(tmp_path, devices):
     assert config.buffer.samples_per_insert == 2
     # On a shared GPU, less than a half of the memory is for the engine.
     assert (config.search.gpu_memory_utilization < 0.5) == (devices == ("0", "0"))
+    # Other columns only need a line uncommented.
+    lines = _data("answers", "a.jsonl", "b.jsonl").replace("# options", "options")
+    file.write_text(_text("m", "answers", lines, devices, "n"))
+    assert resolve(file).config.task.options == {"prompt": "COLUMN", "answer": "COLUMN"}
 
 
-class Typed(io.StringIO):
-    """What a user types on a terminal."""
+@pytest.fixture
+def answer(tmp_path, monkeypatch, capsys):
+    """Answers the questions of `tba init` on a terminal. Returns what is said there."""
 
-    def isatty(self) -> bool:
-        return True
+    class Typed(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def write(*answers: object, task: str | None = None, gpus: str | None = None) -> str:
+        (tmp_path / "tba.toml").unlink(missing_ok=True)
+        monkeypatch.setattr("sys.stdin", Typed("".join(f"{one}\n" for one in answers)))
+        write_configuration(tmp_path / "tba.toml", None, task, (None, None), gpus, None)
+        said: str = capsys.readouterr().err
+        return said
+
+    return write
 
 
 def test_a_name_of_the_hub_is_checked_when_it_is_given_and_without_a_hub_that_is_said(
-    example_model, tmp_path, monkeypatch, capsys
+    answer, example_model, tmp_path, monkeypatch
 ):
-    def answer(*answers: str) -> str:
-        (tmp_path / "tba.toml").unlink(missing_ok=True)
-        monkeypatch.setattr("sys.stdin", Typed("".join(f"{one}\n" for one in answers)))
-        write_configuration(tmp_path / "tba.toml", None, "arithmetic", (None, None), "cpu", None)
-        return capsys.readouterr().err
-
     constants = "huggingface_hub.constants"
     monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", tmp_path / "cache")
     with serve_hub(Hub({"org/tiny": example_model})) as hub:
         monkeypatch.setattr(f"{constants}.ENDPOINT", hub.address)
         pages = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", pages)
-        said = answer("org/none", "org/tiny")
+        said = answer("org/none", "org/tiny", task="arithmetic", gpus="cpu")
         assert "'org/none' is neither a directory nor a model the hub gives" in said
         assert "not checked" not in said
     # Nothing answers there.
     monkeypatch.setattr(f"{constants}.ENDPOINT", "http://127.0.0.1:9")
-    assert "not checked: model.path 'org/other' is not a local directory, and it cannot be downloaded" in answer(
-        "org/other"
-    )
+    said = answer("org/other", task="arithmetic", gpus="cpu")
+    assert "not checked: model.path 'org/other' is not a local directory, and it cannot be downloaded" in said
     assert 'path = "org/other"' in (tmp_path / "tba.toml").read_text()
 
 
-def test_an_answer_on_a_terminal_is_checked_when_it_is_given(example_model, tmp_path, monkeypatch, capsys):
-    answers = ["", tmp_path / "nope", example_model, tmp_path, "arithmetic", "0-6", "cpu"]
-    monkeypatch.setattr("sys.stdin", Typed("".join(f"{answer}\n" for answer in answers)))
-    write_configuration(tmp_path / "tba.toml", None, None, (None, None), None, None)
+def test_an_answer_on_a_terminal_is_checked_when_it_is_given(answer, example_model, tmp_path):
+    said = answer("", tmp_path / "nope", example_model, tmp_path, "arithmetic", "0-6", "cpu")
     assert f'path = "{example_model}"' in (tmp_path / "tba.toml").read_text()
-    said = capsys.readouterr().err
     words = ("this has no default", "nope", f"--task {tmp_path} is none of", "0-6: name the GPUs")
     assert [word in said for word in words] == [True] * 4
-
-
-def test_other_columns_of_answers_only_need_a_line_uncommented(tmp_path):
-    file = tmp_path / "tba.toml"
-    lines = _data("answers", "a.jsonl", "b.jsonl").replace("# options", "options")
-    file.write_text(_text("m", "answers", lines, ("cpu", "cpu"), "n"))
-    assert resolve(file).config.task.options == {"prompt": "COLUMN", "answer": "COLUMN"}
-    assert "at most this many optimiser steps old" in file.read_text()

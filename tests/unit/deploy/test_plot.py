@@ -16,19 +16,18 @@ def row(version, accuracy, *, run="r", prompts=1000, prompt_set="all"):
     return {"run": run, "version": version, "step": 10 * version} | measured
 
 
+def accuracies(directory, run="r"):
+    return [one["accuracy"] for one in read_evaluations(directory, run)]
+
+
 def test_an_evaluation_replaces_only_one_of_the_same_snapshot_on_the_same_prompts(tmp_path):
-    first = [row(0, 0.1), row(1, 0.5)]
-    record_evaluations(tmp_path, first)
+    record_evaluations(tmp_path, [row(0, 0.1), row(1, 0.5)])
     record_evaluations(tmp_path, [row(1, 1.0, prompts=2, prompt_set="few"), row(1, 0.9, run="other"), row(1, 0.6)])
     assert len(read_json_lines(tmp_path / run_files.EVALUATIONS)) == 4
-    assert [one["accuracy"] for one in read_evaluations(tmp_path, "r")] == [0.1, 0.6]
-
-
-def test_the_evaluations_of_a_run_are_on_the_prompts_of_its_newest_snapshot(tmp_path):
-    record_evaluations(tmp_path, [row(0, 0.1), row(0, 0.2, prompt_set="new", prompts=10)])
-    record_evaluations(tmp_path, [row(2, 0.7, prompt_set="new", prompts=10)])
-    assert [one["accuracy"] for one in read_evaluations(tmp_path, "r")] == [0.2, 0.7]
-    assert read_evaluations(tmp_path, "another") == []
+    assert (accuracies(tmp_path), accuracies(tmp_path, "another")) == ([0.1, 0.6], [])
+    # Those on the prompts of the newest snapshot.
+    record_evaluations(tmp_path, [row(0, 0.2, prompt_set="new", prompts=10), row(2, 0.7, prompt_set="new", prompts=10)])
+    assert accuracies(tmp_path) == [0.2, 0.7]
 
 
 def test_an_evaluation_without_a_measurement_is_marked_and_replaces_no_measured_one(tmp_path):
@@ -39,7 +38,7 @@ def test_an_evaluation_without_a_measurement_is_marked_and_replaces_no_measured_
     assert before_and_after(read_evaluations(tmp_path, "r")) == expected
     record_evaluations(tmp_path, [row(1, 0.6)])
     record_evaluations(tmp_path, [without])
-    assert [one["accuracy"] for one in read_evaluations(tmp_path, "r")] == [0.1, 0.6]
+    assert accuracies(tmp_path) == [0.1, 0.6]
 
 
 @pytest.fixture
@@ -54,10 +53,7 @@ def axes(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("rewards", "fractions"), [([0.2, 0.9], True), ([-3.0, 7.5], False)])
 def test_the_plot_shows_rewards_of_any_size(tmp_path, axes, rewards, fractions):
-    lines = [
-        {"step": step, "reward_mean": reward, "staleness_mean": 0.0, "staleness_max": 0.0}
-        for step, reward in enumerate(rewards)
-    ]
+    lines = [{"step": step, "reward_mean": reward} for step, reward in enumerate(rewards)]
     (tmp_path / run_files.METRICS).write_text("\n".join(map(json.dumps, lines)))
     draw_curves([read_curve(tmp_path, "r")], tmp_path / "r.png")
     low, high = axes[0].get_ylim()
@@ -108,15 +104,15 @@ def test_a_report_is_of_the_run_that_the_command_names(tba_here, filled, tmp_pat
     assert done.output == f"{database.parent / 'report.html'}\n", done.message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["r", "--out", "x.jpg"], "--out x.jpg: name a file that ends in .html, or .png, .svg, .pdf for a picture"),
-        (["r", "--x", "hours"], "--x hours: choose steps, seconds, tokens"),
-        (["r", "r", "--out", "x.png", "--run", "r"], "--run names a run of one file"),
-        (["filled.sqlite", "--out", "x.png", "--run", "r"], "holds the runs test: name one with --run"),
-    ],
-)
+REFUSED = {
+    ("r", "--out", "x.jpg"): "--out x.jpg: name a file that ends in .html, or .png, .svg, .pdf for a picture",
+    ("r", "--x", "hours"): "--x hours: choose steps, seconds, tokens",
+    ("r", "r", "--out", "x.png", "--run", "r"): "--run names a run of one file",
+    ("filled.sqlite", "--out", "x.png", "--run", "r"): "holds the runs test: name one with --run",
+}
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), REFUSED.items())
 def test_a_report_that_cannot_be_as_asked_is_refused(tba_here, filled, tmp_path, arguments, sentence):
     refused = tba_here("report", *arguments)
     assert (refused.exit_code, sentence in refused.message) == (2, True), refused.message

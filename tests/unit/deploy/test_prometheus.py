@@ -23,12 +23,16 @@ def scrape(port: int) -> str:
         return text
 
 
-def test_a_scrape_returns_the_samples_that_were_set_last():
+def test_a_scrape_returns_the_samples_that_were_set_last(caplog):
     with closing(MetricsEndpoint("127.0.0.1", 0, "r")) as endpoint:
         assert "tba_" not in scrape(endpoint.port)
         endpoint.show([Sample("buffer_epoch", 1, "Epoch.")])
         endpoint.show([Sample("a_total", 2, "A.", {"kind": 'x"y\n'}), Sample("a_total", 3, "A.", {"kind": "z"})])
         text = scrape(endpoint.port)
+        # A port that is taken is a warning.
+        assert open_endpoint(str(endpoint.port), "r") is None
+    assert "no endpoint for Prometheus" in caplog.messages
+    assert open_endpoint("0.0.0.0:70000", "r") is None
     assert "tba_buffer_epoch" not in text
     assert '# TYPE tba_a_total counter\ntba_a_total{kind="x\\"y\\n",run="r"} 2.0\n' in text
     assert 'tba_a_total{kind="z",run="r"} 3.0' in text
@@ -50,13 +54,6 @@ def test_idle_and_dropped_connections_start_no_thread_and_print_nothing(monkeypa
         for connection in connections:
             connection.close()
     assert capsys.readouterr().err == ""
-
-
-def test_a_port_that_is_taken_is_a_warning(caplog):
-    with closing(MetricsEndpoint("127.0.0.1", 0, "r")) as endpoint:
-        assert open_endpoint(str(endpoint.port), "r") is None
-    assert "no endpoint for Prometheus" in caplog.messages
-    assert open_endpoint("0.0.0.0:70000", "r") is None
 
 
 def values(status: Status, name: str, steps: StepMetrics | None = None) -> dict[tuple[str, ...], float]:
@@ -150,20 +147,12 @@ def test_each_alert_is_raised_by_its_series_and_by_no_healthy_ones(tmp_path, rai
     for alert, (series, bad, good) in ALERTS.items():
         others = {name: value for name, value in OTHERS.items() if name != series}
         inputs = {series: bad if raised else good, **others}
-        tests.append(
-            {
-                "interval": "1m",
-                "input_series": [{"series": name, "values": value} for name, value in inputs.items()],
-                # The rest of what makes an alert, its labels and texts, is in the rules.
-                "promql_expr_test": [
-                    {
-                        "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}})',
-                        "eval_time": "25m",
-                        "exp_samples": [{"labels": "{}", "value": 1}] if raised else [],
-                    }
-                ],
-            }
-        )
+        # The rest of what makes an alert, its labels and texts, is in the rules.
+        firing = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}})'
+        samples = [{"labels": "{}", "value": 1}] if raised else []
+        asked = [{"expr": firing, "eval_time": "25m", "exp_samples": samples}]
+        given = [{"series": name, "values": value} for name, value in inputs.items()]
+        tests.append({"interval": "1m", "input_series": given, "promql_expr_test": asked})
     file = tmp_path / "test.yml"
     file.write_text(json.dumps({"rule_files": [str(FOLDER / "alerts.yml")], "tests": tests}))
     assert "SUCCESS" in promtool("test", "rules", file)

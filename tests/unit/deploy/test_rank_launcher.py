@@ -22,11 +22,8 @@ def test_ranks_divide_the_cores_and_are_bound_where_the_host_computes(monkeypatc
     assert {rank.environment["OMP_NUM_THREADS"] for rank in ranks} == {"4"}
     slices = [list(range(first, first + 4)) for first in (0, 4, 8, 12)]
     assert [rank.cores for rank in ranks] == (slices if bound else [None] * 4)
-
-
-def test_the_users_number_of_threads_is_kept(monkeypatch):
+    # The user's number of threads is kept.
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    config = Config.model_validate({"train": {"gpu": "0-3", "offload": "optimizer"}})
     assert all("OMP_NUM_THREADS" not in rank.environment for rank in _children(config, [], 4, Path("rendezvous")))
 
 

@@ -11,9 +11,10 @@ from tba.common.config.search import SearchSection
 from tba.common.system.watchdog import WARMUP_TIMES
 
 UNITS = Path(__file__).parents[3] / "deploy/systemd"
+ANALYZE = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@ANALYZE
 @pytest.mark.parametrize("folder", [".", "user"])
 @pytest.mark.parametrize("unit", ["tba-buffer.service", "tba-search@0-6.service", "tba-train@7.service", "tba.target"])
 def test_systemd_accepts_a_unit(unit, folder, tmp_path):
@@ -32,7 +33,7 @@ def test_systemd_accepts_a_unit(unit, folder, tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@ANALYZE
 @pytest.mark.parametrize(
     ("unit", "most"), [("tba-buffer.service", 4.5), ("tba-search@.service", 6), ("tba-train@.service", 6)]
 )
@@ -55,10 +56,14 @@ def settings_of(unit):
 
 
 @pytest.mark.parametrize("unit", ["tba-search@.service", "tba-train@.service"])
-def test_nothing_in_a_unit_closes_the_devices_of_a_gpu_or_forbids_compiled_kernels(unit):
+def test_nothing_in_a_unit_closes_the_devices_of_a_gpu_forbids_compiled_kernels_or_hides_the_weights(unit):
+    settings = settings_of(unit)
     # ProtectClock= admits a device by name, so that all others are closed: systemd.exec(5).
     closing = {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock", "MemoryDenyWriteExecute"}
-    assert not closing & settings_of(unit).keys()
+    # Each of these would hide /dev/shm or the state directory, give them another owner, or delete files there.
+    hiding = {"DynamicUser", "RemoveIPC", "PrivateIPC", "PrivateUsers", "TemporaryFileSystem", "InaccessiblePaths"}
+    assert not (closing | hiding) & settings.keys()
+    assert (settings["User"], settings["StateDirectory"]) == ("tba", "tba")
 
 
 @pytest.mark.parametrize("unit", ["tba-buffer.service", "tba-search@.service", "tba-train@.service"])
@@ -68,26 +73,10 @@ def test_a_users_unit_differs_from_that_of_the_system_only_in_its_places(unit):
     assert different <= {"Environment", "EnvironmentFile", "ExecStart", "After", "KillMode", "LimitCORE"}
 
 
-def test_no_role_is_restarted_after_a_configuration_error():
+def test_no_role_is_restarted_after_a_configuration_error_nor_ended_while_it_waits_for_its_engine():
     services = sorted(UNITS.rglob("*.service"))
     assert len(services) == 6
     for service in services:
         assert "RestartPreventExitStatus=78 2" in service.read_text(), service
-
-
-def test_the_watchdog_of_searchers_waits_longer_than_a_searcher_waits_for_its_engine():
-    seconds = {
-        unit.name: int(re.findall(r"^WatchdogSec=(\d+)$", unit.read_text(), re.MULTILINE)[0])
-        for unit in UNITS.glob("*.service")
-    }
-    assert len(seconds) == 3
+    seconds = {unit.name: int(settings_of(unit.name)["WatchdogSec"]) for unit in UNITS.glob("*.service")}
     assert seconds["tba-search@.service"] > WARMUP_TIMES * SearchSection().step_seconds
-
-
-@pytest.mark.parametrize("unit", ["tba-search@.service", "tba-train@.service"])
-def test_the_weights_directory_is_shared_by_all_units(unit):
-    settings = settings_of(unit)
-    assert (settings["User"], settings["StateDirectory"]) == ("tba", "tba")
-    # Each of these would hide /dev/shm or the state directory, give them another owner, or delete files there.
-    hiding = {"DynamicUser", "RemoveIPC", "PrivateIPC", "PrivateUsers", "TemporaryFileSystem", "InaccessiblePaths"}
-    assert not hiding & settings.keys()

@@ -17,8 +17,8 @@ from tba.common.wire import messages
 from tba.tests.helpers.browser import client, copies, pages, select
 from tba.tests.helpers.buffer import change
 from tba.tests.helpers.puts import make_episode, numbers_of
-from tba.ui.pages.run import describe
-from tba.ui.report import write_report
+from tba.ui.charts import histogram
+from tba.ui.pages.run import describe, write_report
 from tba.ui.runs import find_runs
 from tba.ui.trajectory_filter import _plan, statements
 
@@ -41,28 +41,27 @@ def links(page):
     return {here + link if link.startswith("?") else link for link in map(html.unescape, found)}
 
 
-def crawl(browser, start="/"):
-    """Open every page that can be reached; returns pages by address. Only addresses of the server are followed."""
-    pages, waiting = {}, [start]
-    while waiting:
-        address = waiting.pop()
-        if address not in pages:
-            pages[address] = page = browser.get(address)
-            if page.headers.get("content-type", "").startswith("text/html"):
-                # Each saved query is a process: test_queries.py opens them.
-                waiting += [link for link in links(page) if "?query=" not in link]
-    return pages
+def listed(texts, kind="trajectories"):
+    """Return the numbers of the rows to which pages of a list lead."""
+    return [int(number) for number in re.findall(rf'href="/r/test/{kind}/(\d+)"', "".join(texts))]
 
 
 @pytest.mark.slow
 def test_every_page_opens_and_every_link_leads_to_one(filled):
-    pages = crawl(client(filled))
-    assert {address: page.status_code for address, page in pages.items() if page.status_code not in {200, 204}} == {}
-    kinds = {re.sub(r"\d+", "N", address.partition("?")[0]) for address in pages}
+    browser, opened, waiting = client(filled), {}, ["/"]
+    while waiting:
+        address = waiting.pop()
+        if address not in opened:
+            opened[address] = page = browser.get(address)
+            if page.headers.get("content-type", "").startswith("text/html"):
+                # Each saved query is a process: test_queries.py opens them.
+                waiting += [link for link in links(page) if "?query=" not in link]
+    assert {address: page.status_code for address, page in opened.items() if page.status_code not in {200, 204}} == {}
+    kinds = {re.sub(r"\d+", "N", address.partition("?")[0]) for address in opened}
     assert {f"/r/test{part}" for part in ("", "/live", "/charts.json", "/config", "/steps", "/steps/N", "/prompts",
             "/prompts/N", "/trajectories", "/trajectories/N", "/held-out", "/compare", "/sql")} <= kinds  # fmt: skip
     # A page loads and names nothing outside the server.
-    assert not [address for address in pages if not address.startswith("/")]
+    assert not [address for address in opened if not address.startswith("/")]
 
 
 @pytest.mark.slow
@@ -107,9 +106,7 @@ def test_hostile_text_is_shown_as_text(harness, trajectory, text):
     ],
 )
 def test_filters_find_the_rows_that_sql_finds(filled, filters, expected):
-    page = client(filled).get(f"/r/test/trajectories?{filters}")
-    assert page.status_code == 200
-    found = [int(number) for number in re.findall(r'href="/r/test/trajectories/(\d+)"', page.text)]
+    found = listed([client(filled).get(f"/r/test/trajectories?{filters}").text])
     assert (sorted(found) if "step" in filters else found) == (sorted(expected) if "step" in filters else expected)
 
 
@@ -124,6 +121,14 @@ def test_the_slots_of_a_step_are_sorted_by_each_number_drawn_and_in_pages_below_
     for page in texts:
         assert page.index("<dt>loss</dt><dd>0.5") < page.index("<dt>kl</dt><dd>0.25") < page.index("Slots</h2>")
         assert f'aria-label="histogram of {name}"' in page
+
+
+def test_a_histogram_has_a_bar_for_each_of_few_integers_or_twenty_with_the_largest_value_in_the_last():
+    for values, bars in (
+        ([3, 1, 3], ["1: 1", "3: 2"]),
+        ([0.0, 0.25, 2.0], ["0.05: 1", "0.25: 1", "1.95: 1"]),
+    ):
+        assert re.findall("<title>([^<]*)</title>", histogram(values, "of values")) == bars
 
 
 def test_the_page_of_a_trajectory_shows_the_numbers_of_each_step_that_trained_on_it(filled):
@@ -181,18 +186,15 @@ def test_held_out_responses_have_their_references_and_wrong_ones_are_first(fille
 def test_prompts_are_sorted_by_their_pass_rate(filled, monkeypatch, sort, expected):
     monkeypatch.setattr("tba.ui.pages.prompts._PAGE_ROWS", 1)
     change(filled, "UPDATE trajectory_rows SET reward_parts = json_object('correct', prompt = 1)")
-    texts = "".join(pages(client(filled), f"/r/test/prompts?sort={sort}"))
-    assert [int(number) for number in re.findall(r'href="/r/test/prompts/(\d+)"', texts)] == expected
+    assert listed(pages(client(filled), f"/r/test/prompts?sort={sort}"), "prompts") == expected
 
 
 @pytest.mark.parametrize(("sort", "order"), [("worst", "reward, id DESC"), ("newest", "received_at DESC, id DESC")])
 def test_pages_of_a_list_continue_where_the_last_one_ended(filled, monkeypatch, sort, order):
     monkeypatch.setattr("tba.ui.trajectory_filter.PAGE_ROWS", 2)
     monkeypatch.setattr("tba.ui.trajectory_filter._WINDOW_ROWS", 3)
-    texts = "".join(pages(client(filled), f"/r/test/trajectories?sort={sort}"))
-    found = re.findall(r'href="/r/test/trajectories/(\d+)"', texts)
     ids = select(filled, f"SELECT id FROM trajectory_rows ORDER BY {order}")
-    assert [int(number) for number in found] == [id_ for (id_,) in ids]
+    assert listed(pages(client(filled), f"/r/test/trajectories?sort={sort}")) == [id_ for (id_,) in ids]
 
 
 @pytest.mark.parametrize(
@@ -260,28 +262,16 @@ def test_sql_returns_csv_in_which_no_text_is_a_formula(filled):
     assert row == "'=1+1,'+a,'-a,'@a,'\t=a,-12,+1.5e3,a=1,-3,3d"
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "/r/no",
-        "/r/test/steps/7",
-        "/r/test/prompts/99",
-        "/r/test/trajectories/99999999999999999999999",
-        "/r/test/held-out?evaluation=999",
-        "/r/test/compare?b=no",
-        "/?b=no&b=test",
-    ],
-)
-def test_an_address_of_nothing_says_so(filled, address):
-    page = client(filled).get(address)
-    assert page.status_code == 404
-    assert "there is no run" in page.text or "the database has no" in page.text
-
-
-@pytest.mark.parametrize("address", ["steps/N", "prompts/N", "trajectories/N", "steps?before=N", "trajectories?step=N",
-                                     "trajectories/1?token=N", "held-out?from=N", "steps/0?from=N"])  # fmt: skip
-def test_a_number_of_thousands_of_digits_is_none(filled, address):
-    assert client(filled).get(f"/r/test/{address}".replace("N", "9" * 5000)).status_code in (400, 404)
+def test_an_address_of_nothing_says_so_and_a_number_of_thousands_of_digits_is_none(filled):
+    browser, large = client(filled), "9" * 23
+    nothing = ("no", "test/steps/7", "test/prompts/99", f"test/trajectories/{large}", "test/held-out?evaluation=999")
+    for address in (*(f"/r/{one}" for one in nothing), "/r/test/compare?b=no", "/?b=no&b=test"):
+        page = browser.get(address)
+        assert page.status_code == 404, address
+        assert "there is no run" in page.text or "the database has no" in page.text, address
+    queries = ("steps?before=N", "trajectories?step=N", "trajectories/1?token=N", "held-out?from=N", "steps/0?from=N")
+    for address in ("steps/N", "prompts/N", "trajectories/N", *queries):
+        assert browser.get(f"/r/test/{address}".replace("N", "9" * 5000)).status_code in (400, 404), address
 
 
 def test_the_changing_part_is_sent_only_after_a_change_and_when_the_run_has_ended(filled):
@@ -387,15 +377,13 @@ def test_the_configuration_says_what_set_each_value_where_that_is_recorded(fille
     config = {"train": {"steps": 7, "publish_every": 1, "warmup_steps": 3}, "buffer": {"address": ""}}
     values = [json.dumps(config), json.dumps(origins) if recorded else None]
     change(filled, ("UPDATE starts SET config = ?, origins = ?", values))
-    pages = [
-        client(filled).get("/r/test/config").text,
-        write_report(filled, tmp_path / "r.html", name=None).read_text(),
-    ]
-    cells = [dict(re.findall(r"<tr[^>]*><td>(train.\w+)</td>(.*?)</tr>", page)) for page in pages]
+    report = write_report(filled, tmp_path / "r.html", name=None).read_text()
+    texts = [client(filled).get("/r/test/config").text, report]
+    cells = [dict(re.findall(r"<tr[^>]*><td>(train.\w+)</td>(.*?)</tr>", page)) for page in texts]
     wanted = {"train.steps": "here/&lt;b&gt;.toml", "train.publish_every": "TBA_TRAIN__PUBLISH_EVERY",
               "train.warmup_steps": "default"}  # fmt: skip
     # A report has only what differs from the defaults.
-    for page, rows in zip(pages, cells, strict=True):
+    for page, rows in zip(texts, cells, strict=True):
         assert "train.steps" in rows
         assert (">set by</th>" in page) == recorded
         assert [key for key in rows if rows[key].endswith(f">{wanted[key]}</td>")] == (list(rows) if recorded else [])
@@ -442,19 +430,8 @@ def test_totals_count_every_client_and_the_trainer_is_listed(harness, trajectory
     assert [client["role"] for client in facts["clients"]] == ["trainer", "searcher"]
     # Charts come first, and clients that are not connected are folded.
     text = client(buffer.store.path).get("/r/test").text
-    assert (
-        text.index('id="charts"')
-        < text.index("Clients</h2>")
-        < text.index('<details id="gone"><summary>2 not connected')
-    )
-
-
-def test_a_report_is_one_file_without_scripts(filled, tmp_path):
-    text = write_report(filled, tmp_path / "report.html", name=None).read_text()
-    assert "answer 12" in text
-    assert re.findall(r'<script|src="|href="', text) == []
-    with pytest.raises(UsageError, match=r"/nowhere/x\.html cannot be written: No such file or directory"):
-        write_report(filled, Path("/nowhere/x.html"), name=None)
+    parts = ('id="charts"', "Clients</h2>", '<details id="gone"><summary>2 not connected')
+    assert [*map(text.index, parts)] == sorted(map(text.index, parts))
 
 
 @pytest.mark.parametrize(
@@ -487,16 +464,16 @@ def test_settings_are_written_as_toml_and_runs_of_different_tasks_are_said_to_be
     assert "different tasks" not in both.get("/r/test/compare?b=test").text
 
 
-def test_the_bar_of_progress_goes_with_the_last_step_and_a_kl_is_called_an_estimate(filled, tmp_path):
-    metrics = json.dumps({"kl": -0.1})
-    config = json.dumps({"train": {"steps": 9}})
-    change(
-        filled,
-        ("UPDATE starts SET config = ?", [config]),
-        ("UPDATE batches SET metrics = ?, trained_at = 5", [metrics]),
-    )
+def test_the_bar_of_progress_goes_with_the_last_step_and_a_report_is_one_file_without_scripts(filled, tmp_path):
+    config, metrics = json.dumps({"train": {"steps": 9}}), json.dumps({"kl": -0.1})
+    settings, step = "UPDATE starts SET config = ?", "UPDATE batches SET metrics = ?, trained_at = 5"
+    change(filled, (settings, [config]), (step, [metrics]))
     assert "<progress" in client(filled).get("/r/test").text
     report = write_report(filled, tmp_path / "r.html", name=None).read_text()
+    assert "answer 12" in report
     assert "estimate from stale samples, may be negative" in report
+    assert re.findall(r'<script|src="|href="', report) == []
+    with pytest.raises(UsageError, match=r"/nowhere/x\.html cannot be written: No such file or directory"):
+        write_report(filled, Path("/nowhere/x.html"), name=None)
     change(filled, "UPDATE runs SET finished_step = 9")
     assert "<progress" not in client(filled).get("/r/test").text

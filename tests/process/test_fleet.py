@@ -190,7 +190,8 @@ if sys.orig_argv[-2:] == ["--index", "1"] or "--index" in sys.orig_argv and os.p
     searchers_of(fleet)["0"].kill()
     assert fleet.wait(60) == 1
     assert "failed with exit code 3" in output(tmp_path)
-    assert output(tmp_path).count("child started") >= 6
+    # Broken after more than two failures, of which the kill is one.
+    assert output(tmp_path).count("child started child=cpu0") >= 3
 
 
 def test_a_configuration_error_of_one_searcher_ends_the_fleet_with_its_message(fleet_config, start_fleet, tmp_path):

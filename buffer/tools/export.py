@@ -83,6 +83,9 @@ def export(
     """
     format_ = format_of(target, format_)
     check_target(source, target, force=force)
+    if format_ == PARQUET:
+        # A missing package is told before a large source is read.
+        data_files.pyarrow()
     write = _write_parquet if format_ == PARQUET else _write_jsonl
     with open_records(source, where) as (records, matching), replacing(target) as temporary:
         counted = _counted(records, on_progress)

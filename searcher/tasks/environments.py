@@ -224,7 +224,7 @@ class GymnasiumTask(ListedTask):
             raise TaskError(f"task gymnasium: {self._id} is not made: {error}") from error
 
 
-@dataclass
+@dataclass(eq=False)
 class _Gymnasium(Environment):
     made: Any
     actions: Sequence[str]

@@ -55,7 +55,7 @@ class GuessTask(ListedTask):
         return Prompt(key, f"guess 1 to {self._numbers} :", answer=str(1 + _draw(key, self._numbers)))
 
 
-@dataclass
+@dataclass(eq=False)
 class GuessGame(Environment):
     """One game of `GuessTask`."""
 
@@ -95,7 +95,7 @@ class CalculatorTask(ListedTask):
         return Calculator(prompt.answer)
 
 
-@dataclass
+@dataclass(eq=False)
 class Calculator(Environment):
     """One game of `CalculatorTask`."""
 

@@ -38,10 +38,13 @@ _SPELLINGS = (
     (re.compile(rf"(?<!\d)(?<!\d\$)-(?:\*\*)?{_CURRENCY}\s?(?=[\d.])"), "-"),
     (re.compile(r"\{,\}|,\\!|，"), ","),
     (re.compile(r"(?<=\d)[kK](?!\w)"), "e3"),
-    # The digit of a name, such as CO2.
-    (re.compile(r"(?<=[A-Z])(?<!USD)(?<!EUR)\d(?![.,]?\d)"), ""),
-    # No number is 000: it ends thousands.
-    (re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?: \d{3})* 000(?!\w|[.,]\d)"), lambda found: found[0].replace(" ", "")),
+    # Formulas of substances: CO2, H2O.
+    (re.compile(r"\b(?:CO|SO|NO|CH|NH|H|N|O)[2-4](?=O?(?!\w))(?!\.\d)"), ""),
+    # No number is 000: groups of three that end in it are one number.
+    (
+        re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?: \d{3}(?!\w|[.,]\d))+"),
+        lambda found: found[0].replace(" ", "") if found[0].endswith(" 000") else found[0],
+    ),
     # The power of a unit.
     (re.compile(r"(?<=[A-Za-z}]) ?\^ ?\{?[23]\}?(?!\.?\d)"), ""),
     (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2007\u2009\u202f])(?=\d{3}(?!\d))"), ""),

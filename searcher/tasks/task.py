@@ -146,7 +146,10 @@ class ListedTask:
 
 
 class LimitedTask:
-    """The first prompts of another task, 0 for all. Raises TaskError for any error of its code, with the line."""
+    """The first `limit` training and `held_out_limit` held-out prompts of another task; 0 means all of them.
+
+    Raises TaskError for any error of the other task's code, with the line that raised it.
+    """
 
     def __init__(self, task: Task, limit: int, held_out_limit: int) -> None:
         self.name = task.name

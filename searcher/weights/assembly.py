@@ -180,7 +180,10 @@ class _Trainer:
     remote = False
 
     def fetch(self, version: int, name: str, target: Path, _size: int | None) -> str | None:
-        """Hard-link a file, so that it outlives the original, or copy it. A base has the plain name of its version."""
+        """Hard-link a file, so that it outlives the original, or copy it. Raises SnapshotError.
+
+        A base has the plain name of its version.
+        """
         own = self.path.name.split("-")[0] == directory_name(version)
         source = (self.path if own else self.path.with_name(directory_name(version))) / name
         target.unlink(missing_ok=True)

@@ -217,7 +217,7 @@ class RunningVllm:
         return finished
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Float32]:
-        """See `Engine.score`. They are of the vocabulary and shorter than the context: vLLM samples one more token."""
+        """See `Engine.score`. Sequences are shorter than the context, since vLLM samples one more token."""
         self.check()
         waiting = {}
         for index, ids in enumerate(sequences):

@@ -187,7 +187,7 @@ class WeightWorker:
     @_reported
     def tba_exchange(self) -> None:
         """Copy the prepared weights into the model. Raises EngineError if they do not take effect."""
-        assert self.tba_swap is not None
+        assert self.tba_swap is not None, "this model is not swapped in place"
         self.tba_swap.exchange()
 
     @_reported

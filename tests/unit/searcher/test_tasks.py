@@ -71,6 +71,7 @@ def gsm8k(tmp_path):
         ("Boxes:\n1 500\n2 300\n3 100", 100),
         # Quadratic time would be more than the time limit of a test.
         ("1" + ",23" * 100_000, 23),
+        (" 111" * 100_000, 111),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -147,7 +147,7 @@ def test_a_model_whose_layout_is_not_found_is_reloaded_and_rolled_back_by_reload
     def fail(*_):
         raise EngineError("no layout")
 
-    monkeypatch.setattr(worker, "record", fail)
+    monkeypatch.setattr(worker.weight_swap, "record", fail)
     engine = lab.engine(old, dtype=dtype, canary_tolerance=BOUNDS[dtype])
     assert engine.call("tba_start") == ["EngineError: no layout"]
     new = lab.rounded(lab.model(seed=2, tied=True))

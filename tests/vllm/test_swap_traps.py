@@ -142,12 +142,12 @@ def test_a_lack_of_memory_refuses_the_snapshot_and_not_the_engine(lab, engine, o
 
 @pytest.mark.parametrize("dtype", ["float32"], indirect=True)
 def test_a_model_whose_layout_is_not_found_is_reloaded_and_rolled_back_by_reload(lab, old, dtype, monkeypatch):
-    from tba.searcher.engines.vllm import worker
+    from tba.searcher.engines.vllm import weight_swap
 
     def fail(*_):
         raise EngineError("no layout")
 
-    monkeypatch.setattr(worker.weight_swap, "record", fail)
+    monkeypatch.setattr(weight_swap, "record", fail)
     engine = lab.engine(old, dtype=dtype, canary_tolerance=BOUNDS[dtype])
     assert engine.call("tba_start") == ["EngineError: no layout"]
     new = lab.rounded(lab.model(seed=2, tied=True))

@@ -23,22 +23,24 @@ BUILD := build/typecheck
 DEMO := runs/demo
 WORDS := runs/demo-words
 GAME := runs/demo-game
-# Deletes the last run of a demo, unless that is at work: its launcher holds a lock.
-delete-run = @if [ -e $(1)/launcher.lock ] && ! flock --nonblock $(1)/launcher.lock true; then \
-	echo "$(1) is in use by a run: end that one, or wait for it"; exit 1; fi; rm -rf $(1)
+# Refuses to go on while a run is at work, whose launcher holds a lock: a demo deletes its last run and start model.
+unless-at-work = @if [ -e $(1)/launcher.lock ] && ! flock --nonblock $(1)/launcher.lock true; then \
+	echo "$(1) is in use by a run: end that one, or wait for it"; exit 1; fi
 
 .PHONY: demo demo-words words-start demo-game game-start bench-reuse quick test test-failed test-all test-fleet gpu-check test-gpu check format docs docs-site bench bench-step evidence bench-off-policy bench-publication clean
 
 demo: $(VENV)/installed-$(ENGINE)
-	$(call delete-run,$(DEMO))
+	$(call unless-at-work,$(DEMO))
+	@rm -rf $(DEMO)
 	@$(BIN)/tba run examples/arithmetic/demo.toml --set run.dir=$(DEMO) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 
 # Word problems with longer answers: an untrained model, its warm start by `tba sft`, and the run.
 demo-words: words-start
-	$(call delete-run,$(WORDS))
+	@rm -rf $(WORDS)
 	@$(BIN)/tba run examples/words/demo.toml --set run.dir=$(WORDS) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 
 words-start: $(VENV)/installed-$(ENGINE)
+	$(call unless-at-work,$(WORDS))
 	@rm -rf $(WORDS)-start
 	@$(BIN)/python examples/words/prepare.py --out $(WORDS)-start
 	@$(BIN)/tba sft $(WORDS)-start/pairs.jsonl --config examples/words/demo.toml --model $(WORDS)-start/untrained \
@@ -46,7 +48,7 @@ words-start: $(VENV)/installed-$(ENGINE)
 
 # A game of several turns, from an untrained model; then once more without hints: what it has learned is to use them.
 demo-game: game-start
-	$(call delete-run,$(GAME))
+	@rm -rf $(GAME)
 	@$(BIN)/tba run examples/game/demo.toml --set run.dir=$(GAME) --set run.seed=$(SEED) --set search.engine=$(ENGINE)
 	@echo 'the last policy without hints:'
 	@$(BIN)/tba eval --snapshot "$$(ls -d $(GAME)/snapshots/v* | tail -n 1)" --config examples/game/demo.toml \
@@ -54,6 +56,7 @@ demo-game: game-start
 	@$(BIN)/tba generate --play --config $(GAME)
 
 game-start: $(VENV)/installed-$(ENGINE)
+	$(call unless-at-work,$(GAME))
 	@rm -rf $(GAME)-start
 	@$(BIN)/python examples/game/prepare.py --out $(GAME)-start --seed $(SEED)
 

@@ -105,8 +105,7 @@ class ConfigOptions:
         named = resolved.origins.keys() & {"run.dir", "run.name", "buffer.address", "buffer.database"}
         if resolved.file is None and not named and not resolved.config.run.dir.exists():
             raise UsageError(
-                f"{NO_FILE}, or its directory with --set run.dir=DIR; `tba runs` lists runs, `tba init` writes a "
-                "configuration"
+                f"{NO_FILE}, or its directory as FILE; `tba runs` lists runs, `tba init` writes a configuration"
             )
         return resolved
 

@@ -184,6 +184,11 @@ def _file_layer(file: Path) -> dict[str, _Value]:
     for section, content in tree.items():
         if not isinstance(content, dict):
             raise ConfigError(f"{file}: `{section}` is outside a section: move it into one, such as [run]")
+        # One mistake, where each of its keys would be another.
+        if section not in Config.model_fields and (
+            near := difflib.get_close_matches(section, Config.model_fields, n=1)
+        ):
+            raise ConfigError(f"{file}: there is no section [{section}]: did you mean [{near[0]}]?")
         values |= {f"{section}.{name}": _Value(value, str(file)) for name, value in content.items()}
     return values
 

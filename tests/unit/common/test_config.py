@@ -87,6 +87,8 @@ def test_the_hint_names_a_similar_key_or_none(key, hint):
         ('[train]\nsteps = "many"', "train.steps = 'many' ("),
         ("[train\n", "line 1"),
         ("steps = 3", "`steps` is outside a section"),
+        ("[trian]\nsteps = 3\nbeta = 1", "there is no section [trian]: did you mean [train]?"),
+        ("[alarm]\nurl = 3", "alarm.url ("),
     ],
 )
 def test_the_error_of_a_wrong_file_names_the_place(tmp_path, text, words):

@@ -138,7 +138,10 @@ def train(
         from tba.deploy.rank_launcher import train_together
 
         return train_together(settings, sys.argv[1:], count, stop)
-    from tba.trainer.loop import train as run_trainer
+    from tba.common.system.process import importing
+
+    with importing():
+        from tba.trainer.loop import train as run_trainer
 
     last_step = recorded.step if recorded and replay else None
     run_trainer = partial(run_trainer, settings, resume=resume, device=device, stop=stop, last_step=last_step)
@@ -227,8 +230,11 @@ def _sft(config: "Config", plan: tuple[Any, ...], *, resume: bool, as_json: bool
 
         train_together(config, sys.argv[1:], count, stop)
         return
-    from tba.trainer.sft import Plan
-    from tba.trainer.sft import sft as run_sft
+    from tba.common.system.process import importing
+
+    with importing():
+        from tba.trainer.sft import Plan
+        from tba.trainer.sft import sft as run_sft
 
     with training_progress(as_json=as_json) as report:
         finished = run_sft(config, Plan(*plan), resume=resume, device=device, stop=stop, on_step=report)

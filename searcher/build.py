@@ -16,6 +16,7 @@ from tba.common.config.search import TRANSFORMERS_IN_FLIGHT
 from tba.common.errors import ConfigError, MissingExtra, TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.run_snapshots import find_source
+from tba.common.system.process import importing
 from tba.common.terminal import need
 from tba.common.weights.model_files import local_model, model_directory, model_here, read_json
 from tba.common.weights.pretrained import check_same_tokens, load_tokenizer
@@ -108,7 +109,8 @@ def make_engine(
             stopping=stopping,
         )
     try:
-        from tba.searcher.engines.transformers_engine import TransformersEngine
+        with importing():
+            from tba.searcher.engines.transformers_engine import TransformersEngine
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "transformers", "train") from error
     return TransformersEngine(

@@ -14,6 +14,7 @@ from typing import Any
 
 from tba.common.errors import ConfigError, MissingExtra, first_line, quantity
 from tba.common.system.load_errors import loading
+from tba.common.system.process import importing
 from tba.common.weights.model_files import config_here, eos_ids, need_tokenizer, read_json, vocabulary_size
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
@@ -151,7 +152,8 @@ _ROUND_TRIP = "How are you, 12 friends?\n\n  Two spaces."
 def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer of a model directory. Raises ConfigError if it fails or loses spaces, MissingExtra."""
     try:
-        from transformers import AutoTokenizer
+        with importing():
+            from transformers import AutoTokenizer
     except ModuleNotFoundError:
         raise MissingExtra("transformers", "train") from None
     try:

@@ -79,8 +79,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (rf"{_FONT}(?:\{{([^{{}}]*)\}}|([^{{}}]+))", r"\\math\1{\2\3}"),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![A-Za-z])|(?<!\\)\\[()\[\]]", ""),
         (r"\\(?:text)?color ?\{[^{}]*\}|\\(?:bm|boldsymbol|underline|checkmark)(?![A-Za-z])", ""),
-        # The line break of a matrix, `\\`, stays.
-        (r"(?<=\d)\\,(?=\d{3}(?!\d))|\s*(?<!\\)\\!\s*|(?<=\\\\) ?\[[^\[\]]*(?:pt|em|ex|mm)\]", ""),
+        # The line break of a matrix, `\\`, stays. Only the first of several spaces may start a match: linear time.
+        (r"(?<=\d)\\,(?=\d{3}(?!\d))|(?:(?<!\s)\s++)?(?<!\\)\\!\s*|(?<=\\\\) ?\[[^\[\]]*(?:pt|em|ex|mm)\]", ""),
         (r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|\\hspace ?\{[^{}]*\}|~|\s)+", " "),
         (r"\\colon(?![a-z])| ?\\(?:text|mathrm|mbox) ?\{ ?: ?\} ?", ":"),
         (r" ?\{ ?([,:]) ?\} ?", r"\1"),

@@ -16,9 +16,10 @@ def not_none(value: T | None) -> T:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS, what: str = "the condition") -> None:
-    """Poll a condition until it is true; fail after `seconds`."""
-    deadline = time.monotonic() + seconds
+    """Poll a condition until it is true, less often the longer it takes; fail after `seconds`."""
+    begun = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not true within {seconds} s"
+        waited = time.monotonic() - begun
+        assert waited < seconds, f"{what}: not true within {seconds} s"
         # Many conditions open a database, and the processes that are waited for need the processor.
-        time.sleep(0.03)
+        time.sleep(min(0.03 + waited / 30, 0.15))

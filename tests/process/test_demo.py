@@ -49,7 +49,8 @@ def test_the_demo_gains_25_points_on_held_out_problems(tba, tmp_path, pytestconf
 @pytest.mark.skipif(" " in sys.prefix, reason="torch does not quote the path of this environment when it compiles")
 def test_the_demo_gains_points_on_vllm(tba, tmp_path, pytestconfig):
     directory = tmp_path / "demo"
-    settings = size(("train.steps=25", *FEWER), ())
+    # test_engine_life.py has a compiled engine.
+    settings = size(("train.steps=25", "search.enforce_eager=true", *FEWER), ())
     result = run_demo(tba, directory, pytestconfig.rootpath, "search.engine=vllm", *settings)
     check_gain(result, directory, points=size(5, 25))
     versions = "SELECT COUNT(DISTINCT policy_version) FROM trajectory_rows"

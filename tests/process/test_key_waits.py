@@ -57,7 +57,8 @@ def run(make_config, start_tba, key, tmp_path):
         **arithmetic(
             security={"keys": str(key.parents[1])},
             train={"steps": 100_000, "serve_snapshots": f"tcp://127.0.0.1:{free_port()}"},
-            search={"weights_from": "trainer"},
+            # When it is full the searcher pauses: it need not generate while it waits.
+            search={"weights_from": "trainer", "spool_mib": 0.1},
         )
     )
     run = Run(config, start_tba, tmp_path)

@@ -6,11 +6,13 @@ process takes 4 to 5 s to start, each further one about 1 s.
 """
 
 import copy
+import functools
 import gc
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from tba.common.system.durable import temporary_directory
 from tba.common.weights.snapshot import Canary, Manifest, Snapshot, describe_files, directory_name, seal
 from tba.common.wire.messages import WeightsRef
 from tba.searcher.engines.engine import Generation, GenerationRequest, SamplingSettings
+from tba.searcher.engines.vllm.start import import_vllm
 from tba.tests.helpers.engines import cpu_engine, end_tokens
 from tba.tests.helpers.weights import verify
 
@@ -116,9 +119,10 @@ class Lab:
         model.save_pretrained(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
-        # vLLM collects garbage ten times in the life of an engine, and would search all that was imported each time. It
-        # ends the freeze itself when an engine ends.
-        gc.freeze()
+        _keep_imports_frozen()
+        # An engine that is open must stay collectable.
+        if all(engine._llm is None for engine in self._engines):
+            _freeze()
         settings: dict[str, Any] = {
             "max_model_len": 256,
             "max_in_flight": 32,
@@ -239,6 +243,30 @@ class Lab:
             engine.close()
 
 
+@functools.cache
+def _keep_imports_frozen() -> None:
+    """Import vLLM, and let none of its engines change what garbage collections leave out.
+
+    vLLM collects garbage ten times in the life of an engine, and ends every freeze when one ends. It would search all
+    that tests have imported, for 2 s per engine, which takes half a second without.
+    """
+    import_vllm()
+    from vllm.distributed import parallel_state
+    from vllm.v1.engine import core
+    from vllm.v1.worker import gpu_worker
+
+    collects_only: Any = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    for module in (core, gpu_worker, parallel_state):
+        module.gc = collects_only
+    core.freeze_gc_heap = gpu_worker.freeze_gc_heap = gc.collect
+
+
+def _freeze() -> None:
+    """Exclude what exists from garbage collections, except garbage, such as that of an engine that was closed."""
+    gc.collect()
+    gc.freeze()
+
+
 def worker_of(engine: Any) -> Any:
     """Return the only worker of an engine, in this process."""
     return engine._llm.model_executor.driver_worker.worker
@@ -257,7 +285,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     yield lab
     lab.close()
     # For the tests that follow, as `tba.tests.runner` did before the first.
-    gc.freeze()
+    _freeze()
 
 
 @pytest.fixture(scope="module")

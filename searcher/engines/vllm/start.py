@@ -7,6 +7,7 @@ from typing import Any
 from tba.common.config.run import ModelSection
 from tba.common.config.search import SearchSection, check_arguments
 from tba.common.errors import ConfigError, EngineError, named
+from tba.common.system.process import importing
 from tba.common.terminal import need_engine
 from tba.common.weights.model_files import model_directory
 
@@ -42,11 +43,15 @@ def import_vllm() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     need_engine("vllm")
     try:
-        import torch
-        import vllm
+        with importing():
+            import torch
+            import vllm
+
+            # vLLM imports the most when it is asked for the class.
+            tags = hasattr(vllm.LLMEngine, "set_weight_version")
     except ImportError as error:
         raise ConfigError(f"vLLM is installed but cannot be imported ({error}): see docs/install.md") from error
-    if not hasattr(vllm.LLMEngine, "set_weight_version"):
+    if not tags:
         raise ConfigError(f"vLLM {vllm.__version__} does not tag tokens with weight versions: install a newer one")
     if choose_threads:
         # torch may have been imported before the variable was set.

@@ -1,6 +1,7 @@
 """A process: its memory, signals, cores, watchdog, background threads, and the command that started it."""
 
 import gc
+import importlib
 import logging
 import os
 import pty
@@ -20,6 +21,7 @@ from tba.common.system.orphan_guard import session_of
 from tba.common.system.process import (
     NotifySocket,
     StopSignal,
+    importing,
     notify_systemd,
     objects_frozen,
     openmp_threads,
@@ -256,3 +258,20 @@ def test_objects_are_frozen_in_a_block_and_stay_so_if_its_caller_had_frozen_some
     with objects_frozen():
         pass
     assert gc.get_freeze_count() > 0
+
+
+def test_imports_are_kept_out_of_garbage_collections_which_then_go_on(tmp_path, monkeypatch):
+    (tmp_path / "garbage_probe.py").write_text("import gc\ncollects = gc.isenabled()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = gc.get_freeze_count()
+    with importing():
+        pass
+    assert (gc.get_freeze_count(), gc.isenabled()) == (before, True), "nothing was imported"
+    with importing():
+        probe = importlib.import_module("garbage_probe")
+    monkeypatch.delitem(sys.modules, "garbage_probe")
+    assert (probe.collects, gc.isenabled()) == (False, True)
+    assert gc.get_freeze_count() > before
+    with pytest.raises(ModuleNotFoundError), importing():
+        importlib.import_module("no_such_module")
+    assert gc.isenabled()

@@ -40,7 +40,7 @@ _LATEX = r"""∞ \infty  ∪ \cup  ∩ \cap  ∅ \emptyset  ∈ \in  ≈ \approx
 # What NFKC would make a letter or a digit of, and what neither it nor math-verify knows.
 _SIGNS = {
     **dict.fromkeys("−–—\N{HYPHEN}\N{NON-BREAKING HYPHEN}", "-"),
-    **dict.fromkeys("\N{DEGREE SIGN}\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}", r"^\circ "),
+    **dict.fromkeys("\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}", "\N{DEGREE SIGN}"),
     **dict.fromkeys("\N{FRACTION SLASH}\N{DIVISION SLASH}", "/"),
     **{"¢": " cents", "\N{RATIO}": ":", "\N{SET MINUS}": r"\setminus", "\N{IDEOGRAPHIC FULL STOP}": "."},
     **{sign: rf"\mathbb{{{normalize('NFKC', sign)}}}" for sign in "ℝℤℕℚℂ"},
@@ -59,7 +59,8 @@ _SYMBOLS = (
     r"|kPa|k?cal|gal|mol|(?<= )(?:(?:sq|cu)\.? [a-z]+|yen|[msghLNJWVAK]|in|mi|ms|Pa|[kM][WJVN]|eV|[kKMGT]B))"
     r"(?:/(?:s|min|h|sec|hr|day|[ck]?m|k?g|m?L|gal|K|mol|C))?"
 )
-_DEGREES = {"C": "celsius", "F": "fahrenheit"}
+_BRACKETS = {"lbrace": r"\{", "rbrace": r"\}", "langle": "(", "rangle": ")"}
+_PARTED = r"hours?|h|hrs?|min(?:ute)?s?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?|[k ]?m|kg|degrees?|dollars?"
 _TEXT_UNIT = r"\\text\{[^{}]*\}(?: ?\^ ?\{?\d\}?)?"
 # A condition for numbers: a set-builder or a relation.
 CONDITION = re.compile(r"\\\{ ?[A-Za-z] ?(?:\\mid|\\?\||:|\\in)|[<>≠≤≥]|\\(?:[lg](?:t|eq?|eqslant)|neq?)(?![a-z])")
@@ -73,20 +74,23 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"(?<![\\A-Za-z{])(sin|cos|tan|cot|log|ln)(?=[\d(_^\\{]| [\d(\\])", r"\\\1 "),
         (r"√(\[[34]\])?\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt\1{\2\3}"),
         (r"√", r"\\sqrt"),
+        (r"\\sqrt ?(\[\d\])? ?(?:\(([^()]*)\)|(?<=\])(\d)|(\\[dt]?frac(?:\{[^{}]*\}|\d){2}))", r"\\sqrt\1{\2\3\4}"),
         # For SymPy, an odd root of a negative number is complex.
         (r"\\sqrt ?\[([3579])\] ?\{ ?-(\d+(?:\.\d+)?|\\[dt]?frac\{\d+\}\{\d+\}) ?\}", r"(-\\sqrt[\1]{\2})"),
         (rf"(?<!frac)(?<!\}})\{{ ?{_FONT}([^{{}}]*)\}}", r"\\math\1{\2}"),
         (rf"{_FONT}(?:\{{([^{{}}]*)\}}|([^{{}}]+))", r"\\math\1{\2\3}"),
-        (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![A-Za-z])|(?<!\\)\\[()\[\]]", ""),
+        (r"\\(?:(?:left|right)\.?|[bB]igg?[lrm]?|(?:display|text)style|[lL]arge)(?![A-Za-z])|(?<!\\)\\[()\[\]]", ""),
         (r"\\(?:text)?color ?\{[^{}]*\}|\\(?:bm|boldsymbol|underline|checkmark)(?![A-Za-z])", ""),
         # The line break of a matrix, `\\`, stays. Only the first of several spaces may start a match: linear time.
         (r"(?<=\d)\\,(?=\d{3}(?!\d))|(?:(?<!\s)\s++)?(?<!\\)\\!\s*|(?<=\\\\) ?\[[^\[\]]*(?:pt|em|ex|mm)\]", ""),
         (r"(?:(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|\\hspace ?\{[^{}]*\}|~|\s)+", " "),
-        (r"\\colon(?![a-z])| ?\\(?:text|mathrm|mbox) ?\{ ?: ?\} ?", ":"),
-        (r" ?\{ ?([,:]) ?\} ?", r"\1"),
-        (r"\\lbrace(?![a-z])", r"\\{"),
-        (r"\\rbrace(?![a-z])", r"\\}"),
-        (r"\\varnothing(?![a-z])|\\\{ ?\\\}", r"\\emptyset "),
+        (r" ?(?:(?:\^|(?<=\d)) ?\\circ(?![a-z])|\^ ?\{ ?\\circ ?\}|\\degree(?![a-z])) ?", "\N{DEGREE SIGN}"),
+        (r"\\colon(?![a-z])|(?<=\S) ?(?:\\mid(?![a-z])|\|) ?(?=[a-z] ?\\in(?![a-z]))", ":"),
+        (r" ?(?:\\(?:text|mathrm|mbox) ?\{ ?(:|, ?) ?|\{ ?([,:]) ?)\} ?", r"\1\2"),
+        (r" ?\\([lr](?:brace|angle))(?![a-z]) ?", lambda found: _BRACKETS[found[1]]),
+        (r"([(\[]|\\\{) ?\{((?:[^{}]|\{[^{}]*\})*)\} ?([)\]]|\\\})", r"\1\2\3"),
+        (r"(?<=[(\[])([^()\[\],;]+); ?([^()\[\],;]+)(?=[)\]])", r"\1, \2"),
+        (r"\\varnothing(?![a-z])|\\\{ ?\\\}|^(?:\\text\{ ?)?(?i:(?:the )?empty set) ?\}?$", r"\\emptyset "),
         (r"\\(?:Bbb|mathbf) ?(?:\{ ?([RZNQ]) ?\}|([RZNQC]))|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2\3}"),
         # Constants and vectors are no units.
         (r"\\(?:vec|hat) ?\{ ?\\?([ijk0])(?:math)? ?\}", r"\1 "),
@@ -94,8 +98,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         # Of what the variable of a function, or a parameter, may be.
         (r"(?:[,;]|\(|\\forall|\\text\{ ?(?:for|where)[a-z ]*\})+ ?\(?[a-z] ?\\in ?\\mathbb\{[ZNR]\}\)?$", ""),
         (
-            r"^([^=<>]*=.*?)[ ,;(]*(?:\\forall|\\text\{[ ,(]*(?:for|where) [a-z ]*\})"
-            r" ?[a-z](?:\\text\{ ?is an? [a-z ]*\})?[ )]*$",
+            r"^(?=[^=<>]*=|.*(?:\\forall|\{[ ,(]*for (?:all|any|each|every)\b))(.*?)[ ,;(]*(?:\\forall|\\text\{[ ,(]*"
+            r"(?:for|where) [a-z ]*\}) ?[a-z](?:\\text\{ ?is an? [a-z ]*\}| ?(?:\\geq?|≥) ?[01])?[ )]*$",
             r"\1",
         ),
         (r"^\\text\{ ?(?:for )?(?:all|only)(?: (?:positive )?integers)? ?\} ?(?=[kmn] ?(?:[<>=≥≤]|\\[lg]e))", ""),
@@ -103,19 +107,20 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"(?<=\d)!(?==)", "! "),
         (r"\\(?:backslash|smallsetminus)(?![a-z])|(?<=\\mathbb\{[A-Z]\}) ?-(?= ?\\\{)", r"\\setminus "),
         (r"^[a-z] ?\\in(?![a-z]) ?", ""),
-        (r"\\langle ?", "("),
-        (r" ?\\rangle(?![a-z])", ")"),
         (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|emph|math(?:rm|it|bf|sf|tt)|[mh]box) ?\{", r"\\text{"),
+        (r"\\(?:text|operatorname) ?\{ ?((?:arc)?(?:sin|cos|tan|cot|csc)|cis|[gl]c[dm]) ?\}(?= ?\S)", r"\\\1 "),
         (r"^ ?\\operatorname ?\{([A-Za-z ]+)\} ?$", r"\\text{\1}"),
+        (r"(\N{DEGREE SIGN}|%) ?,(?=\d)|,(?=\\?[$€£¥₹] ?\d)", r"\1, "),
         (rf"(?:US(?= ?\\?\$) ?)?\\?\$|[€£¥₹\"“”]|^(?:\\text\{{)?(?:{_MONEY_CODES}|Rs\.?) ?\}}?(?= ?[-\d.])", ""),
         (r"\\text ?\{([^{}]*)\^\{(-?\d)\} ?\}", r"\\text{\1}^{\2}"),
         # A decimal is compared in as many digits.
         (r"\.(\d*?)((\d)\3{2,}|(\d{2,6})\4+) ?(?:\.{3}|\\[lc]?dots)", r".\1\\bar{\3\4}"),
         (r"\\dot ?\{?(\d)\}?(?:(\d*)\\dot ?\{?(\d)\}?)?", r"\\bar{\1\2\3}"),
-        (r"\.(\d*)\\(?:overline|bar) ?\{(\d+)\}", r".\1" + 12 * r"\2"),
-        (r"^[ *`]+|[ *.,;\\`]+$", ""),
+        (r"\.(\d*)(?:\\(?:overline|bar) ?(?:\{(\d+)\}|(\d))|\((\d+)\))", r".\1" + 12 * r"\2\3\4"),
+        (r"(?<=[,+]) ?\.{3}|\\[lc]?dots[bcm]?(?![a-z])", r"\\ldots "),
+        (r"^[ *`]+|[ *.,;\\`]+$|(?<=\d)\.(?= ?(?:[-+*/^})]|\\(?:cdot|times|text|pi|sqrt)))", ""),
         (r"\{ ?(\w+) ?\\choose ?(\w+) ?\}", r"{\\binom{\1}{\2}}"),
-        (r"^\{ ?((?:[^{}]|\{[^{}]*\})*)\}$|^\\\{ ?([A-J]) ?\\\}$", r"\1\2"),
+        (r"^\{ ?((?:[^{}]|\{[^{}]*\})*)\}$|^\\\{ ?([A-J]|\([^()]*\)) ?\\\}$", r"\1\2"),
         (r"^(\\text\{)? ?(?i:(?:the )?(?:final |correct )?(?:answer|option|choice)(?: is|:)*)(?![a-z])[: *]*", r"\1"),
         (r"^(\\text\{)? ?(?i:statement|figure|graph|diagram|equation|plan|point|set) (?=\(?[A-J]\b)", r"\1"),
         (r"(?<=\S) ?\\text\{[ ,(]*(?:or )?(?:about|approximately|approx\.?|roughly) ?\}", r"\\approx "),
@@ -127,8 +132,9 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"^(?:\\text\{ ?)?DNE ?\}?$", r"\\text{does not exist}"),
         (r"^(?:[a-z] ?\\equiv ?)?(-?\d+) ?\(?(?:\\[pb]|\\text\{ ?)mod ?\}? ?\{?(\d+)\}?\)?$", r"\1 \\pmod{\2}"),
         (r" ?\\text\{ ?(?:is|equals|is equal to) ?\}", "="),
+        (r"^\\text\{([^{}]*=[^{}]*)\}$|^\\text\{[A-Za-z ]*[a-z]{3} ?: ?\}", r"\1"),
         (r"\\text\{ ?([-+]?\d[\d,.:]*)", r"\1\\text{"),
-        (r"(\\text\{ ?[a-z.]+),? and ?\}(?= ?\d)", r"\1}, "),
+        (rf"(\\text\{{ ?[a-z.]+),? and ?\}}(?= ?\d)|(?<=\d)( ?\\text\{{ ?(?:{_PARTED}) ?)\}} ?(?=\d)", r"\1\2}, "),
         (
             r",? ?(?:\\text\{[ ,]*(and|or) ?\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z]))(?! ?\}?$)",
             lambda found: rf" \l{found[1] or found[2]} " if CONDITION.search(found.string) else ", ",
@@ -136,24 +142,21 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"(?<=\d) ?(?:\\text\{ ?to ?\}|to) ?(?=\d)", ":"),
         (r" ?(?:\\text\{ ?percent(?:age)? ?\}|percent(?:age)?\b|\\?%)", r"\\%"),
         (r"(?<=\d)(?:(?:st|nd|rd|th)(?![a-z])| ?(?:\^ ?)?\{? ?(?:\\text\{ ?)?(?:st|nd|rd|th)(?: ?\})+ ?$)", ""),
-        (r"(?<=\d) ?\\circ(?![a-z])", r"^\\circ"),
         # The base of a number.
         (r"^\((\w+)\)(?=_)", r"\1"),
         # An angle has a value: the sine of 30 degrees is not that of 30.
         (
-            r"(\\(?:sin|cos|tan|cot|sec|csc) ?(?:\^ ?\{?-?\d+\}?)?) ?([({])? ?(-?\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})"
-            r" ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree)(?(2) ?[)}])",
+            r"(\\(?:sin|cos|tan|cot|sec|csc|cis) ?(?:\^ ?\{?-?\d+\}?)?) ?([({])? ?(-?[\d.]+|\\frac\{\d+\}\{\d+\})"
+            r"°(?(2) ?[)}])",
             r"\1{(\3\\cdot\\frac{\\pi}{180})}",
         ),
-        (
-            r"(?<=\d) ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree) ?(?:\\text\{ ?([CF]) ?\}|([CF])(?![a-z]))? ?$",
-            lambda found: rf"\text{{degree {_DEGREES.get(found[1] or found[2], '')}}}",
-        ),
-        (r" ?(?:\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree) ?(?:\\text\{ ?[CF] ?\}|[CF](?![a-z]))?", ""),
-        (r"\\text\{ ?\}", ""),
-        (r"\\[dtc](frac|binom)(?![a-z])", r"\\\1"),
+        (r"(?<=\d)° ?(?:\\text\{ ?([CF]) ?\}|([CF])(?![a-z]))? ?$", r"\\text{degree \1\2}"),
+        (r"° ?(?:\\text\{ ?[CF] ?\}|[CF](?![a-z]))?", ""),
+        (r"^\\text\{ ?\} ?=|\\text\{ ?\}", ""),
+        (r"\\(?:[dtcs]|nice|big)(frac|binom|c[au]p)(?![a-z])", r"\\\1"),
         (r"(?<![A-Za-z])([A-Za-z])\(-(\d+)\)(?= ?=)", r"\1_{\2}"),
         (rf"\\(frac|binom) ?{_ONE} ?{_ONE}", r"\\\1{\2\3}{\4\5}"),
+        (r"\\cis ?(?:\{?\(((?:[^(){}]|\{[^{}]*\})*)\)\}?|((?:\\[a-z]+|\{[^{}]*\}|[\d/])+))", r"e^{i(\1\2)}"),
         (r"\^ ?(\\frac\{[^{}]*\}\{[^{}]*\}|-\d+)", r"^{\1}"),
         (r"\\lg(?![a-z])", r"\\log_{10}"),
         (r"\\log_ ?(?:e(?![a-z])|\{ ?e ?\})", r"\\ln "),
@@ -193,7 +196,7 @@ _SYNONYMS = """nm nanometer nanometre, mm millimeter millimetre, cm centimeter c
     pt, quart qt, tbsp tablespoon, tsp teaspoon, ms millisecond, s sec second, min minute, h hr hour, day, week,
     month, year yr, decade, century centurie, am, pm, dollar usd, cent, eur euro, yen jpy, inr rupee, hz hertz, khz
     kilohertz, mhz megahertz, ghz gigahertz, w watt, kw kilowatt, mw megawatt, wh, kwh, mwh, n newton, kn, j joule,
-    kj kilojoule, mj, v volt, a amp ampere, ohm, pa pascal, kpa kilopascal, k kelvin, celsius, fahrenheit, degree
+    kj kilojoule, mj, v volt, a amp ampere, ohm, pa pascal, kpa kilopascal, k kelvin, celsius c, fahrenheit f, degree
     deg, radian rad, mol mole, cal calorie, kcal, ev, kb kilobyte, mb megabyte, gb gigabyte, tb terabyte"""
 _UNITS = {name: names.split()[0] for names in _SYNONYMS.split(",") for name in names.split()}
 # A sign of money before a number. Two dollar signs are those of a formula.
@@ -262,7 +265,7 @@ def plain(answer: str) -> tuple[str, Unit]:
         return answer.strip(), Unit()
     unit = answer[len(value) :]
     # Each element of a list may have it.
-    value = value.replace(f"{unit},", ",").strip()
+    value = value.replace(f"{unit},", ", " if unit else ",").strip()
     if unit.startswith("_"):
         return value, Unit({("base", int("".join(filter(str.isdigit, unit))))})
     return value, _unit(re.sub(r"\\text|\\cdot|[{}]", " ", unit).replace(".", "").lower(), money)

@@ -27,7 +27,7 @@ _OPENER = (
 _END = r"(?= ?(?:[$€£¥₹]|(?:dollars|euros|per|an?|each|every)\b)|(?:\*\*|\\?[)}\]]|[.!?](?!\w))|[ \r]*$)"
 _SPACED = rf"{_OPENER}[1-9](?:\d{{0,2}}|\d? \d{{3}}) \d{{3}}(?:\.\d+)?{_END}"
 # What precedes a number that is stated: only there a dash with a space behind it is a sign.
-_STATES = r"(?:\A\s*+(?!.*\n\s*\S)|[=:({*]|\b(?:is|was|of|by|to|equals|at)\b)"
+_STATES = r"(?:\A\s*+(?!.*\n\s*\S)|[=#:({*]|\b(?:is|was|of|by|to|equals|at)\b)"
 # The minus signs of Unicode, also before a currency, and the ways of LaTeX to separate thousands. A dash after a number
 # is that of a range.
 _SPELLINGS = (
@@ -35,6 +35,8 @@ _SPELLINGS = (
     (re.compile(r"(?<![\d)\]$%])(?<![\d)\]$%] )\N{EN DASH}(?=[$€£¥₹\d.])"), "-"),
     (re.compile(r"(?:\\(?:text\w*|mathrm|mbox) ?)?\{ ?(-?) ?(\\?[$€£¥₹]) ?\}"), r"\1\2"),
     (re.compile(rf"({_STATES} ?\$?)[-\N{{EN DASH}}\N{{EM DASH}}] (?={_CURRENCY} ?[\d.])"), r"\1-"),
+    (re.compile(rf"([=#] ?)[-\N{{EN DASH}}] (?=[\d.])|({_STATES} ?)(?:minus|[Nn]egative) (?=[$€£\d.])"), r"\1\2-"),
+    (re.compile(r"(?:(?<=\d) )?([¼½¾])"), lambda found: {"¼": ".25", "½": ".5", "¾": ".75"}[found[1]]),
     (re.compile(rf"(?<!\d)(?<!\d\$)-(?:\*\*)?{_CURRENCY}\s?(?=[\d.])"), "-"),
     (re.compile(r"\{,\}|,\\!|，"), ","),
     (re.compile(r"(?<=\d)[kK](?!\w)"), "e3"),
@@ -46,12 +48,11 @@ _SPELLINGS = (
         lambda found: found[0].replace(" ", "") if found[0].endswith(" 000") else found[0],
     ),
     # The power of a unit.
-    (re.compile(r"(?<=[A-Za-z}]) ?\^ ?\{?[23]\}?(?!\.?\d)"), ""),
+    (re.compile(r"(?<=[A-Za-z}]) ?\^ ?\{?[23]\}?(?!\.?\d)|(?:(?<=\dm|[cdk]m|ft|in|yd)|(?<=\d m))[23](?![\w^])"), ""),
     (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2007\u2009\u202f])(?=\d{3}(?!\d))"), ""),
     (re.compile(_SPACED, re.MULTILINE), lambda found: re.sub(r"(?<=\d) ", "", found[0])),
     (re.compile(r"(?<![\w.])\d{1,3}(?:['’_]\d{3})+(?!\w)"), lambda found: re.sub(r"\D", "", found[0])),
 )
-_SUBSET = "main"
 # The solutions have results of a calculator, as in "48/2 = <<48/2=24>>24".
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
@@ -62,7 +63,7 @@ class Gsm8kTask(RowsTask):
     name = "gsm8k"
 
     def __init__(self, train: str, test: str = "") -> None:
-        self._load(train, test, (("question",), ("answer",)), subset=_SUBSET)
+        self._load(train, test, (("question",), ("answer",)), subset="main")
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Reward:
         found = last_number(response)

@@ -105,5 +105,4 @@ def _answer(response: str, boxed: str | None, gold: str) -> str:
     stated = _STATED.findall(end)
     if stated and (is_text(gold) or _HEDGED.match(stated[-1])):
         return str(stated[-1])
-    found = [one for one in parse(end) if isinstance(one, str)]
-    return found[-1] if found else ""
+    return next((one for one in reversed(parse(end)) if isinstance(one, str)), "")

@@ -22,7 +22,7 @@ MAX_CHARACTERS = 1_000
 # Of an element of a list, which doubles with each.
 _MOST_SIGNS = 3
 # Two different fractions agree in fewer digits than their numerators and denominators have in all.
-_DIGITS, _FEW_DIGITS = 5_000, 100
+_DIGITS, _FEW_DIGITS, _MOST_BITS = 5_000, 100, 1_000_000
 # The errors of a number in decimals, such as 0.333333: half a unit of the sixth decimal, and six significant digits.
 _ABSOLUTE_ERROR, _RELATIVE_ERROR = 5e-7, 5e-6
 
@@ -48,16 +48,21 @@ _EXPONENT = re.compile(r"^([+-]?[\d.]+)[eE]([+-]?\d+)$")
 _RATIO = re.compile(r"[^:,=]+(?::[^:,=]+){2,}")
 _PLUS_OR_MINUS = re.compile(r"\\(pm|mp)(?![a-z])")
 # Several choices, as ABD or A, B and D.
-_CHOICES = re.compile(r"[A-J](?:(?: ?[,;] ?| (?:and )?)?[A-J])+")
+_CHOICES = re.compile(r"(?:[A-J]|\([A-J]\))(?:(?: ?[,;] ?| (?:and )?)?(?:[A-J]|\([A-J]\)))+")
 # With two digits up to 59 after the colon.
 _TIME = re.compile(r"0?(\d{1,2}:[0-5]\d)")
 # math-verify would drop a relation that nothing precedes.
 _RELATION = re.compile(r"\\(?:not|neq?|[lg](?:t|eq?|eqslant))(?![a-z])|[<>≠≤≥]")
+# What math-verify drops, or takes for another thing: both answers must have it.
+_DROPPED = re.compile(
+    r"[A-Za-z)}]'+|\\(?:operatorname[^}]*|[gl]c[dm] ?\([^()]*[a-z][^()]*\)|ldots|partial ?\w|lor(?!.*=)|[DGOPSTX])"
+)
 # Compared as text: math-verify reads any as 0.
 _CASES = r"\begin{cases}"
 # One symbol for each name that math-verify reads as a product: AB, m\angle A, E(X), g(f(2)).
 _NAMES = [
-    (re.compile(r"(?:(?<![A-Za-z])m ?)?\\(?:angle|triangle) ?(?=[A-Z{])|\|(?=[A-Z]{2}\|)|(?<=[A-Z]{2})\|"), ""),
+    (re.compile(r"(?:(?<![A-Za-z])m ?)?\\(?:angle|triangle) ?(?=[A-Z{])"), ""),
+    (re.compile(r"\|([A-Z]{1,2})\|"), r"\1"),
     (re.compile(r"(?<![A-Za-z\\_])(?<!_\{)([A-Z]{2,4})(?![A-Za-z])"), r"s_{\1}"),
     (re.compile(r"\b(?:E\(|[A-Z]\[)(\w+)[)\]]|\b[f-h](?:\(([f-h])\([^()]*\)\)|\^\{-1\} ?\((\w+)\))"), r"P(\1\2\3)"),
     # The inverse of a matrix.
@@ -98,6 +103,8 @@ def is_right(gold: str, answer: str) -> bool:
     words = _words(gold)
     if words and (":" in answer or ":" not in words[0]):
         return words == _words(answer, always=True)
+    if (unit | other_unit) == {("degree", 1)} and r"\pi" in gold + answer:
+        gold, answer = (one if r"\pi" in one else rf"{one}\cdot\frac{{\pi}}{{180}}" for one in (gold, answer))
     return _same_value(gold, answer)
 
 
@@ -200,11 +207,15 @@ def _same_value(gold: str, answer: str) -> bool:
     if any(_SET.match(one) and _NO_SET.fullmatch(other) for one, other in (pair, pair[::-1])):
         return False
     # Also of `a:b:c = 1:2:3`.
-    ratios = [_RATIO.fullmatch(one.rpartition("=")[2]) for one in pair]
-    if len({bool(_SET_OF_SETS.search(one)) for one in pair}) > 1 or any(ratios) != all(ratios):
+    values = [one.rpartition("=")[2] for one in pair]
+    ratios = [_RATIO.fullmatch(one) for one in values]
+    marks = map(_DROPPED.findall, pair if ("=" in gold) == ("=" in answer) else values)
+    dropped = {str(sorted(sorted(re.split("[(),]", mark)) for mark in one)) for one in marks}
+    if len({bool(_SET_OF_SETS.search(one)) for one in pair}) > 1 or len(dropped) > 1 or any(ratios) != all(ratios):
         return False
     if all(ratios):
-        gold, answer = (_quotients(*one[0].split(":")) for one in ratios if one)
+        parts = [one.split(":") for one in values]
+        gold, answer = ("(" + ", ".join(rf"\frac{{{one}}}{{{first}}}" for one in rest) + ")" for first, *rest in parts)
     return any(_equal(*views) for views in dict.fromkeys(zip(_views(gold), _views(answer), strict=True)))
 
 
@@ -252,10 +263,11 @@ def _real_set(answer: str) -> tuple[str, Any]:
 
     builder = _SET_BUILDER.fullmatch(answer)
     either = re.split(r"\\(?:vee|lor)(?![a-z])", builder[2] if builder else answer)
-    parts = [[read(one) for one in re.split(r"\\(?:wedge|land)(?![a-z])", both)] for both in either]
-    atoms = [one for part in parts for both in part for one in (both.args if isinstance(both, And) else [both])]
+    parts = [[one for it in re.split(r"\\(?:wedge|land)\b", of) for one in And.make_args(read(it))] for of in either]
+    atoms = [one for part in parts for one in part]
     # Without braces it is solved for its variable.
-    solved = all(isinstance(one, Relational) and (builder or one.lhs.is_Symbol or one.rhs.is_Symbol) for one in atoms)
+    shown = builder or re.match(r"\|[a-z]\|", answer)
+    solved = all(isinstance(one, Relational) and (shown or one.lhs.is_Symbol or one.rhs.is_Symbol) for one in atoms)
     found: Any = Or(*(And(*part) for part in parts)) if solved else atoms[0] if len(atoms) == 1 else None
     is_set, symbols = isinstance(found, Set) and not builder, getattr(found, "free_symbols", ())
     # A condition has one variable, and a list is no condition.
@@ -274,12 +286,8 @@ def _real_set(answer: str) -> tuple[str, Any]:
 def _views(answer: str) -> tuple[str, str, str]:
     """What an answer may mean: 10 % is 10 and 1/10, C(5,2) a point C or a binomial coefficient."""
     named = re.sub(r"^[A-Z]_? ?\d? ?(?=\([^()=]*,[^()=]*\)$)", "", answer)
-    number, binomial = named.replace(r"\%", ""), re.sub(r"\bC ?\((\d+), ?(\d+)\)", r"\\binom{\1}{\2}", answer)
+    number, binomial = named.replace(r"\%", ""), re.sub(r"\bC ?\((\w+), ?(\w+)\)", r"\\binom{\1}{\2}", answer)
     return number, named.replace(r"\%", r"\cdot\frac{1}{100}"), binomial.replace(r"\%", "")
-
-
-def _quotients(first: str, *others: str) -> str:
-    return "(" + ", ".join(rf"\frac{{{other}}}{{{first}}}" for other in others) + ")"
 
 
 def _equal(gold: str, answer: str) -> bool:
@@ -329,10 +337,9 @@ def _is_name(side: Any) -> bool:
     if side.is_Mul:
         over, under = side.as_numer_denom()
         return under != 1 and _is_name(over) and _is_name(under)
-    if isinstance(side, Abs):
-        return str(side.args[0]).startswith(("z", "w", "vec"))
+    size = isinstance(side, Abs) and str(side.args[0]).startswith(("z", "w", "vec"))
     angle = isinstance(side, TrigonometricFunction) and side.free_symbols
-    return bool(side.is_Symbol or side.is_Derivative or angle or isinstance(side, (AppliedUndef, Limit)))
+    return bool(side.is_Symbol or side.is_Derivative or size or angle or isinstance(side, (AppliedUndef, Limit)))
 
 
 def _members(listed: Any) -> list[Any]:
@@ -355,9 +362,10 @@ def _equal_lists(gold: Any, answer: Any) -> bool:
         # `1/2, 0.5` is one value twice.
         return all(equal(gold, one) for one in answers)
     named, others = _by_name(golds), _by_name(answers)
-    # `x=1, x=2` is not `x=1, y=2`.
+    # `x=1, x=2` is neither `x=1, y=2` nor `(1, 2)`.
     names = [one.keys() or any(isinstance(two, Eq) for two in two) for one, two in ((named, golds), (others, answers))]
-    if len(golds) != len(answers) or (all(names) and names[0] != names[1]):
+    is_pair = names[1] is True and not isinstance(gold, FiniteSet)
+    if len(golds) != len(answers) or is_pair or (all(names) and names[0] != names[1]):
         return False
     if named or (others and not isinstance(gold, FiniteSet)):
         # The coordinates of a point are in the order of their names, or in that of the gold answer.
@@ -378,7 +386,7 @@ def _by_name(members: list[Any]) -> dict[str, Any]:
     """Return the values of a list of equations by their names, empty for another list and for two of one name."""
     from sympy import Eq
 
-    found = {str(one.lhs): one.rhs for one in members if isinstance(one, Eq) and one.lhs.is_Symbol}
+    found = {str(one.lhs): one.rhs for one in members if isinstance(one, Eq) and _is_name(one.lhs)}
     return found if len(found) == len(members) else {}
 
 
@@ -410,11 +418,20 @@ def _equal_expressions(gold: Any, answer: Any) -> bool:
 
 def _agree(gold: Any, answer: Any, decimals: bool, digits: int) -> bool | None:
     """Whether two numbers are one, None if they have no value, such as `f(2)`."""
+    from sympy import Tuple, preorder_traversal
+    from sympy.functions.elementary.hyperbolic import HyperbolicFunction
+
     difference = (gold - answer).evalf(maxn=digits).as_real_imag()
     if not all(part.is_Number and part.is_finite for part in difference):
         return None
     if decimals:
         size = max(sum(map(abs, one.evalf().as_real_imag())) for one in (gold, answer))
         return bool(sum(map(abs, difference)) <= min(_ABSOLUTE_ERROR, _RELATIVE_ERROR * size))
-    # SymPy finds no digit of what is 0.
-    return all(part == 0 or getattr(part, "_prec", 0) == 1 for part in difference)
+    if gold == answer or not all(part == 0 or getattr(part, "_prec", 0) == 1 for part in difference):
+        return bool(gold == answer)
+    # SymPy finds no digit of what is 0, nor of what huge or tiny parts differ in: `\\sqrt{1+10^{-6000}}` and 1.
+    pair = Tuple(gold, answer)
+    values = [abs(part.evalf(2)) for part in preorder_traversal(pair) if part.is_number]
+    bits = max((abs(sum(one._mpf_[2:])) for one in values if one.is_Float), default=0)
+    exact = bits < _MOST_BITS and bits >= (12 if pair.has(HyperbolicFunction) else _DIGITS)
+    return gold.doit() == answer.doit() if exact else bits < _MOST_BITS

@@ -397,20 +397,14 @@ def _as_served(options: ConfigOptions, buffer: Path | None, run: str | None) -> 
     """Return the settings that a run was last served with, and above them those that are given."""
     resolved = resolve(options, buffer, unless=("buffer.database", "run.dir"), run=run, exists=True)
     path = resolved.config.database
-    given = run or (resolved.config.run.name if "run.name" in resolved.origins else None)
+    given = resolved.config.run.name if "run.name" in resolved.origins else None
     from tba.buffer.store.starts import recorded_start
     from tba.common.config.layers import secret_keys
 
     served = recorded_start(path, given).settings_here()
     # A secret is not recorded. These commands need none, but an address that is served must have one.
     hidden = {key: "*" * 16 for key in secret_keys() if served.get(key)}
-    recorded = {**served, **hidden, "buffer.database": path}
-    if given is not None:
-        recorded["run.name"] = given
-    settings = resolved.over(recorded, f"recorded in {path}", needs="buffer")
-    if run is not None:
-        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"name": run})})
-    return settings
+    return resolved.over({**served, **hidden, "buffer.database": path}, f"recorded in {path}", needs="buffer")
 
 
 def _print_dropped(done: dict[str, Any]) -> None:

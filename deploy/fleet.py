@@ -19,7 +19,6 @@ from tba.deploy.supervisor import Supervisor
 
 log = get_logger(__name__)
 
-POLL_SECONDS = 0.1
 SUMMARY_SECONDS = 10.0
 
 
@@ -33,8 +32,7 @@ def run_searchers(config: Config, arguments: Sequence[str], stop: Callable[[], b
     # Of this loop. The searchers watch their own.
     watchdog = Watchdog()
     with closing(monitor(config, "fleet")) as client, Supervisor(children, config.launch) as supervisor:
-        while not (stop() or all(child.ended for child in children)):
-            supervisor.poll()
+        for _ in supervisor.rounds(lambda: stop() or all(child.ended for child in children)):
             watchdog.beat()
             if (failed := supervisor.failed()) is not None:
                 raise failed.failure()
@@ -44,7 +42,6 @@ def run_searchers(config: Config, arguments: Sequence[str], stop: Callable[[], b
             if time.monotonic() >= summary_at:
                 summary_at = time.monotonic() + SUMMARY_SECONDS
                 _summarise(children, supervisor, client)
-            time.sleep(POLL_SECONDS)
         supervisor.stop(children, drain_seconds=drain_seconds(config))
 
 

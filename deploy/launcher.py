@@ -21,7 +21,7 @@ from tba.common.weights.model_files import check_hub, model_directory
 from tba.common.wire.client import BufferClient
 from tba.deploy.child import Child, RestartPolicy, drain_seconds, ending
 from tba.deploy.display import Display
-from tba.deploy.fleet import POLL_SECONDS, evaluator_child, one_thread_each, searcher_children
+from tba.deploy.fleet import evaluator_child, one_thread_each, searcher_children
 from tba.deploy.plot import draw_curves, read_curve
 from tba.deploy.run_directory import ENDING, EVALUATES, FAILED, holds_run, mark
 from tba.deploy.supervisor import Supervisor
@@ -115,8 +115,7 @@ class Launcher:
 
     def _watch(self, client: BufferClient, stop: Callable[[], bool], display: Display) -> None:
         asked_at = 0.0
-        while not (stop() or self._roles.trainer.ended or self._supervisor.failed()):
-            self._supervisor.poll()
+        for _ in self._supervisor.rounds(lambda: stop() or self._roles.trainer.ended or self._supervisor.failed()):
             if self._roles.buffer.exit_code == 0:
                 raise TbaError(
                     f"the buffer was stopped before the run was done; its log is {self._roles.buffer.log_file}"
@@ -127,7 +126,6 @@ class Launcher:
                 if self._roles.buffer.ready:
                     self._supervisor.report_troubles(client)
                 display.show(self._facts(client))
-            time.sleep(POLL_SECONDS)
 
     def _facts(self, client: BufferClient) -> Facts:
         # Until the buffer is ready, another one may answer at its address.
@@ -206,12 +204,10 @@ def _run_once(
 ) -> None:
     """Run a child to its end or until `stop()`, then call `at_end` and stop it. `tell` receives its status."""
     with Supervisor([child], LaunchSection()) as supervisor:
-        while not (stop() or child.ended):
-            supervisor.poll()
+        for _ in supervisor.rounds(lambda: stop() or child.ended):
             for notice in child.notices:
                 if notice.startswith(_STATUS):
                     tell(notice.removeprefix(_STATUS))
-            time.sleep(POLL_SECONDS)
         at_end()
         supervisor.stop([child], drain_seconds=1.0)
 

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from tba.common.config import LaunchSection
@@ -91,6 +91,13 @@ class Supervisor:
             # An engine that starts, or is about to, measures the free memory of its GPU.
             elif child.due and all(one.ready or one.ended or self.broken(one) for one in child.behind):
                 self._start(child)
+
+    def rounds(self, until: Callable[[], object]) -> Iterator[None]:
+        """Poll, and yield for the caller's part of the round, until the condition holds."""
+        while not until():
+            self.poll()
+            yield
+            time.sleep(_POLL_SECONDS)
 
     def broken(self, child: Child) -> bool:
         """Return whether a child has failed more than `launch.max_restarts` times in a row."""

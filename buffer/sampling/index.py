@@ -201,15 +201,6 @@ class SamplingIndex:
         dedup_hash = self._held[ordinal][2 * bisect_left(self._held[ordinal][::2], id_) + 1]
         return Entry(id_, self.prompt_ids[ordinal], step, reward, dedup_hash, state == TRAINED, size)
 
-    def prompts(self) -> list[int]:
-        """Return the ids of the prompts with at least one entry, in the order of their first appearance."""
-        return [prompt for prompt, held in zip(self.prompt_ids, self._held, strict=True) if held]
-
-    def entries(self, prompt: int) -> list[Entry]:
-        """Return the entries of a prompt, oldest first."""
-        ordinal = self._ordinals.get(prompt)
-        return [] if ordinal is None else [self.entry(row) for row in self.rows([ordinal])[0].tolist()]
-
     # ------------------------------------------------------------ parts
 
     def _ordinal(self, prompt: int) -> int:

@@ -194,7 +194,7 @@ class Sampler:
         recent = [prompt for prompt, is_recent in zip(prompts, by_recency, strict=True) if is_recent]
         return Draw(
             [
-                self._draw_group(prompt, is_recent, step, ages, samples, rng)
+                self._draw_group(prompt, is_recent, oldest, ages, samples, rng)
                 for prompt, is_recent in zip(prompts, by_recency, strict=True)
             ],
             recency_window=window,
@@ -289,15 +289,13 @@ class Sampler:
     # ------------------------------------------------------------ within a prompt
 
     def _draw_group(
-        self, prompt: int, recent: bool, step: int, ages: list[int], samples: int, rng: np.random.Generator
+        self, prompt: int, recent: bool, oldest: int, ages: list[int], samples: int, rng: np.random.Generator
     ) -> list[Entry]:
         index, rules = self.index, self.rules
         word: Priority = "recency" if recent else rules.trajectory_priority
         rows, _ = index.rows([prompt])
         steps = index.column("step")[rows]
-        if rules.max_staleness != "unbounded":
-            is_fresh = steps >= step - rules.max_staleness
-            rows, steps = rows[is_fresh], steps[is_fresh]
+        rows, steps = rows[steps >= oldest], steps[steps >= oldest]
         if word == "recency":
             needed = np.sort(steps)[-self.need(samples)]
             rows = rows[steps >= next(tier for tier in ages if tier <= needed)]

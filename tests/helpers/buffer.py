@@ -20,6 +20,7 @@ from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.keys import ServerKeys
 from tba.common.wire.trajectory import RowNumbers, Trajectory
 from tba.tests.helpers.clock import ManualClock
+from tba.tests.helpers.index import kept_ids
 from tba.tests.helpers.puts import make_trajectory, put_message, reference
 
 
@@ -61,12 +62,6 @@ def _empty() -> bytes:
         path = Path(directory, "buffer.sqlite")
         Store(path, durability="process").close()
         return path.read_bytes()
-
-
-def sampleable(service: BufferService) -> list[int]:
-    """Return the ids of the trajectories that a service can sample."""
-    index = service.state.index
-    return sorted(entry.id for prompt in index.prompts() for entry in index.entries(prompt))
 
 
 class ServiceHarness:
@@ -136,7 +131,7 @@ class ServiceHarness:
 
     def sampleable(self) -> list[int]:
         """Return the ids of the trajectories that can be sampled."""
-        return sampleable(self.service)
+        return kept_ids(self.service.state.index)
 
     def fill(self, prompts: int, samples: int, version: int = 0) -> None:
         """Register prompts, and put a group of different responses to each."""

@@ -16,3 +16,14 @@ def block_of(entries: Sequence[Entry]) -> Block:
 def add(index: SamplingIndex, entry: Entry) -> None:
     """Insert one entry."""
     index.extend(block_of([entry]))
+
+
+def entries_of(index: SamplingIndex) -> dict[int, list[Entry]]:
+    """Return the entries of an index by prompt, oldest first, in the order of the prompts' first appearance."""
+    rows = {prompt: index.rows([ordinal])[0].tolist() for ordinal, prompt in enumerate(index.prompt_ids)}
+    return {prompt: [index.entry(row) for row in own] for prompt, own in rows.items() if own}
+
+
+def kept_ids(index: SamplingIndex) -> list[int]:
+    """Return the ids of the entries of an index."""
+    return sorted(entry.id for entries in entries_of(index).values() for entry in entries)

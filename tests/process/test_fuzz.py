@@ -21,6 +21,7 @@ from tba.common.wire.codec import (
 )
 from tba.tests.helpers.buffer import ask
 from tba.tests.helpers.examples import FILE_MESSAGES, REPLIES
+from tba.tests.helpers.index import entries_of
 from tba.tests.helpers.mutations import Mutator
 from tba.tests.runner import size
 
@@ -76,9 +77,8 @@ def deliver(body: ReplyBody, id_: int, state: messages.RunState) -> None:
 def memory(service) -> dict:
     """Return the memory that a rebuild must reproduce."""
     state = service.state
-    index = state.index
     return {
-        "entries": {prompt: index.entries(prompt) for prompt in sorted(index.prompts())},
+        "entries": entries_of(state.index),
         "counts": (state.trajectories, state.errors, state.sampled, state.steps_done, state.finished),
         "leases": {visit.id: (visit.epoch, visit.prompt) for visit in state.leases.open.values()},
         "position": (state.leases.epoch, state.leases.position),

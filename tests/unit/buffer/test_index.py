@@ -17,7 +17,7 @@ from tba.buffer.sampling.index import Entry, SamplingIndex, context_of, keyed_ha
 from tba.buffer.sampling.sampler import Sampler, Shortage
 from tba.common.config.buffer import BufferSection
 from tba.common.wire.fields import MAX_PHASES, MAX_TOKENS
-from tba.tests.helpers.index import add, block_of
+from tba.tests.helpers.index import add, block_of, entries_of, kept_ids
 from tba.tests.runner import size, slow
 
 
@@ -45,10 +45,6 @@ def visits(count: int, *, seed: int, **limits: Any) -> SamplingIndex:
         entries = [Entry(2 * visit + n, visit % 4, visit, 0.0, 2 * visit + n) for n in range(2)]
         index.extend(block_of(entries))
     return index
-
-
-def kept_ids(index: SamplingIndex) -> list[int]:
-    return sorted(entry.id for prompt in index.prompts() for entry in index.entries(prompt))
 
 
 @pytest.mark.parametrize(("keep", "newest"), [("reservoir", 0), ("both", 8)])
@@ -247,7 +243,7 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         kept = self.model.kept()
-        found = [entry for prompt in self.index.prompts() for entry in self.index.entries(prompt)]
+        found = [entry for entries in entries_of(self.index).values() for entry in entries]
         assert sorted(found, key=lambda entry: entry.id) == kept
         assert len(self.index) == len(kept)
         assert self.index.payload_bytes == sum(entry.payload_bytes for entry in kept)

@@ -36,8 +36,9 @@ from tba.common.errors import ConfigError, Refused, StorageError, UsageError
 from tba.common.terminal import ConfigOptions
 from tba.common.wire import messages
 from tba.common.wire.messages import Archive
-from tba.tests.helpers.buffer import ServiceHarness, change, sampleable
+from tba.tests.helpers.buffer import ServiceHarness, change
 from tba.tests.helpers.buffer import ask as ask_file
+from tba.tests.helpers.index import kept_ids
 from tba.tests.helpers.puts import make_trajectory
 from tba.ui.runs import find_runs, value_over_steps
 
@@ -153,7 +154,7 @@ def test_as_of_a_step_and_after_a_restart_the_same_sample_of_the_history_stays(k
     for step, kept in enumerate(at_steps):
         recorded = read_recorded_run(run.store.path, run=None, as_of=step)
         with closing(OfflineBuffer(config_at(tmp_path / f"off{step}", **sampled), recorded, replay=False)) as buffer:
-            assert sampleable(buffer._service) == kept
+            assert kept_ids(buffer._service.state.index) == kept
 
 
 def test_a_replay_has_the_recorded_batches_kept_tokens_and_reference_logprobs_at_each_step(offline, source):

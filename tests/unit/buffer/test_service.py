@@ -12,6 +12,7 @@ from tba.common.wire.codec import encode_reply
 from tba.common.wire.messages import GetStatus
 from tba.common.wire.trajectory import RESPONSE_IDS
 from tba.tests.helpers.buffer import change
+from tba.tests.helpers.index import entries_of
 from tba.tests.helpers.puts import put_message
 
 
@@ -29,8 +30,7 @@ def test_the_new_rows_of_an_overlapping_put_keep_their_own_values(harness, traje
     assert [np.frombuffer(blobs[RESPONSE_IDS], "<i4").tolist() for blobs in payloads] == [
         [n] * (n + 1) for n in range(6)
     ]
-    index = buffer.service.state.index
-    entries = sorted((e.id, e.reward) for prompt in index.prompts() for e in index.entries(prompt))
+    entries = sorted((e.id, e.reward) for own in entries_of(buffer.service.state.index).values() for e in own)
     assert entries == sorted((row[0], row[3]) for row in rows)
 
 

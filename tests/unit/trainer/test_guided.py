@@ -26,6 +26,7 @@ from tba.searcher.tasks.task import Prompt, Reward, fingerprint
 from tba.tests.helpers.chat_tokenizers import chat_tokenizer
 from tba.tests.helpers.checks import not_none
 from tba.tests.helpers.engines import cpu_engine
+from tba.tests.helpers.index import entries_of
 from tba.tests.helpers.puts import make_trajectory
 from tba.tests.helpers.trainer import make_learner, objective, save_tiny_model
 from tba.tests.unit.trainer.test_objectives import by_hand
@@ -304,14 +305,12 @@ def test_pass_rates_and_contexts_of_guided_responses_are_their_own_also_after_a_
     buffer.put(rows, 0)
     before = buffer.service.state.curriculum.guide
     assert [before(prompt) for prompt in buffer.service.state.prompt_keys] == [0.25, 1.0]
-    contexts = [
-        (prompt, len(buffer.service.state.index.entries(prompt))) for prompt in buffer.service.state.index.prompts()
-    ]
-    assert [(prompt >> 32, entries) for prompt, entries in contexts] == [(0, 1), (1, 1), (2, 1)]
+    contexts = entries_of(buffer.service.state.index)
+    assert [(prompt >> 32, len(entries)) for prompt, entries in contexts.items()] == [(0, 1), (1, 1), (2, 1)]
     buffer.store.close()
     state = (after := harness(path, **keys)).service.state
     assert [state.curriculum.guide(prompt) for prompt in state.prompt_keys] == [0.25, 1.0]
-    assert [(prompt, len(state.index.entries(prompt))) for prompt in state.index.prompts()] == contexts
+    assert entries_of(state.index) == contexts
     assert {visit.prompt_key: visit.guide for visit in not_none(after.lease(2)).visits} == {"p0": 0.25, "p1": 1.0}
     ask = state.store.database.all
     assert ask("SELECT guided, AVG(reward) FROM trajectories WHERE error IS NULL GROUP BY guided") == [
@@ -328,9 +327,9 @@ def test_no_group_mixes_rewards_of_two_phases_also_after_a_restart(harness, tmp_
     rewards = buffer.sample(0, prompts=3, samples=2).message.reward
     assert sorted(rewards[::2]) == [0, 1, 2]
     assert rewards[::2] == rewards[1::2]
-    contexts = sorted(buffer.service.state.index.prompts())
+    contexts = entries_of(buffer.service.state.index).keys()
     buffer.store.close()
-    assert sorted(harness(path).service.state.index.prompts()) == contexts
+    assert entries_of(harness(path).service.state.index).keys() == contexts
 
 
 def test_guided_answers_solve_no_prompt_and_answers_of_no_policy_of_the_run_do_not_count():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tba.common.errors import EXIT_INTERRUPTED, UsageError
+from tba.common.system.process import importing
 from tba.common.terminal import (
     ConfigFile,
     ConfigOptions,
@@ -138,8 +139,6 @@ def train(
         from tba.deploy.rank_launcher import train_together
 
         return train_together(settings, sys.argv[1:], count, stop)
-    from tba.common.system.process import importing
-
     with importing():
         from tba.trainer.loop import train as run_trainer
 
@@ -230,8 +229,6 @@ def _sft(config: "Config", plan: tuple[Any, ...], *, resume: bool, as_json: bool
 
         train_together(config, sys.argv[1:], count, stop)
         return
-    from tba.common.system.process import importing
-
     with importing():
         from tba.trainer.sft import Plan
         from tba.trainer.sft import sft as run_sft

@@ -71,57 +71,38 @@ class StepResult:
     blamed: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The policy and its reference, as they compute on this rank.
-
-    `masters` are the results of `take_masters`, if the optimiser is on the host. `adapter` identifies the adapters of
-    the policy: a checkpoint must agree with it.
-    """
-
-    scorer: Scorer
-    reference: Reference
-    masters: Mapping[str, Tensor] | None = None
-    adapter: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the metrics of a step include: the entropy, and how many responses have none of `end_ids`.
-
-    These are the tokens that end a response; None if strings end it, too.
-    """
-
-    entropy: bool = False
-    end_ids: frozenset[int] | None = None
-
-
 class Learner:
     """The policy, its reference, the objective and the optimiser.
 
     `steps_done` counts updates, skipped ones included. `scorer` scores with the policy. `trained` are the parameters in
-    the order of the optimiser. `report` is the preflight's: whether a GPU has memory for all gathered weights and
-    gradients, and what fills it. `watch` measures the time of each phase. `copies` may
-    still read the weights when the next update is due, which then waits for them.
+    the order of the optimiser. `masters` are those of `take_masters`, if it is on the host. `adapter` identifies the
+    policy's adapters: a checkpoint must agree with it. `report` is the preflight's: whether a GPU has memory for all
+    gathered weights and gradients, and what fills it. The metrics have the `entropy`, and the share of responses with
+    none of `end_ids`, the tokens that end one; None if strings end it, too. `watch` measures the time of each phase.
+    `copies` may still read the weights when the next update is due, which then waits for them.
     """
 
     def __init__(
         self,
-        models: Models,
+        scorer: Scorer,
+        reference: Reference,
         config: TrainSection,
         objective: Objective,
         *,
+        masters: Mapping[str, Tensor] | None = None,
+        adapter: dict[str, Any] | None = None,
         ranks: Ranks = ALONE,
         report: Report | None = None,
-        measured: Measured | None = None,
+        entropy: bool = False,
+        end_ids: frozenset[int] | None = None,
         watch: Stopwatch | None = None,
         copies: Sequence[HostBuffers] = (),
     ) -> None:
-        self.scorer, self.reference, self.adapter = models.scorer, models.reference, models.adapter
-        self.policy: PreTrainedModel = self.scorer.model
+        self.scorer, self.reference, self.adapter = scorer, reference, adapter
+        self.policy: PreTrainedModel = scorer.model
         self.steps_done = 0
         self._config, self._objective, self.ranks, self._copies = config, objective, ranks, copies
-        self._measured, self._watch = measured or Measured(), watch or Stopwatch(SystemClock())
+        self._entropy, self._end_ids, self._watch = entropy, end_ids, watch or Stopwatch(SystemClock())
         self.head = objective.head
         self.log_z = LogZHead(self.policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
         # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
@@ -133,7 +114,7 @@ class Learner:
         self._retain_gathered = ranks.size > 1 and keeps
         trained = _trained(self.policy)
         self._names, self.trained = list(trained), list(trained.values())
-        self.optimizer = self._make_optimizer(models.masters)
+        self.optimizer = self._make_optimizer(masters)
 
     def _make_optimizer(self, masters: Mapping[str, Tensor] | None) -> torch.optim.AdamW:
         config, policy = self._config, self.policy
@@ -205,7 +186,7 @@ class Learner:
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **ratios,
             **stale_metrics(batch, sums.log_ratio_BK),
-            **batch_metrics(batch, self._measured.end_ids),
+            **batch_metrics(batch, self._end_ids),
             "grad_norm": norms[0],
             "grad_clipped": float(norms[0] > self._config.max_grad_norm),
             "grad_cosine": cosine,
@@ -284,7 +265,7 @@ class Learner:
         self._wait_for_copies()
         self._count_step()
         metrics = {
-            **batch_metrics(batch, self._measured.end_ids),
+            **batch_metrics(batch, self._end_ids),
             "reference_computed": float(len(reference)),
             "skipped": 1.0,
         }
@@ -324,7 +305,7 @@ class Learner:
             batch=batch,
             reference_BK=reference_BK,
             beta=beta,
-            entropy=self._measured.entropy,
+            entropy=self._entropy,
             retain_gathered=self._retain_gathered,
             reference_of_tokens=reference_of_tokens,
         )

@@ -184,7 +184,8 @@ class Trainer:
         # Not to the buffer of another run.
         self._is_known = True
         self._heartbeat = HeartbeatThread(self._dial)
-        self._batches = BatchFetcher(self._client, config, stop=self._stop, last=self._steps, watch=self._watch)
+        ahead = config.max_staleness != 0
+        self._batches = BatchFetcher(self._client, config.train, self._stop, self._steps, self._watch, ahead)
         # From `connect` on.
         self._publisher: Publisher | None = None
 
@@ -321,17 +322,15 @@ class Trainer:
         if result.skipped:
             log.warning("step skipped: no update was made", step=step, in_a_row=count, reason=result.skipped)
         if count >= _MAX_SKIPPED_STEPS:
+            saved = f"A checkpoint of step {self.learner.steps_done} is saved"
+            try:
+                self.save()
+            except CheckpointError as error:
+                saved = str(error)
             raise TrainingBroken(
                 f"{quantity(count, 'step was', 'steps in a row were')} skipped, the last is step {step}: "
-                f"{result.skipped}. {self._last_checkpoint()}: inspect these trajectories, then pass --resume"
+                f"{result.skipped}. {saved}: inspect these trajectories, then pass --resume"
             )
-
-    def _last_checkpoint(self) -> str:
-        try:
-            self.save()
-        except CheckpointError as error:
-            return str(error)
-        return f"A checkpoint of step {self.learner.steps_done} is saved"
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
         names = {"loss": "loss", "reward": "reward_mean", "staleness": "staleness_mean"}

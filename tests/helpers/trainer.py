@@ -141,7 +141,7 @@ def learner_of(
     scorer = make_scorer(policy, **how)
     other = make_scorer(reference.requires_grad_(False), **how) if reference else scorer
     settings = reference_config or ReferenceSection()
-    return Learner(scorer, Reference(other, settings), train, objective_, ranks=ranks, **keys)
+    return Learner(scorer, Reference(other, settings, "lineage"), train, objective_, ranks=ranks, **keys)
 
 
 def make_learner(

@@ -85,7 +85,7 @@ def mean_tokens(prompts: Sequence[Prompt], renderer: PromptRenderer) -> int:
 
 
 def make_engine(
-    config: Config, stopping: Stopping, *, device: str, name: str, prompt_tokens: int = 0, kept: bool = False
+    config: Config, stopping: Stopping, device: str, name: str, *, prompt_tokens: int = 0, kept: bool = False
 ) -> Engine:
     """Start the engine that the configuration names. `prompt_tokens` is the length of a typical prompt.
 

@@ -9,9 +9,11 @@ full, generation pauses. The engine's batch never runs empty meanwhile: another 
 
 import contextlib
 import errno
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -109,15 +111,8 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         extend_start()
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
-            prompt_tokens = mean_tokens(task.prompts(), renderer)
-            engine = make_engine(
-                config if policy is None else served(config, policy),
-                loaded.stopping,
-                device=device,
-                name=name,
-                prompt_tokens=prompt_tokens,
-                kept=config.needs_kept,
-            )
+            tokens, own = mean_tokens(task.prompts(), renderer), config if policy is None else served(config, policy)
+            engine = make_engine(own, loaded.stopping, device, name, prompt_tokens=tokens, kept=config.needs_kept)
             ending.callback(engine.close)
         searcher = Searcher(
             config,
@@ -471,22 +466,23 @@ def outage_prompts(prompts: Sequence[Prompt], config: Config, sender: str) -> It
         epoch += 1
 
 
+@dataclass(slots=True)
 class RunEnd:
     """Tells whether a run is over: it has finished, and is not one that a trainer may be about to resume."""
 
-    def __init__(self, client: BufferClient, clock: Clock) -> None:
-        self._client = client
-        self._clock = clock
-        self.joined()
+    client: BufferClient
+    clock: Clock
+    _joined_at: float = math.inf
+    _seen_running: bool = False
 
     def joined(self) -> None:
         """Start to wait for a trainer that resumes a finished run."""
-        self._joined_at, self._seen_running = self._clock.monotonic(), False
+        self._joined_at = self.clock.monotonic()
 
     @property
     def finished(self) -> bool:
         """Whether the run is finished, according to the last reply of the buffer."""
-        return self._client.state is not None and self._client.state.finished
+        return self.client.state is not None and self.client.state.finished
 
     @property
     def is_over(self) -> bool:
@@ -494,4 +490,4 @@ class RunEnd:
         if not self.finished:
             self._seen_running = True
             return False
-        return self._seen_running or self._clock.monotonic() - self._joined_at > _RESUME_SECONDS
+        return self._seen_running or self.clock.monotonic() - self._joined_at > _RESUME_SECONDS

@@ -214,33 +214,30 @@ class GenerationStage:
         return responses
 
 
+@dataclass(eq=False)
 class ScoringStage:
     """Responses in, groups whose rows all have their reward out. The episodes of a group are played here.
 
     With `singly` each row of a group without episodes comes out at once, as a part of its group.
     """
 
-    def __init__(
-        self, rewards: Rewards, stopping: Stopping, truncated: Truncated, episodes: Episodes, *, gives_up: bool = True,
-        phases: Sequence[Phase] = (), singly: bool = False,
-    ) -> None:  # fmt: skip
-        self._gives_up = gives_up
-        self._rewards = rewards
-        self._stopping = stopping
-        self._truncated = truncated
-        self._phases = phases
-        self._singly = singly
-        self.episodes = episodes
-        # By ticket: the group of each episode in play.
-        self._played: dict[int, tuple[Group, SamplingSettings]] = {}
-        self._unscored: dict[int, Response] = {}
-        self._complete: list[Group] = []
-        self._failures_in_a_row = 0
-        self._cut_off = 0
-        self._warned = False
-        self.trajectories = 0
-        self.tokens = 0
-        self.errors = 0
+    rewards: Rewards
+    stopping: Stopping
+    truncated: Truncated
+    episodes: Episodes
+    gives_up: bool = True
+    phases: Sequence[Phase] = ()
+    singly: bool = False
+    trajectories: int = 0
+    tokens: int = 0
+    errors: int = 0
+    # By ticket: the group of each episode in play.
+    _played: dict[int, tuple[Group, SamplingSettings]] = field(default_factory=dict)
+    _unscored: dict[int, Response] = field(default_factory=dict)
+    _complete: list[Group] = field(default_factory=list)
+    _failures_in_a_row: int = 0
+    _cut_off: int = 0
+    _warned: bool = False
 
     def submit(self, response: Response) -> None:
         """Have a response scored; one without text gets its row immediately."""
@@ -254,7 +251,7 @@ class ScoringStage:
             return
         try:
             whole = np.concatenate([response.prefix, generation.response_ids])
-            text = storable(self._stopping.scored_text(whole))
+            text = storable(self.stopping.scored_text(whole))
         # The ids are of another vocabulary. The row carries the error, as it does when a scorer fails.
         except Exception as error:
             log.exception("response not decoded", prompt=prompt.key)
@@ -262,11 +259,11 @@ class ScoringStage:
             self._finish(response, Scored(generation.id, None, *failed(reason), error_kind="decoding"))
             return
         self._unscored[generation.id] = response
-        self._rewards.submit(generation.id, prompt, text, generation.stop_reason == STOP_EOS)
+        self.rewards.submit(generation.id, prompt, text, generation.stop_reason == STOP_EOS)
 
     def done(self, wait_seconds: float) -> list[Group]:
         """The groups that are complete, or parts of them. Waits for the first score at most `wait_seconds`, if due."""
-        for scored in self._rewards.wait(wait_seconds if self._rewards.waiting else 0.0):
+        for scored in self.rewards.wait(wait_seconds if self.rewards.waiting else 0.0):
             if scored.ticket in self.episodes:
                 self.episodes.told(scored)
             else:
@@ -284,7 +281,7 @@ class ScoringStage:
     def _count_failure(self, error: str) -> None:
         """Count what could not be generated. Raises EngineError if nothing else comes."""
         self._failures_in_a_row = self._failures_in_a_row + 1 if error else 0
-        if self._gives_up and self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+        if self.gives_up and self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
             raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {error}")
 
     def _count_cut_off(self, is_cut: bool, error: str) -> None:
@@ -321,7 +318,7 @@ class ScoringStage:
         self.trajectories += 1
         self.tokens += int(tokens.loss_mask.sum())
         if episode.error_kind != "decoding":
-            scored = replace(scored, text=self._stopping.whole_text(tokens.response_ids.tolist()))
+            scored = replace(scored, text=self.stopping.whole_text(tokens.response_ids.tolist()))
         cut_after = episode.length if episode.stop_reason in CUT_OFF else 0
         self._add(group, sampling, scored, tokens, episode.stop_reason, episode.generation_seconds, cut_after)
 
@@ -331,12 +328,12 @@ class ScoringStage:
     ) -> None:  # fmt: skip
         """Add a row to a group, which may be complete then. `cut_after` is its tokens if it was cut off, else 0."""
         # All rewards of a group are of the phase in which its visit began.
-        phase = next((n for n, one in enumerate(self._phases) if group.version < one.until), None)
+        phase = next((n for n, one in enumerate(self.phases) if group.version < one.until), None)
         # What is cut off may lack the parts that the phase weighs, and has the reward of `task.truncated`.
-        if cut_after and scored.error is None and self._truncated != "score":
+        if cut_after and scored.error is None and self.truncated != "score":
             scored = self._cut(scored, cut_after)
         elif phase is not None:
-            scored = phased(scored, self._phases[phase].weights)
+            scored = phased(scored, self.phases[phase].weights)
         self.errors += scored.error is not None and scored.error_kind != "masked"
         if tokens.kept.nbytes > MAX_REQUEST_FRAME_BYTES // group.size:
             self._warn_of_kept(tokens.kept.nbytes)
@@ -362,7 +359,7 @@ class ScoringStage:
         is_whole = len(group.done) == group.size
         # Only a group of responses has a prompt of its own. Episodes are judged together.
         has_episodes = not len(group.prompt_ids)
-        if self._singly and not has_episodes:
+        if self.singly and not has_episodes:
             self._complete.append(replace(group, done=[row], closes=is_whole))
         elif is_whole:
             self._complete.append(_usable(group) if has_episodes else group)
@@ -376,11 +373,11 @@ class ScoringStage:
 
     def _cut(self, scored: Scored, tokens: int) -> Scored:
         """Apply `task.truncated` to a response that was cut off. A row with an error is stored and not trained on."""
-        if self._truncated == "mask":
+        if self.truncated == "mask":
             reason = f'not trained on: cut off after {tokens} tokens, and task.truncated is "mask"'
             return replace(scored, error=reason, error_kind="masked")
-        assert self._truncated != "score"
-        return replace(scored, reward=Reward(self._truncated, scored.reward.parts))
+        assert self.truncated != "score"
+        return replace(scored, reward=Reward(self.truncated, scored.reward.parts))
 
 
 def _usable(group: Group) -> Group:

@@ -17,11 +17,8 @@ from typing import Any
 
 from tba.common.config import Config, TaskSection
 from tba.common.errors import TaskError, TbaError
-from tba.common.rendering import PromptRenderer
-from tba.common.weights.model_files import model_directory
-from tba.common.weights.pretrained import load_tokenizer
-from tba.searcher.build import context_of
-from tba.searcher.engines.stopping import read_stopping, unstopped_turn
+from tba.searcher.build import context_of, load
+from tba.searcher.engines.stopping import unstopped_turn
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, storable
 from tba.searcher.tasks import load_task
@@ -263,12 +260,12 @@ def _rendering(config: Config, task: Task, prompts: Sequence[Prompt]) -> Finding
     if not config.model.path or not Path(config.model.path).is_dir():
         return _found("rendering", "unchecked", "model.path names no directory: set it to see prompts as tokens")
     try:
-        renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
+        _, renderer, stopping = load(config, task)
         check_rendering(task, prompts, renderer, context_of(config))
         tokens = [len(renderer.ids(prompt)) for prompt in prompts]
         # Decoded: what the model reads, whatever the text was.
         text = renderer.tokenizer.decode(renderer.ids(prompts[0]), skip_special_tokens=False)
-        unstopped = unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, prompts)
+        unstopped = unstopped_turn(stopping, renderer, prompts)
         unknown = renderer.unknown_tokens(prompts, config.model.path)
         warnings = list(filter(None, (renderer.warn_of_date(prompts[0]), unstopped, unknown)))
     except (TbaError, ValueError) as error:

@@ -317,6 +317,7 @@ def _restore_log_z(checkpoint: Checkpoint, read_tensor: ReadTensor, learner: Lea
         learner.log_z.load_state_dict({name: read_tensor(_LOG_Z + name) for name in found})
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
     """Saves one learner in another thread, from copies on the host.
 
@@ -325,23 +326,19 @@ class CheckpointWriter:
 
     At most one is in progress. One that comes due meanwhile is skipped: waiting would slow training down to the pace of
     the disk, and the next one saves more steps. The last one waits for the one in progress, and must succeed.
+    `saved_step` is the step of the newest checkpoint on disk.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        copies: HostBuffers,
-        metrics: MetricsLog,
-        *,
-        ranks: Ranks = ALONE,
-        saved_step: int | None = None,
-    ) -> None:
-        # The step of the newest checkpoint on disk.
-        self.saved_step = saved_step
-        self._config, self._copies, self._metrics, self._ranks = config, copies, metrics, ranks
-        self._thread: Background | None = None
+    config: Config
+    copies: HostBuffers
+    metrics: MetricsLog
+    ranks: Ranks = ALONE
+    saved_step: int | None = None
+    _thread: Background | None = None
+
+    def __post_init__(self) -> None:
         # Leftovers of a trainer that was killed.
-        for unfinished in config.checkpoints.glob(".step_????????.tmp"):
+        for unfinished in self.config.checkpoints.glob(".step_????????.tmp"):
             shutil.rmtree(unfinished)
 
     def begin(self, learner: Learner) -> None:
@@ -380,16 +377,16 @@ class CheckpointWriter:
             self._thread.join()
 
     def _start(self, learner: Learner, unreported: dict[str, Any] | None) -> None:
-        manifest = manifest_of(learner, run=self._config.run.name, unreported=unreported)
-        self._ranks.send(SAVE)
-        copied = self._copies.copy(tensors_of(learner))
+        manifest = manifest_of(learner, run=self.config.run.name, unreported=unreported)
+        self.ranks.send(SAVE)
+        copied = self.copies.copy(tensors_of(learner))
         self._thread = Background("checkpoint", partial(self._write, manifest, copied))
         self._thread.start()
 
     def _write(self, manifest: dict[str, Any], copied: HostCopy) -> None:
         try:
-            self._metrics.sync()
-            directory, floor = self._config.checkpoints, self._config.train.min_free_mib << 20
+            self.metrics.sync()
+            directory, floor = self.config.checkpoints, self.config.train.min_free_mib << 20
             path = write(directory, manifest, copied.wait(), keep=run_files.KEEP_CHECKPOINTS, min_free=floor)
         except (CheckpointError, OSError) as error:
             log.warning("checkpoint not written", step=manifest["step"], reason=str(error))
@@ -398,4 +395,4 @@ class CheckpointWriter:
             self.saved_step = manifest["step"]
             log.info("checkpoint saved", path=path)
         finally:
-            self._copies.release(copied)
+            self.copies.release(copied)

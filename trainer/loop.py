@@ -176,9 +176,7 @@ class Trainer:
             checkpoint.restore(found, self.learner)
             log.info("resumed", checkpoint=found.path, step=found.step)
         self._metrics = MetricsLog(config.run.dir, first_step=self.learner.steps_done, sinks=open_sinks(config))
-        self._checkpoints = CheckpointWriter(
-            config, saved, self._metrics, ranks=ranks, saved_step=None if found is None else found.step
-        )
+        self._checkpoints = CheckpointWriter(config, saved, self._metrics, ranks, found.step if found else None)
         self._dial = dial or network(config.address, buffer_client_keys(config.security.keys, config.address))
         self._client = self._dial("trainer", "trainer")
         # Not to the buffer of another run.
@@ -378,4 +376,4 @@ class Trainer:
         self._heartbeat.show("publishing")
         self._client.call(self._heartbeat.shown, messages.Done, stop=self._stop)
         self._client.call(messages.FinishRun(step=self.learner.steps_done), messages.Done, stop=self._stop)
-        self._publisher.finish()
+        self._publisher.finished = True

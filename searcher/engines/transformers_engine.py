@@ -175,15 +175,12 @@ class TransformersEngine:
         self._acceptance.uncalibrated = False
         return report
 
-    def _targets(self) -> dict[str, torch.Tensor]:
-        """The tensors that a snapshot overwrites, by name in its files. A tied head is not one: it is the embedding."""
-        state: dict[str, torch.Tensor] = self._model.state_dict()
-        return {name: state[self._names[name]] for name in self._shapes}
-
     def _exchange(self, snapshot: Snapshot) -> LoadReport:
         """Copy a snapshot's weights and check them. Restores those that serve after any error."""
         times = [time.perf_counter()]
-        targets = self._targets()
+        state = self._model.state_dict()
+        # The tensors that it overwrites, by name in its files. A tied head is not one: it is the embedding.
+        targets = {name: state[self._names[name]] for name in self._shapes}
         values = _read(snapshot)
         calibrate = self._acceptance.uncalibrated and (
             self._acceptance.routed

@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -132,10 +132,10 @@ class NodeCache:
         try:
             # A renamed directory stays locked as long as it is in use: waiting for that could take hours.
             while node_store.is_named(descriptor, part) and not node_store.try_lock(descriptor):
-                self._progress.report(f"waiting for another searcher of this node to get {key.name.split('-')[0]}")
+                self._progress.waits_for = f"waiting for another searcher of this node to get v{key.version:08d}"
                 self._progress.check(part.name)
                 time.sleep(_POLL_SECONDS)
-            self._progress.report("")
+            self._progress.waits_for = ""
             # The name is checked again under the lock: the holder before us may have given the directory its final
             # name, and then this descriptor is the finished snapshot.
             if not node_store.is_named(descriptor, part) or final.exists():
@@ -206,24 +206,20 @@ class _Trainer:
 Source = Nodes | _Trainer
 
 
+@dataclass(eq=False)
 class SnapshotAssembler:
     """Complete snapshots in the cache of this node. Used by one thread. `own` is the key pair of the node, if any."""
 
-    def __init__(
-        self,
-        directory: Path,
-        weights_from: Literal["auto", "path", "trainer"],
-        clock: Clock,
-        progress: Progress | None = None,
-        own: KeyPair | None = None,
-    ) -> None:
-        self._own = own
-        self._progress = progress or Progress()
-        self._cache = NodeCache(directory, self._progress)
-        self._weights_from = weights_from
-        self._clock = clock
-        # The base of the newest adapters.
-        self._base: node_store.PinnedSnapshot | None = None
+    directory: Path
+    weights_from: Literal["auto", "path", "trainer"]
+    clock: Clock
+    progress: Progress = field(default_factory=Progress)
+    own: KeyPair | None = None
+    # The base of the newest adapters.
+    _base: node_store.PinnedSnapshot | None = None
+
+    def __post_init__(self) -> None:
+        self._cache = NodeCache(self.directory, self.progress)
 
     def assemble(
         self, ref: WeightsRef, *, refresh: bool = False, nodes: Sequence[str] = ()
@@ -264,7 +260,7 @@ class SnapshotAssembler:
     @contextlib.contextmanager
     def _open_source(self, ref: WeightsRef, nodes: Sequence[str]) -> Iterator[Source]:
         """The source of an announced snapshot and of its ancestors. Raises SnapshotError if there is none."""
-        path, way = Path(ref.path), self._weights_from
+        path, way = Path(ref.path), self.weights_from
         if way == "path" or (way == "auto" and ((path / MANIFEST).is_file() or not ref.address)):
             with contextlib.ExitStack() as held:
                 # A trainer on this machine writes to the files of old snapshots again, unless they are held.
@@ -273,7 +269,7 @@ class SnapshotAssembler:
                     held.callback(pinned.release)
                 yield _Trainer(path)
         elif ref.address:
-            with contextlib.closing(Nodes([*nodes], ref.address, self._clock, self._progress, self._own)) as fetched:
+            with contextlib.closing(Nodes([*nodes], ref.address, self.clock, self.progress, self.own)) as fetched:
                 yield fetched
         else:
             raise SnapshotError(

@@ -181,7 +181,7 @@ class WeightsFollower:
         try:
             snapshot, pinned = self._assembler.assemble(ref, refresh=refresh, nodes=self._nodes)
         finally:
-            self._progress.report("")
+            self._progress.waits_for = ""
         with contextlib.ExitStack() as unused:
             unused.callback(pinned.release)
             if self._thread is not None and not self._thread.stopping.is_set():

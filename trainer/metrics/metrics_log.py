@@ -156,15 +156,15 @@ class BackgroundSink:
         self.lost += 1
 
 
+@dataclass(slots=True)
 class TensorBoardSink:
     """Writes events under `directory`. What earlier files have for the first step of a new one, and later, is hidden.
 
     Each start begins a file, and so does the step after an error, such as a full disk: the last file's end may be torn.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._path: Path | None = None
+    directory: Path
+    _path: Path | None = None
 
     def record(self, step: int, time: float, numbers: dict[str, float], _: Sequence[Answer] = ()) -> None:
         """Write one scalar per metric, not buffered: after a crash only the steps since the checkpoint are repeated."""
@@ -188,9 +188,9 @@ class TensorBoardSink:
 
     def _next_path(self, time: float) -> Path:
         """Return a path after all others: TensorBoard reads them in the order of their names. The clock may go back."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        later = [int(path.name.split(".")[3]) + 1 for path in self._directory.glob("events.*.tba")]
-        return self._directory / f"events.out.tfevents.{max([int(time), *later]):010d}.tba"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        later = [int(path.name.split(".")[3]) + 1 for path in self.directory.glob("events.*.tba")]
+        return self.directory / f"events.out.tfevents.{max([int(time), *later]):010d}.tba"
 
     def close(self) -> None: ...
 

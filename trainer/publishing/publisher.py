@@ -91,7 +91,8 @@ class Publisher:
         self._busy = False
         # Set by the thread, so that `flush` waits for nothing more.
         self._ended = False
-        self._finished = False
+        # Set when the run is finished: `close` then deletes what is not kept on disk.
+        self.finished = False
         # Of the thread: the canary of the last snapshot, and how many in a row had it.
         self._last_canary: Canary | None = None
         self._equal = 0
@@ -162,17 +163,13 @@ class Publisher:
         self.check()
         return done
 
-    def finish(self) -> None:
-        """The run is finished: `close` deletes what is not kept on disk."""
-        self._finished = True
-
     def close(self) -> None:
         """End the thread. A snapshot that is not announced yet stays unannounced."""
         ended = self._thread.stop(_CLOSE_SECONDS)
         if self._server is not None:
             self._server.close()
         if ended:
-            self._writer.close(finished=self._finished)
+            self._writer.close(finished=self.finished)
 
     # ------------------------------------------------------------ publisher thread
 
@@ -194,7 +191,7 @@ class Publisher:
             # Such as of a directory that was moved: its sentence says all.
             except (OSError, SafetensorError) as error:
                 raise SnapshotError(f"publishing to {self._directory} failed: {error}") from error
-            if not self._finished:
+            if not self.finished:
                 self._writer.keep_newest()
             self._keep()
         finally:
@@ -260,12 +257,8 @@ class Publisher:
 
     def _collect(self) -> None:
         train = self._config.train
-        snapshot.collect(
-            self._directory,
-            keep_last=train.keep_snapshots,
-            keep_every=train.keep_snapshot_every,
-            keep=[path for path in (self._writer.base_path,) if path is not None],
-        )
+        last, every, keep = train.keep_snapshots, train.keep_snapshot_every, self._writer.base_paths
+        snapshot.collect(self._directory, keep_last=last, keep_every=every, keep=keep)
 
     def _write(self, publication: Publication) -> Written | None:
         """Write the snapshot, or a newer one if it had to wait for disk space. None if the publisher is closed."""

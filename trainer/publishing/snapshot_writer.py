@@ -208,7 +208,7 @@ class SnapshotWriter:
         self._deltas.clear()
         # The newest full snapshot, and those in memory that are to be written to disk.
         self._last: _Full | None = None
-        self._pending: list[_Full] = []
+        self.pending: list[_Full] = []
         # A run is compared with its first snapshot: the step of the first publication, if none is on disk.
         self._first: int | None = -1 if snapshot.list_snapshots(self._directory) else None
         self._base_copy: HostCopy | None = None
@@ -378,9 +378,9 @@ class SnapshotWriter:
     # ------------------------------------------------------------ adapters
 
     @property
-    def base_path(self) -> Path | None:
-        """The base of adapters, which stays also while all snapshots that are kept are full ones."""
-        return self._base.path if self._base else None
+    def base_paths(self) -> list[Path]:
+        """The base of adapters, if any, which stays also while all snapshots that are kept are full ones."""
+        return [self._base.path] if self._base else []
 
     def _write_adapters(self, publication: Publication) -> Written:
         """Write the adapters, or all weights with them merged; before them the base, if it is needed."""
@@ -440,22 +440,17 @@ class SnapshotWriter:
     def _keep(self, one: _Full) -> None:
         assert self._pool is not None
         self._pool.hold(one.file)
-        self._pending.append(one)
-        while len(self._pending) > _MAX_PENDING:
-            dropped = self._pending.pop(0)
+        self.pending.append(one)
+        while len(self.pending) > _MAX_PENDING:
+            dropped = self.pending.pop(0)
             self._pool.let_go(dropped.file)
             log.warning("snapshot not kept", version=dropped.written.manifest.version, reason="a newer one waits, too")
 
-    @property
-    def pending(self) -> bool:
-        """Whether a snapshot that is to be kept is not on disk yet."""
-        return bool(self._pending)
-
     def write_kept(self) -> str:
         """Write the snapshots that are to be kept to disk. Returns the reason if there is too little space, else ""."""
-        while self._pending:
+        while self.pending:
             assert self._pool is not None
-            one = self._pending[0]
+            one = self.pending[0]
             try:
                 self._require_space(one.file.content.nbytes)
                 self._write_to_disk(one)
@@ -464,12 +459,12 @@ class SnapshotWriter:
                     raise
                 return f"v{one.written.manifest.version} waits for disk space: {error}"
             self._pool.let_go(one.file)
-            self._pending.pop(0)
+            self.pending.pop(0)
         return ""
 
     def keep_newest(self) -> None:
         """Note that the newest snapshot is to be kept: the trainer stops, and memory is lost with the machine."""
-        if self._pool is None or self._last is None or self._last in self._pending:
+        if self._pool is None or self._last is None or self._last in self.pending:
             return
         if not (self._directory / directory_name(self._last.written.manifest.version)).is_dir():
             self._keep(self._last)

@@ -256,7 +256,7 @@ class Searcher:
                     activity="connected", reason="", weights_version=None, metrics={}, serves=self._serving.address
                 )
                 sources, _ = self._client.call(heartbeat, messages.Sources, stop=stop)
-                self._weights.ask(sources.addresses)
+                self._weights.nodes = sources.addresses
         # Raised only after `stop()`.
         except BufferUnavailable:
             return
@@ -312,7 +312,7 @@ class Searcher:
             elif isinstance(reply.message, messages.PutAck):
                 self._delivery.acknowledge(reply)
             elif isinstance(reply.message, messages.Sources):
-                self._weights.ask(reply.message.addresses)
+                self._weights.nodes = reply.message.addresses
         self._delivery.step()
 
     def _start_leased(self, reply: Reply) -> None:

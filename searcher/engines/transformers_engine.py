@@ -150,10 +150,9 @@ class TransformersEngine:
         self._acceptance.check(snapshot)
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        """Replace the weights by a verified snapshot's, check it on the canary, and continue from there.
+        """No step runs between copy and canary, so requests in flight never use refused weights.
 
-        All or nothing, as the protocol requires: no step runs between the copy and the canary, so requests in flight
-        never use refused weights. Their KV cache keeps what older weights computed.
+        Their KV cache keeps what older weights computed.
         """
         self._acceptance.check(snapshot)
         if stale := self._unaccounted():

@@ -45,7 +45,7 @@ from tba.searcher.tasks.task import (
     check_rendering,
     fingerprint,
     has_environment,
-    least_reward_for,
+    least_reward,
     name_of,
 )
 from tba.searcher.weights.assembly import SnapshotAssembler
@@ -157,7 +157,7 @@ class Answering:
                 (row,) = group.done
                 if row.error is not None:
                     # Where every reward is negative, 0 would be better than any answer.
-                    row = replace(row, reward=least_reward_for(self._task, group.prompt), reward_parts={})
+                    row = replace(row, reward=least_reward(self._task, group.prompt), reward_parts={})
                 rows[row.lease] = row
             if not go_on(len(rows)):
                 return None

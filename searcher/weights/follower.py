@@ -84,8 +84,8 @@ class WeightsFollower:
         self._engine = engine
         self._clock = clock
         self._progress = Progress()
-        # Addresses of the nodes to ask for files before the trainer.
-        self._nodes: Sequence[str] = ()
+        # Addresses of the nodes to ask for files of the next snapshot, in order, before the trainer.
+        self.nodes: Sequence[str] = ()
         directory, way, own = weights_directory(config), config.search.weights_from, node_pair(config.security.keys)
         self._assembler = SnapshotAssembler(directory, way, clock, self._progress, own)
         # What is being prepared, or is not swapped in yet: the engine holds what is ready for one snapshot only.
@@ -95,7 +95,8 @@ class WeightsFollower:
         self._refused: _Refused | None = None
         # Its files stay pinned: an engine may read them again.
         self._served: Prepared | None = None
-        self.last_load_seconds = 0.0
+        # Of the snapshot that serves.
+        self.last_load_seconds = self.last_prepare_seconds = 0.0
         # Report of the last swap.
         self.report: LoadReport | None = None
         self.refusals = 0
@@ -107,11 +108,6 @@ class WeightsFollower:
     def current(self) -> WeightsRef | None:
         """The snapshot that serves; None before the first."""
         return self._served.ref if self._served else None
-
-    @property
-    def last_prepare_seconds(self) -> float:
-        """How long the preparation of the snapshot that serves took."""
-        return self._served.seconds if self._served else 0.0
 
     @property
     def reason(self) -> str:
@@ -132,10 +128,6 @@ class WeightsFollower:
     def metadata(self) -> dict[str, Any]:
         """What rows that begin now have to record of who samples them."""
         return {}
-
-    def ask(self, nodes: Sequence[str]) -> None:
-        """Have the next snapshot fetched from these addresses, in order, before the trainer is asked."""
-        self._nodes = nodes
 
     def update(self, newest: WeightsRef | None) -> None:
         """Swap to what is ready, and have the newest prepared. Raises EngineError if several in a row were refused."""
@@ -179,7 +171,7 @@ class WeightsFollower:
         """Have the engine prepare a snapshot, in the preparation thread."""
         started = time.perf_counter()
         try:
-            snapshot, pinned = self._assembler.assemble(ref, refresh=refresh, nodes=self._nodes)
+            snapshot, pinned = self._assembler.assemble(ref, refresh=refresh, nodes=self.nodes)
         finally:
             self._progress.waits_for = ""
         with contextlib.ExitStack() as unused:
@@ -197,7 +189,7 @@ class WeightsFollower:
             prepared.pinned.release()
             self._refuse(prepared.ref, error)
             return
-        self.last_load_seconds = time.perf_counter() - started
+        self.last_load_seconds, self.last_prepare_seconds = time.perf_counter() - started, prepared.seconds
         if self._served is not None:
             self._served.pinned.release()
         self._served, self._refused = prepared, None

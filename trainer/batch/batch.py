@@ -17,15 +17,7 @@ from torch import Tensor
 
 from tba.common.errors import ConfigError, WireError
 from tba.common.wire.messages import Batch
-from tba.common.wire.trajectory import (
-    ARRAY_KINDS,
-    Float32,
-    Int32,
-    UInt8,
-    kept_between,
-    sequence_spans,
-    unpack_arrays,
-)
+from tba.common.wire.trajectory import ARRAY_KINDS, Float32, Int32, UInt8, kept_between, sequence_spans, unpack_arrays
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,6 @@ from tba.trainer.batch.batch import TrainBatch
 
 log = get_logger(__name__)
 
-
 COLUMNS = ["trajectory", "prompt", "response", "reward", "staleness"]
 # An endless answer must not fill a tracker.
 _MAX_CHARACTERS = 10_000

@@ -364,10 +364,7 @@ def _instead(report: Report, shape: ModelShape, *, adapters: bool) -> Iterator[s
     # Each node has equally many.
     more = range(setup.ranks + setup.nodes, _MOST_GPUS + 1, setup.nodes)
     wide = replace(setup, gathered=False, replicas=1)
-    changes: list[tuple[str, Iterable[Setup]]] = [
-        ("", [setup]),
-        ("", (replace(wide, ranks=ranks) for ranks in more)),
-    ]
+    changes: list[tuple[str, Iterable[Setup]]] = [("", [setup]), ("", (replace(wide, ranks=ranks) for ranks in more))]
     if not setup.lora_rank:
         if not setup.offload:
             changes.insert(1, (offload, (replace(wide, offload=True, ranks=ranks) for ranks in (setup.ranks, *more))))

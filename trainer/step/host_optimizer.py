@@ -24,8 +24,6 @@ from tba.trainer.model.scorer import to_bfloat16
 
 # Values that are converted and added at a time.
 _CHUNK = 1 << 20
-
-
 # The groups of an optimiser that have the policy's parameters come first.
 POLICY_GROUPS = 2
 

@@ -264,11 +264,7 @@ class Learner:
         """Count a step without an update. Later steps are as if this one had had a learning rate of zero."""
         self._wait_for_copies()
         self._count_step()
-        metrics = {
-            **batch_metrics(batch, self._end_ids),
-            "reference_computed": float(len(reference)),
-            "skipped": 1.0,
-        }
+        metrics = {**batch_metrics(batch, self._end_ids), "reference_computed": float(len(reference)), "skipped": 1.0}
         return StepResult(only_finite(metrics), reference, rows, f"{reason}: {_ids(blamed)}", blamed)
 
     def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:

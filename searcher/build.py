@@ -133,9 +133,7 @@ def find_policy(config: Config) -> Path | None:
     is_version = re.fullmatch(r"v\d+", named)
     directory = local_model(str(find_source(config, None, int(named[1:]))) if is_version else named, setting=_POLICY)
     if directory is None:
-        raise ConfigError(
-            f"{_POLICY} {named} is not a directory here: `hf download {named}` makes one of the hub's model"
-        )
+        raise ConfigError(f"{_POLICY} {named} is no directory here: `hf download {named}` makes one of the hub's model")
     names = (f"{_POLICY} {named}", "model.path", "an explorer")
     # Prompts and end tokens are those of model.path: it may not have further tokens either.
     check_same_tokens(directory, model_directory(config.model.path), names=names, further=False)

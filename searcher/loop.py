@@ -183,9 +183,7 @@ class Searcher:
         self._asked = 0
         self._serving = Serving(config, clock)
         self._weights = (FixedWeights if config.search.policy else WeightsFollower)(config, engine, clock)
-        self._delivery = Delivery(
-            client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
-        )
+        self._delivery = Delivery(client, config.run.name, root=config.spool, limit_mib=config.search.spool_mib)
         generation = GenerationStage(
             engine,
             loaded.task,

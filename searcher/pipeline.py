@@ -245,9 +245,7 @@ class ScoringStage:
         self._count_failure(response.error)
         if response.error:
             log.warning("rollout failed", prompt=prompt.key, reason=response.error)
-            self._finish(
-                response, Scored(generation.id, None, Reward(0.0, {}), response.error, error_kind="generation")
-            )
+            self._finish(response, Scored(generation.id, None, Reward(0.0, {}), response.error, "generation"))
             return
         try:
             whole = np.concatenate([response.prefix, generation.response_ids])
@@ -295,16 +293,15 @@ class ScoringStage:
     def _finish(self, response: Response, scored: Scored) -> None:
         """Add the row of a response to its group."""
         group, generation = response.group, response.generation
-        count, is_cut = len(generation.response_ids), generation.stop_reason == STOP_LENGTH
-        self._count_cut_off(is_cut, response.error)
+        count = len(generation.response_ids)
+        cut_after = count if generation.stop_reason == STOP_LENGTH else 0
+        self._count_cut_off(cut_after > 0, response.error)
         self.tokens += count
         tokens = one_turn(
             group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs, generation.kept,
             response.prefix,
         )  # fmt: skip
-        self._add(
-            group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds, count if is_cut else 0
-        )
+        self._add(group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds, cut_after)
 
     def _finish_episode(self, episode: Episode) -> None:
         """Add the row of an episode to its group."""
@@ -320,7 +317,8 @@ class ScoringStage:
         if episode.error_kind != "decoding":
             scored = replace(scored, text=self.stopping.whole_text(tokens.response_ids.tolist()))
         cut_after = episode.length if episode.stop_reason in CUT_OFF else 0
-        self._add(group, sampling, scored, tokens, episode.stop_reason, episode.generation_seconds, cut_after)
+        seconds = float(sum(turn.details["seconds"] for turn in episode.turns))
+        self._add(group, sampling, scored, tokens, episode.stop_reason, seconds, cut_after)
 
     def _add(
         self, group: Group, sampling: SamplingSettings, scored: Scored, tokens: EpisodeTokens, stop: str,

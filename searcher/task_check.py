@@ -38,18 +38,9 @@ Finding = dict[str, str]
 
 # Prompts whose responses are scored, from the first.
 _SAMPLED = 8
+_SIGNS = "\N{MINUS SIGN}\N{GREEK SMALL LETTER PI}\x00"
 # Responses that no task should fail on, besides the answer of the prompt.
-_ODD = (
-    "",
-    " ",
-    "0",
-    "-1e999",
-    "nan",
-    "I do not know.",
-    "\\boxed{",
-    "\N{MINUS SIGN}\N{GREEK SMALL LETTER PI}\x00",
-    "9" * 10_000,
-)
+_ODD = ("", " ", "0", "-1e999", "nan", "I do not know.", "\\boxed{", _SIGNS, "9" * 10_000)
 # Turns that an answer is given in an episode.
 _ANSWERED_TURNS = 3
 _CHILD_SECONDS = 900
@@ -73,9 +64,8 @@ def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
     scripts = _scripts(task)
     results = {kind: _in_workers(config.task, task, some) for kind, some in scripts.items()}
     all_returned = not any(map(_interrupted, results.values()))
-    yield _same_everywhere(
-        config.task, [*scripts], all_returned=all_returned, is_random=has_environment(task) and is_random(task)
-    )
+    plays_luck = has_environment(task) and is_random(task)
+    yield _same_everywhere(config.task, [*scripts], all_returned=all_returned, is_random=plays_luck)
     for kind, some in scripts.items():
         yield from _results(config.task, task, some, results[kind], plays=kind == _OBSERVATIONS)
     yield _rendering(config, task, [*training[:_SAMPLED], *held_out[:_SAMPLED]])
@@ -99,9 +89,7 @@ def _prompts(task: Task, training: Sequence[Prompt], held_out: Sequence[Prompt])
     # The environment of an episode may differ although the prompt does not.
     single = [prompt for prompt in held_out if not has_environment(task, prompt)]
     if both := sum((prompt.text, prompt.messages, prompt.ids) in trained for prompt in single):
-        return _found(
-            "prompts", "warn", f"{detail}; {both} of these are training prompts too: accuracy would be too high"
-        )
+        return _found("prompts", "warn", f"{detail}; {both} of these are training prompts: accuracy would be too high")
     return _found("prompts", "ok" if held_out else "warn", detail if held_out else f"{detail}: `tba eval` needs some")
 
 
@@ -124,9 +112,7 @@ def _same_everywhere(section: TaskSection, kinds: Sequence[str], *, all_returned
                     timeout=_CHILD_SECONDS, env={**os.environ, "PYTHONHASHSEED": seed}, check=False,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                return _found(
-                    name, "fail", f"a process that reads its {' and '.join(what)} takes longer than {_CHILD_SECONDS} s"
-                )
+                return _found(name, "fail", f"reading its {' and '.join(what)} takes longer than {_CHILD_SECONDS} s")
             if child.returncode or not file.exists():
                 last = child.stderr.strip().rpartition("\n")[2]
                 return _found(name, "fail", f"a process that loads it ends with code {child.returncode}: {last}")

@@ -73,12 +73,13 @@ def train(
     prepare(config, device)
     keep_freed_memory()
     lock, holder = config.run.dir / run_files.TRAINER_LOCK, f"another trainer works in {config.run.dir}: stop it first"
+    place = torch.device(device)
     with until_lost():
-        ranks = join(torch.device(device), stop)
-        report = require_memory(config, torch.device(device), ranks)
+        ranks = join(place, stop)
+        report = require_memory(config, place, ranks)
         if ranks.rank > 0:
             found = checkpoint.share(None, ranks)
-            learner, _ = build(config, model_directory(config.model.path), torch.device(device), ranks, report)
+            learner, _ = build(config, model_directory(config.model.path), place, ranks, report)
             if found is not None:
                 checkpoint.restore(found, learner)
             notify_systemd("READY=1")
@@ -92,9 +93,7 @@ def train(
                 refuse_other_run(found.path, [RunIdentity(found.run)], RunIdentity(config.run.name))
             log.info("starting", model=config.model.path, buffer=config.address if dial is None else "offline")
             checkpoint.share(found, ranks)
-            trainer = Trainer(
-                config, found, torch.device(device), stop, dial=dial, last_step=last_step, ranks=ranks, report=report
-            )
+            trainer = Trainer(config, found, place, stop, dial=dial, last_step=last_step, ranks=ranks, report=report)
             with contextlib.closing(trainer), objects_frozen():
                 trainer.run()
 
@@ -346,10 +345,7 @@ class Trainer:
             if refusal.code != "unknown_step":
                 raise
             # The update has been made, and a later start could not report it either, so retrying is of no use.
-            log.warning(
-                "the buffer does not know this step, which stays missing in it: is its database an older copy?",
-                step=report.step,
-            )
+            log.warning("the buffer does not know this step: is its database an older copy?", step=report.step)
         self._unreported = None
 
     def save(self) -> None:

@@ -94,7 +94,7 @@ class Window:
 class Delivery:
     """The puts of one searcher, and those of dead searchers of its run on this machine."""
 
-    def __init__(self, client: BufferClient, *, run_name: str, root: Path, limit_mib: float) -> None:
+    def __init__(self, client: BufferClient, run_name: str, *, root: Path, limit_mib: float) -> None:
         self._client = client
         self._run_name = run_name
         self._root = root
@@ -118,9 +118,8 @@ class Delivery:
         """Create the spool, and take over those of dead searchers of the client's run. Raises StorageError."""
         client, host = self._client, socket.gethostname()
         found = find_dead_spools(self._root, host)
-        self._spool = Spool.create(
-            self._root, Owner(client.run, self._run_name, client.sender, host, client.secret.hex())
-        )
+        own = Owner(client.run, self._run_name, client.sender, host, client.secret.hex())
+        self._spool = Spool.create(self._root, own)
         for spool in found:
             if spool.owner.run == client.run:
                 self._dead.append(spool)
@@ -227,11 +226,7 @@ class Delivery:
         if self._spool is None:
             return
         if self.puts:
-            log.warning(
-                "left in the spool, for the next searcher that starts here",
-                puts=self.puts,
-                directory=self._spool.directory,
-            )
+            log.warning("left in the spool for the next searcher", puts=self.puts, directory=self._spool.directory)
         self._spool.close()
 
     def _log_change(self) -> None:

@@ -407,7 +407,5 @@ def unless_deleted(assembler: SnapshotAssembler, path: Path) -> tuple[Snapshot, 
 
 def ref_of(path: Path) -> WeightsRef:
     """Return the announcement of a snapshot on this machine."""
-    manifest = read(path).manifest
-    return WeightsRef(
-        version=manifest.version, step=manifest.step, path=str(path), manifest_sha256=sha256_of(path / MANIFEST)
-    )
+    manifest, digest = read(path).manifest, sha256_of(path / MANIFEST)
+    return WeightsRef(version=manifest.version, step=manifest.step, path=str(path), manifest_sha256=digest)

@@ -171,17 +171,13 @@ class HttpModel:
             ) from None
         values = found if isinstance(found, list) else [found]
         if len(values) != 1:
-            raise HttpRefused(
-                f"{self._config.url} answered with {len(values)} labels: a reward needs a classifier with one"
-            )
+            raise HttpRefused(f"{self._config.url} gave {len(values)} labels: a reward needs a classifier with one")
         score = math.nan
         # OverflowError: an integer of hundreds of digits.
         with contextlib.suppress(TypeError, OverflowError):
             score = math.nan if isinstance(values[0], bool | str) else float(values[0])
         if not math.isfinite(score):
-            raise HttpRefused(
-                f"{self._config.url} answered with the score {str(values[0])[:40]!r}: not a finite number"
-            )
+            raise HttpRefused(f"{self._config.url} gave the score {str(values[0])[:40]!r}: not a finite number")
         return score
 
 

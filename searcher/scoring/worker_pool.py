@@ -141,9 +141,8 @@ class Worker:
         """How the process ended; None while it runs."""
         if (code := self.process.poll()) is None:
             return None
-        return (
-            f"the worker was killed by {signal_name(-code)}" if code < 0 else f"the worker died with exit code {code}"
-        )
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"died with exit code {code}"
+        return f"the worker {how}"
 
     def kill(self) -> None:
         """Kill the worker and the programs it started, except those that made a session of their own."""

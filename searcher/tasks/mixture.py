@@ -52,9 +52,7 @@ class MixtureTask:
         if odd := [label for label in labels if not _LABEL.fullmatch(label)]:
             raise TaskError(f"task.mixture: {odd[0]!r} is not a label: set `label` to letters, digits, _ and -")
         if repeated := [label for label, count in Counter(labels).items() if count > 1]:
-            raise TaskError(
-                f"task.mixture has two tasks with the label {repeated[0]}: give one of them another `label`"
-            )
+            raise TaskError(f"task.mixture has two tasks with the label {repeated[0]}: give one another `label`")
         self.tasks = tasks = dict(zip(labels, (task for _, task, _ in parts), strict=True))
         self.least_reward = min(map(least_reward, tasks.values()))
         self.random = any(map(is_random, tasks.values()))

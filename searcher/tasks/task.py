@@ -187,9 +187,7 @@ class LimitedTask:
         if not has_environment(self._task, prompt):
             return prompt
         if prompt.ids:
-            raise TaskError(
-                f"task {self.name}: the prompt {prompt.key!r} has token ids, and an environment: use a text"
-            )
+            raise TaskError(f"task {self.name}: the prompt {prompt.key!r} has token ids and an environment: use a text")
         return replace(prompt, messages=[("user", prompt.text)]) if prompt.text and not prompt.messages else prompt
 
 

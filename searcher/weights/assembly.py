@@ -153,12 +153,9 @@ class NodeCache:
         # By age, not by version: another run of this name may have had higher versions.
         finished = sorted(self.directory.glob(node_store.SNAPSHOT), key=node_store.modified_at)
         newest = node_store.modified_at(finished[-1]) if finished else 0.0
-        parts = [
-            path
-            for path in self.directory.glob(f".{node_store.SNAPSHOT}.part")
-            if node_store.modified_at(path) < newest
-        ]
-        for path in [*finished[:-_KEPT], *parts]:
+        parts = self.directory.glob(f".{node_store.SNAPSHOT}.part")
+        abandoned = [path for path in parts if node_store.modified_at(path) < newest]
+        for path in [*finished[:-_KEPT], *abandoned]:
             node_store.delete(path)
         for rest in self.directory.glob(node_store.DELETED):
             shutil.rmtree(rest, ignore_errors=True)
@@ -234,9 +231,7 @@ class SnapshotAssembler:
             try:
                 pinned = self._complete(source, SnapshotKey(ref.version, ref.manifest_sha256), refresh=refresh)
             except OSError as error:
-                raise SnapshotError(
-                    f"v{ref.version} cannot be assembled in {self._cache.directory}: {error}"
-                ) from error
+                raise SnapshotError(f"v{ref.version} cannot be assembled in {self.directory}: {error}") from error
         snapshot = read(pinned.path)
         base = snapshot.manifest.base_key
         # Absent if another searcher of the node has assembled this snapshot.

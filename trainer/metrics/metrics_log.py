@@ -273,9 +273,8 @@ class MetricsLog:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             # Without lines that a crash has damaged.
-            rows = (
-                [row for _, row in json_lines(path, malformed=None) if isinstance(row, dict)] if path.is_file() else []
-            )
+            lines = json_lines(path, malformed=None) if path.is_file() else ()
+            rows = [row for _, row in lines if isinstance(row, dict)]
             kept = [row for row in rows if isinstance(row.get("step"), int) and row["step"] < first_step]
             write_text(path, "".join(f"{json.dumps(row)}\n" for row in kept))
             # Unbuffered: after an error it would be unknown how much of a buffer had been written.

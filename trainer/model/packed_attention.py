@@ -165,9 +165,7 @@ def _kernel(
     """Attend within all sequences with one kernel: [P, A, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    query_SAD, key_SGD, value_SGD = (
-        tensor.index_select(0, sequences.place_S) for tensor in (query_PAD, key_PGD, value_PGD)
-    )
+    query_SAD, key_SGD, value_SGD = (one.index_select(0, sequences.place_S) for one in (query_PAD, key_PGD, value_PGD))
     longest = max(sequences.lengths)
     attended_SAD = varlen_attn(
         query_SAD,

@@ -317,9 +317,7 @@ def _kept(rows: Sequence[Row]) -> Kept | None:
     if not any(len(row.kept) for row in rows):
         return None
     whole = [len(row.kept) == 0 for row in rows]
-    streams = [
-        np.zeros(len(row.response_ids), np.int32) if all_ else row.kept for row, all_ in zip(rows, whole, strict=True)
-    ]
+    streams = [row.kept if len(row.kept) else np.zeros(len(row.response_ids), np.int32) for row in rows]
     kept = np.concatenate(streams).astype(np.int64)
     counts_R = np.diff(np.flatnonzero(kept == 0), prepend=-1) - 1
     is_whole_R = np.repeat(whole, [len(row.response_ids) for row in rows])

@@ -369,12 +369,9 @@ def _instead(report: Report, shape: ModelShape, *, adapters: bool) -> Iterator[s
         if not setup.offload:
             changes.insert(1, (offload, (replace(wide, offload=True, ranks=ranks) for ranks in (setup.ranks, *more))))
         if adapters:
-            small = replace(
-                wide, lora_rank=_LORA_RANK, offload=False, reference=setup.reference * bool(shape.reference)
-            )
-            changes.append(
-                (f"lora.rank = {_LORA_RANK}", (replace(small, ranks=ranks) for ranks in (setup.ranks, *more)))
-            )
+            reference = setup.reference * bool(shape.reference)
+            small = replace(wide, lora_rank=_LORA_RANK, offload=False, reference=reference)
+            changes.append((f"lora.rank = {_LORA_RANK}", (replace(small, ranks=n) for n in (setup.ranks, *more))))
     for name, setups in changes:
         leaner = (one for changed in setups for one in _leaner(changed))
         estimates = (

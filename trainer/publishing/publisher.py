@@ -216,13 +216,9 @@ class Publisher:
             return
         announcement = written.announcement(self._address)
         client.call(announcement, Done, stop=self._thread.stopping.is_set)
-        log.info(
-            "snapshot published",
-            version=announcement.weights.version,
-            step=announcement.weights.step,
-            mbytes=announcement.bytes / 1e6,
-            seconds=time.monotonic() - started,
-        )
+        about = {"version": announcement.weights.version, "step": announcement.weights.step}
+        seconds = time.monotonic() - started
+        log.info("snapshot published", **about, mbytes=announcement.bytes / 1e6, seconds=seconds)
         self._writer.announced(written)
         self._note_standstill(written.manifest.canary)
         self._collect()

@@ -351,9 +351,7 @@ class SnapshotWriter:
 
     def _manifest(self, version: int, step: int, canary: Canary, files: dict[str, FileEntry]) -> Manifest:
         """The manifest of a snapshot that is written now."""
-        return Manifest(
-            run=self._config.run.name, version=version, step=step, created_at=time.time(), files=files, canary=canary
-        )
+        return Manifest(self._config.run.name, version, step, time.time(), files, canary)
 
     def _add_delta(self, manifest: Manifest, bits: Mapping[str, Tensor]) -> Manifest:
         """Write what changed since the newest snapshot, for nodes that fetch."""
@@ -495,9 +493,8 @@ def as_bits(tensor: torch.Tensor) -> Tensor:
 def adapter_of(copied: Tensors, scaling: float) -> Adapter:
     """The adapter of a copy of FACTORS."""
     names = [name.removeprefix(f"{A}/") for name in copied if name.startswith(f"{A}/")]
-    return Adapter(
-        {name: Factors(copied[f"{A}/{name}"].numpy(), copied[f"{B}/{name}"].numpy()) for name in names}, scaling
-    )
+    factors = {name: Factors(copied[f"{A}/{name}"].numpy(), copied[f"{B}/{name}"].numpy()) for name in names}
+    return Adapter(factors, scaling)
 
 
 def check_names(names: list[str], weights: Tensors, saved: Tensors) -> None:

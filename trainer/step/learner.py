@@ -118,11 +118,8 @@ class Learner:
 
     def _make_optimizer(self, masters: Mapping[str, Tensor] | None) -> torch.optim.AdamW:
         config, policy = self._config, self.policy
-        settings: dict[str, Any] = {
-            "lr": config.learning_rate,
-            "betas": config.adam_betas,
-            "weight_decay": config.weight_decay,
-        }
+        rate, decay = config.learning_rate, config.weight_decay
+        settings: dict[str, Any] = {"lr": rate, "betas": config.adam_betas, "weight_decay": decay}
         if masters is None:
             fused = policy.device.type == "cuda"
             optimizer = torch.optim.AdamW(policy_groups(self.trained), fused=fused, **settings)
@@ -132,9 +129,8 @@ class Learner:
         if self.log_z is not None:
             # The head starts at zero and has large gradients at first. It has its own learning rate and is clipped
             # separately, so that it does not scale down the policy's gradient.
-            rate = _LOG_Z_LEARNING_RATE
             head = list(self.log_z.to(policy.device).parameters())
-            optimizer.add_param_group({"params": head, "lr": rate, "weight_decay": 0.0})
+            optimizer.add_param_group({"params": head, "lr": _LOG_Z_LEARNING_RATE, "weight_decay": 0.0})
             self.trained += head
         return optimizer
 

@@ -267,7 +267,7 @@ def test_the_text_of_a_prompt_with_an_environment_is_a_message_and_token_ids_are
 
     (prompt, *_) = limited(GuessTask()).prompts()
     assert prompt.messages == (("user", prompt.text),)
-    with pytest.raises(TaskError, match="the prompt '0' has token ids, and an environment: use a text"):
+    with pytest.raises(TaskError, match="the prompt '0' has token ids and an environment: use a text"):
         limited(Ids()).prompts()
 
 

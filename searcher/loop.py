@@ -114,15 +114,8 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
             tokens, own = mean_tokens(task.prompts(), renderer), config if policy is None else served(config, policy)
             engine = make_engine(own, loaded.stopping, device, name, prompt_tokens=tokens, kept=config.needs_kept)
             ending.callback(engine.close)
-        searcher = Searcher(
-            config,
-            engine=engine,
-            loaded=loaded,
-            rewards=rewards,
-            exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
-            client=client,
-            clock=clock,
-        )
+        exploration = Exploration(config.search, run_seed=config.run.seed, searcher=name)
+        searcher = Searcher(config, engine, loaded, rewards, exploration, client, clock)
         ending.callback(searcher.close)
         searcher.run(stop, endpoint)
 
@@ -163,7 +156,6 @@ class Searcher:
     def __init__(
         self,
         config: Config,
-        *,
         engine: Engine,
         loaded: LoadedTask,
         rewards: Rewards,
@@ -173,8 +165,7 @@ class Searcher:
     ) -> None:
         self._config = config
         self._engine = engine
-        self._task = loaded.task
-        self._renderer = loaded.renderer
+        task, renderer, stopping = self._loaded = loaded
         self._rewards = rewards
         self._client = client
         self._clock = clock
@@ -184,27 +175,18 @@ class Searcher:
         self._serving = Serving(config, clock)
         self._weights = (FixedWeights if config.search.policy else WeightsFollower)(config, engine, clock)
         self._delivery = Delivery(client, config.run.name, root=config.spool, limit_mib=config.search.spool_mib)
+        guide = Guide(exploration.guide, stopping, context_of(config)) if config.search.guided else None
+        samples, settings = config.search.samples_per_prompt, exploration.settings
         generation = GenerationStage(
-            engine,
-            loaded.task,
-            loaded.task.prompts(),
-            loaded.renderer,
-            exploration.settings,
-            config.search.samples_per_prompt,
-            lambda: self._weights.metadata,
-            Guide(exploration.guide, loaded.stopping, context_of(config)) if config.search.guided else None,
+            engine, task, task.prompts(), renderer, settings, samples, lambda: self._weights.metadata, guide
         )
-        episodes = Episodes(
-            generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config), lambda: engine.weights_version
-        )
-        phases = config.task.phases
-        self._scoring = ScoringStage(
-            rewards, loaded.stopping, config.task.truncated, episodes, phases=phases,
-            singly=config.search.put == "sample",
-        )  # fmt: skip
+        limits, version = Limits.of(config), lambda: engine.weights_version
+        episodes = Episodes(generation.ask, rewards, renderer, stopping, limits, version)
+        phases, singly = config.task.phases, config.search.put == "sample"
+        self._scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes, phases=phases, singly=singly)
         self._pipeline = Pipeline(generation, self._scoring, self._delivery)
         self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")
-        self._outage_prompts = outage_prompts(loaded.task.prompts(), config, client.sender)
+        self._outage_prompts = outage_prompts(task.prompts(), config, client.sender)
         self._lease_request: int | None = None
         self._heartbeat_request: int | None = None
         self._wait_reason = ""
@@ -245,7 +227,7 @@ class Searcher:
         try:
             welcome, _ = self._client.call(make_hello(self._config.run.name), messages.Welcome, stop=stop)
             refuse_other_server(self._client.address, welcome.run_name, self._config.run.name)
-            register_prompts(self._client, self._task, self._renderer, stop)
+            register_prompts(self._client, self._loaded.task, self._loaded.renderer, stop)
             self._delivery.open()
             self._serving.update()
             # Which nodes to ask for snapshots: the first one is fetched whole.
@@ -259,7 +241,7 @@ class Searcher:
         except BufferUnavailable:
             return
         self._run.joined()
-        log.info("joined", buffer=self._client.address, prompts=len(self._task.prompts()))
+        log.info("joined", buffer=self._client.address, prompts=len(self._loaded.task.prompts()))
         if self._run.finished:
             log.info("run is finished", waits_for="a trainer that resumes it", at_most_seconds=_RESUME_SECONDS)
         notify_systemd("READY=1")

@@ -262,14 +262,9 @@ def _deliver(spool: Spool, own: BufferClient) -> Generator[bool, None, None]:
             _leave(left, error)
             return None
 
+    name, secret = owner.sender, bytes.fromhex(owner.secret)
     client = BufferClient(
-        own.address,
-        role="searcher",
-        name=owner.sender,
-        sender=owner.sender,
-        secret=bytes.fromhex(owner.secret),
-        run=owner.run,
-        keys=own.keys,
+        own.address, role="searcher", name=name, sender=name, secret=secret, run=owner.run, keys=own.keys
     )
     with closing(client):
         try:

@@ -120,20 +120,14 @@ class Answering:
     """Asks the same questions of one snapshot after the other. Responses that are cut off are scored as they are."""
 
     def __init__(
-        self,
-        config: Config,
-        loaded: LoadedTask,
-        prompts: Sequence[Prompt],
-        engine: Engine,
-        rewards: Rewards,
-        questions: Sequence[Question],
+        self, config: Config, subject: Subject, engine: Engine, rewards: Rewards, questions: Sequence[Question]
     ) -> None:
-        task, renderer, stopping = loaded
+        task, renderer, stopping = subject.loaded
         self._task, self.engine, self.questions = task, engine, questions
         # The lease of a visit is the number of its question, from 1 on.
         self._visits = [Visit(lease=n, epoch=0, prompt_key=key) for n, (key, _) in enumerate(questions, 1)]
         self._generation = GenerationStage(
-            engine, task, prompts, renderer, lambda visit, _: questions[visit.lease - 1][1], samples=1
+            engine, task, subject.prompts, renderer, lambda visit, _: questions[visit.lease - 1][1], samples=1
         )
         limits, version = Limits.of(config), lambda: engine.weights_version
         episodes = Episodes(self._generation.ask, rewards, renderer, stopping, limits, version)
@@ -324,7 +318,7 @@ def open_evaluator(
             from tba.searcher.evaluation.models import SentenceEncoder
 
             embed = SentenceEncoder(config.eval.embedder, device=device).embed
-        answering = Answering(config, subject.loaded, subject.prompts, engine, rewards, questions(config, subject))
+        answering = Answering(config, subject, engine, rewards, questions(config, subject))
         yield Evaluator(config, subject, answering, references, embed, serving), assembler
 
 

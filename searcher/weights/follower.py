@@ -80,12 +80,13 @@ class WeightsFollower:
     they are another model's or fail the canary, gives up: it would serve old weights, or nothing, without an error.
     """
 
+    # Addresses of the nodes to ask for files of the next snapshot, in order, before the trainer.
+    nodes: Sequence[str] = ()
+
     def __init__(self, config: Config, engine: Engine, clock: Clock) -> None:
         self._engine = engine
         self._clock = clock
         self._progress = Progress()
-        # Addresses of the nodes to ask for files of the next snapshot, in order, before the trainer.
-        self.nodes: Sequence[str] = ()
         directory, way, own = weights_directory(config), config.search.weights_from, node_pair(config.security.keys)
         self._assembler = SnapshotAssembler(directory, way, clock, self._progress, own)
         # What is being prepared, or is not swapped in yet: the engine holds what is ready for one snapshot only.

@@ -199,14 +199,9 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
     if window is not None and window < length:
         seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
         mask = seen.tril_().triu_(1 - window)
+    grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
 
 

@@ -50,11 +50,11 @@ class Accumulator:
     log_z: LogZHead | None
     ranks: Ranks
     watch: Stopwatch
+    entropy: bool
+    retain_gathered: bool
     batch: TrainBatch
     reference_BK: Tensor
     beta: float
-    entropy: bool
-    retain_gathered: bool
     reference_of_tokens: Mapping[int, Tensor] = field(default_factory=dict)
     quantities_QBK: Tensor = field(init=False)
     log_ratio_R: Tensor = field(init=False)

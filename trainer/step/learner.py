@@ -288,19 +288,8 @@ class Learner:
         reference_of_tokens: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Accumulator:
         """Add the gradient of the whole batch to the parameters."""
-        accumulator = Accumulator(
-            scorer=self.scorer,
-            objective=self._objective,
-            log_z=self.log_z,
-            ranks=self.ranks,
-            watch=self._watch,
-            batch=batch,
-            reference_BK=reference_BK,
-            beta=beta,
-            entropy=self._entropy,
-            retain_gathered=self._retain_gathered,
-            reference_of_tokens=reference_of_tokens,
-        )
+        own = self.scorer, self._objective, self.log_z, self.ranks, self._watch, self._entropy, self._retain_gathered
+        accumulator = Accumulator(*own, batch, reference_BK, beta, reference_of_tokens)
         accumulator.run(self.plan(batch.rows, batch.samples))
         return accumulator
 
@@ -401,9 +390,7 @@ def _phases(config: TrainSection) -> tuple[int, int]:
     warmup = min(50, steps // 10) if config.warmup_steps == "auto" else config.warmup_steps
     if warmup >= steps:
         log.warning(
-            "the learning rate never reaches its peak: train.warmup_steps is not less than the steps of this run",
-            warmup_steps=warmup,
-            steps=steps,
+            "the learning rate never reaches its peak: train.warmup_steps is too high", warmup_steps=warmup, steps=steps
         )
     left = max(steps - warmup, 0)
     if config.decay_steps == "auto":

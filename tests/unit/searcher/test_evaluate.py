@@ -26,6 +26,7 @@ from tba.searcher.build import load
 from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.evaluation.evaluator import (
     Answering,
+    Subject,
     _prepared,
     evaluate_snapshots,
     for_storage,
@@ -184,7 +185,7 @@ def test_an_answer_that_cannot_be_generated_has_the_least_reward_and_an_evaluati
     questions = [(prompt.key, greedy) for prompt in prompts]
     engine = cpu_engine(example_model, stopping=loaded.stopping)
     with closing(Rewards(loaded.task, config.task)) as rewards:
-        answering = Answering(config, loaded, prompts, engine, rewards, questions)
+        answering = Answering(config, Subject(loaded, prompts, "", ""), engine, rewards, questions)
         *good, long = not_none(answering.answer())
         for row, prompt in zip(good, prompts, strict=False):
             assert (row.prompt_key, row.error) == (prompt.key, None)

@@ -64,7 +64,6 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> "Limits":
-        """Return the limits that the configuration sets."""
         search = config.search
         per_turn = min(search.turn_tokens or search.max_tokens, search.max_tokens)
         return cls(search.max_tokens, per_turn, search.max_turns, config.task.episode_seconds)

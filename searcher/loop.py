@@ -163,12 +163,8 @@ class Searcher:
         client: BufferClient,
         clock: Clock,
     ) -> None:
-        self._config = config
-        self._engine = engine
+        self._config, self._engine, self._rewards, self._client, self._clock = config, engine, rewards, client, clock
         task, renderer, stopping = self._loaded = loaded
-        self._rewards = rewards
-        self._client = client
-        self._clock = clock
         self._endpoint: Endpoint | None = None
         # Responses to requests of the endpoint that the engine generates.
         self._asked = 0
@@ -218,7 +214,6 @@ class Searcher:
         self._leave()
 
     def close(self) -> None:
-        """Release the files of the weights and end this searcher's threads."""
         self._watchdog.stop()
         self._serving.close()
         self._weights.close()
@@ -236,7 +231,7 @@ class Searcher:
                     activity="connected", reason="", weights_version=None, metrics={}, serves=self._serving.address
                 )
                 sources, _ = self._client.call(heartbeat, messages.Sources, stop=stop)
-                self._weights.nodes = sources.addresses
+                self._weights.ask(sources.addresses)
         # Raised only after `stop()`.
         except BufferUnavailable:
             return
@@ -292,7 +287,7 @@ class Searcher:
             elif isinstance(reply.message, messages.PutAck):
                 self._delivery.acknowledge(reply)
             elif isinstance(reply.message, messages.Sources):
-                self._weights.nodes = reply.message.addresses
+                self._weights.ask(reply.message.addresses)
         self._delivery.step()
 
     def _start_leased(self, reply: Reply) -> None:

@@ -404,7 +404,6 @@ class Pipeline:
 
     @property
     def generating(self) -> bool:
-        """Whether the engine has something to do."""
         return self.generation.waiting > 0
 
     @property
@@ -413,7 +412,6 @@ class Pipeline:
         return {*self._leases, *self.delivery.leases}
 
     def submit(self, visits: Iterable[Visit]) -> None:
-        """Start the groups of some visits."""
         for visit in visits:
             if visit.lease != NO_VISIT:
                 self._leases.add(visit.lease)

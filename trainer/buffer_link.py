@@ -182,7 +182,6 @@ class HeartbeatThread:
         self.shown = replace(self.shown, activity=activity, reason=reason[: fields.MAX_REASON], **changes)
 
     def close(self) -> None:
-        """Send no more heartbeats."""
         self._thread.stop(_JOIN_SECONDS)
 
     def _run(self) -> None:

@@ -372,4 +372,4 @@ class Trainer:
         self._heartbeat.show("publishing")
         self._client.call(self._heartbeat.shown, messages.Done, stop=self._stop)
         self._client.call(messages.FinishRun(step=self.learner.steps_done), messages.Done, stop=self._stop)
-        self._publisher.finished = True
+        self._publisher.finish()

@@ -207,7 +207,6 @@ class Job:
         return self.learner.steps_done >= self.steps
 
     def close(self) -> None:
-        """Close the metrics file."""
         if self._metrics is not None:
             self._metrics.close()
 

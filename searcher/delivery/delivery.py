@@ -95,10 +95,7 @@ class Delivery:
     """The puts of one searcher, and those of dead searchers of its run on this machine."""
 
     def __init__(self, client: BufferClient, run_name: str, *, root: Path, limit_mib: float) -> None:
-        self._client = client
-        self._run_name = run_name
-        self._root = root
-        self._limit_mib = limit_mib
+        self._client, self._run_name, self._root, self._limit_mib = client, run_name, root, limit_mib
         self._spool: Spool | None = None
         self._window = Window(client)
         # The spools of dead searchers, and the deliveries of those that are not delivered yet.
@@ -135,7 +132,6 @@ class Delivery:
 
     @property
     def puts(self) -> int:
-        """Puts that are not acknowledged."""
         return len(self._window)
 
     @property

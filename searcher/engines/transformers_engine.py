@@ -123,7 +123,6 @@ class TransformersEngine:
         return len(self._queue) + len(self._rows)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises EngineError if the prompt does not fit the model's context."""
         request = fit_request(request, vocabulary=self._acceptance.vocabulary, context=self._context)
         seed = request.sampling.seed
         generator = self._generator if seed is None else np.random.Generator(np.random.Philox(seed))
@@ -275,7 +274,6 @@ class TransformersEngine:
             row.runs[-1][1] += 1
 
     def _retire(self) -> list[Generation]:
-        """Remove the finished rows from the batch."""
         reasons = {number: reason for number, row in enumerate(self._rows) if (reason := self._stop_reason(row))}
         finished = [_generation(self._rows[number], reason) for number, reason in reasons.items()]
         if finished:

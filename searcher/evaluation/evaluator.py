@@ -224,11 +224,22 @@ class Evaluator:
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         if answers is None or measured is None:
             return None
-        row = self._row(manifest, measured, time.monotonic() - started)
-        prompts = self.subject.prompts
-        renderer = self.subject.loaded.renderer
+        prompts, renderer = self.subject.prompts, self.subject.loaded.renderer
         texts = [renderer.text(prompt) for prompt in prompts[: self.config.eval.stored_responses]]
-        return row | {"responses": for_storage(texts, prompts, answers)}
+        return {
+            "run": manifest.run,
+            "version": manifest.version,
+            "step": manifest.step,
+            "prompts": len(prompts),
+            "prompt_set": self.subject.prompt_set,
+            "settings": self.subject.settings,
+            "evaluated_at": time.time(),
+            "seconds": time.monotonic() - started,
+            **measured.metrics,
+            **({"not_measured": measured.not_measured} if measured.not_measured else {}),
+            "intervals": {name: list(ends) for name, ends in measured.intervals.items()},
+            "responses": for_storage(texts, prompts, answers),
+        }
 
     def _measure(self, answers: Sequence[Trajectory], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples
@@ -251,21 +262,6 @@ class Evaluator:
         if self.embed is not None:
             measure.measure_diversity(measured, groups, self.embed, tasks=tasks, go_on=go_on)
         return measured if go_on() else None
-
-    def _row(self, manifest: Manifest, measured: measure.Measured, seconds: float) -> Row:
-        return {
-            "run": manifest.run,
-            "version": manifest.version,
-            "step": manifest.step,
-            "prompts": len(self.subject.prompts),
-            "prompt_set": self.subject.prompt_set,
-            "settings": self.subject.settings,
-            "evaluated_at": time.time(),
-            "seconds": seconds,
-            **measured.metrics,
-            **({"not_measured": measured.not_measured} if measured.not_measured else {}),
-            "intervals": {name: list(ends) for name, ends in measured.intervals.items()},
-        }
 
 
 def questions(config: Config, subject: Subject) -> list[Question]:

@@ -157,7 +157,6 @@ class Player:
 
 
 def _turn_of(reward: Reward) -> Turn:
-    """Return a score as the only turn of its episode."""
     return Turn((), reward.total, True, reward.parts)
 
 

@@ -239,7 +239,6 @@ class WorkerPool:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker has loaded."""
         return any(worker.ready for worker in self.workers)
 
     def submit(self, item: Item) -> None:
@@ -266,7 +265,6 @@ class WorkerPool:
         return results
 
     def close(self) -> None:
-        """End the workers and the programs they started."""
         for worker in self.workers:
             worker.kill()
         self.workers = []

@@ -83,7 +83,6 @@ class MixtureTask:
         return prompt.key.partition(":")[0].partition("~")[0]
 
     def check(self) -> None:
-        """Raise TaskError if prompts of a task cannot be scored."""
         for task in self.tasks.values():
             check_answers(task)
 
@@ -126,7 +125,6 @@ def _interleaved(lists: Sequence[Sequence[Prompt]]) -> list[Prompt]:
 
 
 def _own(prompt: Prompt) -> Prompt:
-    """Return the prompt as its task made it."""
     return replace(prompt, key=prompt.key.partition(":")[2])
 
 

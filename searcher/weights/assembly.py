@@ -132,10 +132,10 @@ class NodeCache:
         try:
             # A renamed directory stays locked as long as it is in use: waiting for that could take hours.
             while node_store.is_named(descriptor, part) and not node_store.try_lock(descriptor):
-                self._progress.waits_for = f"waiting for another searcher of this node to get v{key.version:08d}"
+                self._progress.report(f"waiting for another searcher of this node to get v{key.version:08d}")
                 self._progress.check(part.name)
                 time.sleep(_POLL_SECONDS)
-            self._progress.waits_for = ""
+            self._progress.report("")
             # The name is checked again under the lock: the holder before us may have given the directory its final
             # name, and then this descriptor is the finished snapshot.
             if not node_store.is_named(descriptor, part) or final.exists():

@@ -50,8 +50,8 @@ _RETRY_SECONDS = 10.0
 class Progress:
     """What the preparing thread waits for, and whether it should stop waiting.
 
-    The preparing thread sets `waits_for` and calls `check`; another thread sets `outdated` and reads `waits_for`. With
-    one thread, `go_on` is called while it waits, and False ends the wait.
+    The preparing thread calls `report` and `check`; another thread sets `outdated` and reads `waits_for`. With one
+    thread, `go_on` is called while it waits, and False ends the wait.
     """
 
     # Set when another snapshot is wanted, or none at all: then only work that makes progress continues.
@@ -59,6 +59,10 @@ class Progress:
     # A sentence for people, empty while nothing is waited for.
     waits_for: str = ""
     go_on: Callable[[], bool] = lambda: True
+
+    def report(self, waits_for: str) -> None:
+        """Publish what is waited for; an empty string when the wait is over."""
+        self.waits_for = waits_for
 
     def check(self, what: str) -> None:
         """Raise SnapshotOutdated if `what` is not needed any more. Called while waiting, not while progressing."""
@@ -107,7 +111,7 @@ class Fetcher:
                 self._download(version, name, file, started_at, size, digest)
         except OSError as error:
             raise SnapshotError(f"{target} cannot be written: {error.strerror}") from error
-        self._progress.waits_for = ""
+        self._progress.report("")
         return digest.hexdigest()
 
     def close(self) -> None:
@@ -196,7 +200,7 @@ class Fetcher:
         silent = self._clock.monotonic() - received_at
         if silent > _REPORT_SECONDS:
             why = self._channel.trouble or f"silent for {silent:.0f} s"
-            self._progress.waits_for = f"waiting for {self._who} to send {what}: {why}"
+            self._progress.report(f"waiting for {self._who} to send {what}: {why}")
         self._progress.check(what)
         if self._patience is not None and silent > self._patience:
             raise SnapshotError(f"{self._who} did not send {what} for {silent:.0f} s")

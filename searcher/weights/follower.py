@@ -80,13 +80,12 @@ class WeightsFollower:
     they are another model's or fail the canary, gives up: it would serve old weights, or nothing, without an error.
     """
 
-    # Addresses of the nodes to ask for files of the next snapshot, in order, before the trainer.
-    nodes: Sequence[str] = ()
-
     def __init__(self, config: Config, engine: Engine, clock: Clock) -> None:
         self._engine = engine
         self._clock = clock
         self._progress = Progress()
+        # Addresses of the nodes to ask for files before the trainer.
+        self._nodes: Sequence[str] = ()
         directory, way, own = weights_directory(config), config.search.weights_from, node_pair(config.security.keys)
         self._assembler = SnapshotAssembler(directory, way, clock, self._progress, own)
         # What is being prepared, or is not swapped in yet: the engine holds what is ready for one snapshot only.
@@ -130,6 +129,10 @@ class WeightsFollower:
         """What rows that begin now have to record of who samples them."""
         return {}
 
+    def ask(self, nodes: Sequence[str]) -> None:
+        """Have the next snapshot fetched from these addresses, in order, before the trainer is asked."""
+        self._nodes = nodes
+
     def update(self, newest: WeightsRef | None) -> None:
         """Swap to what is ready, and have the newest prepared. Raises EngineError if several in a row were refused."""
         if self._thread is not None and not self._thread.running:
@@ -172,9 +175,9 @@ class WeightsFollower:
         """Have the engine prepare a snapshot, in the preparation thread."""
         started = time.perf_counter()
         try:
-            snapshot, pinned = self._assembler.assemble(ref, refresh=refresh, nodes=self.nodes)
+            snapshot, pinned = self._assembler.assemble(ref, refresh=refresh, nodes=self._nodes)
         finally:
-            self._progress.waits_for = ""
+            self._progress.report("")
         with contextlib.ExitStack() as unused:
             unused.callback(pinned.release)
             if self._thread is not None and not self._thread.stopping.is_set():
@@ -244,9 +247,7 @@ class FixedWeights(WeightsFollower):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Who samples, and the newest version of the run."""
         return {"policy": self._policy} | ({"newest_version": self._newest.version} if self._newest else {})
 
     def update(self, newest: WeightsRef | None) -> None:
-        """Note the newest snapshot. Loads nothing."""
         self._newest = newest or self._newest

@@ -79,7 +79,6 @@ class Smoothed:
     _sum: float = 0.0
 
     def add(self, value: float) -> float:
-        """Add a value, and return the mean."""
         self.count += 1
         self._sum = _DECAY * self._sum + (1 - _DECAY) * value
         self.value = self._sum / (1 - _DECAY**self.count)

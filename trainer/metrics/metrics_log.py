@@ -49,15 +49,8 @@ _MAX_QUEUED = 1000
 _CLOSE_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A trajectory that was trained on. `staleness` is in optimiser steps."""
-
-    trajectory: int
-    prompt_ids: Int32
-    response_ids: Int32
-    reward: float
-    staleness: int
+# A trajectory that was trained on: id, tokens of the prompt and of the response, reward, staleness in optimiser steps.
+Answer = tuple[int, Int32, Int32, float, int]
 
 
 def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
@@ -69,7 +62,7 @@ def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
     count = min(count, len(batch.rows))
     slots = [number * len(batch.rows) // count for number in range(count)]
     chosen = [(batch.rows[slot], rewards[slot], int(staleness[slot])) for slot in slots]
-    return [Answer(row.id, row.prompt_ids.copy(), row.response_ids.copy(), reward, age) for row, reward, age in chosen]
+    return [(row.id, row.prompt_ids.copy(), row.response_ids.copy(), reward, age) for row, reward, age in chosen]
 
 
 def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:
@@ -79,9 +72,7 @@ def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:
         decoded: str = tokenizer.decode(ids.tolist())
         return decoded if len(decoded) <= _MAX_CHARACTERS else f"{decoded[:_MAX_CHARACTERS]}..."
 
-    return [
-        [one.trajectory, text(one.prompt_ids), text(one.response_ids), one.reward, one.staleness] for one in answers
-    ]
+    return [[id_, text(prompt), text(response), *numbers] for id_, prompt, response, *numbers in answers]
 
 
 T = TypeVar("T")
@@ -290,7 +281,6 @@ class MetricsLog:
 
     @property
     def waiting(self) -> int:
-        """The number of lines that are not written yet."""
         return len(self._waiting)
 
     def record(

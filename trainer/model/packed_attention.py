@@ -55,7 +55,6 @@ class Sequences:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The number of tokens of each sequence."""
         return list(map(len, self.places))
 
     @cached_property

@@ -188,9 +188,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._autocast = autocast
-        self._packed = packed
-        self._exact_logits = exact_logits
+        self._autocast, self._packed, self._exact_logits = autocast, packed, exact_logits
         self._rotation = Rotation.of(model.config)
         if autocast:
             # Hidden states are float32 between the layers, also where the embeddings are in bfloat16.

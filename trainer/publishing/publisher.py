@@ -91,8 +91,7 @@ class Publisher:
         self._busy = False
         # Set by the thread, so that `flush` waits for nothing more.
         self._ended = False
-        # Set when the run is finished: `close` then deletes what is not kept on disk.
-        self.finished = False
+        self._finished = False
         # Of the thread: the canary of the last snapshot, and how many in a row had it.
         self._last_canary: Canary | None = None
         self._equal = 0
@@ -163,13 +162,17 @@ class Publisher:
         self.check()
         return done
 
+    def finish(self) -> None:
+        """The run is finished: `close` deletes what is not kept on disk."""
+        self._finished = True
+
     def close(self) -> None:
         """End the thread. A snapshot that is not announced yet stays unannounced."""
         ended = self._thread.stop(_CLOSE_SECONDS)
         if self._server is not None:
             self._server.close()
         if ended:
-            self._writer.close(finished=self.finished)
+            self._writer.close(finished=self._finished)
 
     # ------------------------------------------------------------ publisher thread
 
@@ -191,7 +194,7 @@ class Publisher:
             # Such as of a directory that was moved: its sentence says all.
             except (OSError, SafetensorError) as error:
                 raise SnapshotError(f"publishing to {self._directory} failed: {error}") from error
-            if not self.finished:
+            if not self._finished:
                 self._writer.keep_newest()
             self._keep()
         finally:

@@ -42,7 +42,7 @@ from tba.common.weights.delta import DeltaStore
 from tba.common.weights.model_files import share_weights
 from tba.common.weights.node_store import delete
 from tba.common.weights.snapshot import MANIFEST, Canary, FileEntry, Manifest, SnapshotKey, directory_name
-from tba.common.weights.tensor_file import Tensor, layout_of
+from tba.common.weights.tensor_file import Tensor, blake3_of_bytes, layout_of
 from tba.common.wire.messages import AnnounceSnapshot, WeightsRef
 from tba.common.wire.socket_files import is_local
 from tba.trainer.distributed import ALONE, PUBLISH, Ranks
@@ -241,7 +241,6 @@ class SnapshotWriter:
 
     @property
     def no_room(self) -> str:
-        """The reason why `copy` returned None."""
         return self._pool.no_room if self._pool is not None else ""
 
     def release(self, copy: HostCopy) -> None:
@@ -279,7 +278,6 @@ class SnapshotWriter:
         return step == self._first or self._config.train.keeps_snapshot(step)
 
     def _is_last(self, step: int) -> bool:
-        """Whether the snapshot of this step is the last of the run."""
         return step >= self._config.train.steps
 
     # ------------------------------------------------------------ publisher thread
@@ -326,11 +324,11 @@ class SnapshotWriter:
         file.clear()
         # Both only read, and neither holds the interpreter's lock while it does.
         with ThreadPoolExecutor(1, "hash") as hashing:
-            hashed = hashing.submit(file.describe)
+            hashed = hashing.submit(blake3_of_bytes, file.content.data)
             canary = self.make_canary(weights)
         copy_settings(self._model_files, file.path, self._unwrapped, self._dtype)
         files = {path.name: snapshot.describe_file(path) for path in file.path.iterdir() if path.name != WEIGHTS}
-        files[WEIGHTS] = hashed.result()
+        files[WEIGHTS] = FileEntry(file.content.nbytes, hashed.result())
         manifest = self._add_delta(self._manifest(publication.version, publication.step, canary, files), file.bits)
         digest = self._pool.seal(file, manifest)
         return Written(manifest, digest, file.path, file.bits, copy)
@@ -350,7 +348,6 @@ class SnapshotWriter:
         return Written(manifest, digest, final, {} if self._adapters else bits, copy)
 
     def _manifest(self, version: int, step: int, canary: Canary, files: dict[str, FileEntry]) -> Manifest:
-        """The manifest of a snapshot that is written now."""
         return Manifest(self._config.run.name, version, step, time.time(), files, canary)
 
     def _add_delta(self, manifest: Manifest, bits: Mapping[str, Tensor]) -> Manifest:
@@ -480,7 +477,6 @@ class SnapshotWriter:
 
 
 def bytes_of(copy: HostCopy) -> int:
-    """The size of a copy in bytes."""
     return sum(tensor.nbytes for tensor in copy.tensors.values())
 
 

@@ -32,8 +32,8 @@ from tba.common.weights.node_store import (
     modified_at,
     try_lock,
 )
-from tba.common.weights.snapshot import FileEntry, Manifest, SnapshotKey, write_manifest
-from tba.common.weights.tensor_file import Layout, Tensor, blake3_of_bytes
+from tba.common.weights.snapshot import Manifest, SnapshotKey, write_manifest
+from tba.common.weights.tensor_file import Layout, Tensor
 from tba.trainer.model.host_buffers import Tensors, register, unregister
 
 log = get_logger(__name__)
@@ -69,10 +69,6 @@ class WeightsFile:
             name: flat[span.start : span.end].view(_TORCH[span.dtype]).view(span.shape)
             for name, span in layout.spans.items()
         }
-
-    def describe(self) -> FileEntry:
-        """Size and hash of the weights file."""
-        return FileEntry(self.content.nbytes, blake3_of_bytes(self.content.data))
 
     def publish(self, final: Path) -> None:
         """Give the directory its final name. From now on it never changes, until `take`."""
@@ -195,7 +191,6 @@ class WeightsFilePool:
             self._held.append(file)
 
     def let_go(self, file: WeightsFile) -> None:
-        """Undo `hold`."""
         with self._lock:
             self._held.remove(file)
 

@@ -128,7 +128,6 @@ class HostAdamW(torch.optim.AdamW):
         return float(norm)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the masters, then the weights on the device."""
         super().step(closure)
         self.push()
 

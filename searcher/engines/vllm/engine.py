@@ -297,7 +297,6 @@ class VllmEngine(RunningVllm):
         }
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Read a snapshot alongside generation, in another thread: `Engine.prepare`."""
         self.check()
         self.hot_reload.prepare(snapshot)
 

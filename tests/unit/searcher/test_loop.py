@@ -235,8 +235,7 @@ def test_a_searcher_that_serves_snapshots_learns_before_its_first_fetch_which_no
     from tba.searcher.weights.follower import WeightsFollower
 
     asked = []
-    note = property(lambda _: (), lambda self, nodes: asked.append((self.current, nodes)))
-    monkeypatch.setattr(WeightsFollower, "nodes", note)
+    monkeypatch.setattr(WeightsFollower, "ask", lambda self, nodes: asked.append((self.current, nodes)))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         search(steps=3, neighbour="tcp://other:5759", serve_snapshots=address)

@@ -60,7 +60,7 @@ def test_a_snapshot_in_memory_is_a_complete_model_where_searchers_look_for_it_an
     assert stored.keys() == lab.weights().keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in lab.weights().items())
     assert AutoModelForCausalLM.from_pretrained(found.path).dtype == torch.bfloat16
-    publisher.finished = True
+    publisher.finish()
     publisher.close()
     assert not weights_directory(lab.config).exists()
 

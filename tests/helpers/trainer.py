@@ -193,7 +193,7 @@ def make_learner(
         ranks=ranks,
         autocast=autocast,
         packed=packed,
-        masters=masters,
+        taken=masters,
         reference_config=reference,
         adapter=lora and {"rank": lora.rank},
         **(own or {}),

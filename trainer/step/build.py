@@ -11,6 +11,7 @@ import xxhash
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from tba.common.clock import SystemClock
 from tba.common.config import Config
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
@@ -158,7 +159,7 @@ def build(
         # The same on every rank.
         digest = int(base_digest(teacher)[:15], 16) if ranks.rank == 0 else 0
         initial = f"teacher-{int(ranks.from_rank_0(torch.tensor(digest))):015x}"
-    masters = take_masters(policy, home, half=half) if offload else None
+    taken = take_masters(policy, home, half=half) if offload else None
     if config.train.gradient_checkpointing:
         enable_gradient_checkpointing(policy, autocast=half)
     sharded = partial(make_scorer, ranks=ranks, autocast=half, exact_logits=config.model.head_dtype == "float32")
@@ -167,21 +168,10 @@ def build(
     if objective.needs_reference and (teacher is not None or not config.lora.rank):
         other, packed = _load_reference(config, files, teacher, device, ranks, packed=packed)
         of_reference = sharded(other, packed=packed)
-    learner = Learner(
-        scorer,
-        Reference(of_reference, config.reference, lineage_of(config), initial),
-        config.train,
-        objective,
-        masters=masters,
-        adapter=adapter,
-        ranks=ranks,
-        report=report,
-        entropy=config.metrics.entropy,
-        end_ids=end_ids(config, files),
-        watch=watch,
-        copies=copies,
-    )
-    return learner, unwrapped
+    reference = Reference(of_reference, config.reference, lineage_of(config), initial)
+    parts = scorer, reference, config.train, objective, taken, adapter, ranks, report
+    measured = config.metrics.entropy, end_ids(config, files)
+    return Learner(*parts, *measured, watch or Stopwatch(SystemClock()), copies), unwrapped
 
 
 def _places(device: torch.device, ranks: Ranks) -> tuple[torch.device, torch.device]:

@@ -7,7 +7,7 @@ Shape suffixes: B prompts of the batch, K samples of each, N rows.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -71,53 +71,48 @@ class StepResult:
     blamed: list[int] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Learner:
     """The policy, its reference, the objective and the optimiser.
 
     `steps_done` counts updates, skipped ones included. `scorer` scores with the policy. `trained` are the parameters in
-    the order of the optimiser. `masters` are those of `take_masters`, if it is on the host. `adapter` identifies the
-    policy's adapters: a checkpoint must agree with it. `report` is the preflight's: whether a GPU has memory for all
-    gathered weights and gradients, and what fills it. The metrics have the `entropy`, and the share of responses with
-    none of `end_ids`, the tokens that end one; None if strings end it, too. `watch` measures the time of each phase.
+    the order of the optimiser. `taken` are the results of `take_masters`, if it is on the host. `adapter` identifies
+    the policy's adapters: a checkpoint must agree with it. `report` is the preflight's: whether a GPU has memory for
+    all gathered weights and gradients, and what fills it. The metrics have the `entropy`, and the share of responses
+    with none of `end_ids`, the tokens that end one; None if strings do, too. `watch` measures the time of each phase.
     `copies` may still read the weights when the next update is due, which then waits for them.
     """
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        reference: Reference,
-        config: TrainSection,
-        objective: Objective,
-        *,
-        masters: Mapping[str, Tensor] | None = None,
-        adapter: dict[str, Any] | None = None,
-        ranks: Ranks = ALONE,
-        report: Report | None = None,
-        entropy: bool = False,
-        end_ids: frozenset[int] | None = None,
-        watch: Stopwatch | None = None,
-        copies: Sequence[HostBuffers] = (),
-    ) -> None:
-        self.scorer, self.reference, self.adapter = scorer, reference, adapter
-        self.policy: PreTrainedModel = scorer.model
-        self.steps_done = 0
-        self._config, self._objective, self.ranks, self._copies = config, objective, ranks, copies
-        self._entropy, self._end_ids, self._watch = entropy, end_ids, watch or Stopwatch(SystemClock())
-        self.head = objective.head
-        self.log_z = LogZHead(self.policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
-        # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
-        self._just_computed: tuple[str, dict[int, float]] = ("", {})
-        self._learning_rate = learning_rate_schedule(config)
-        self._warned = False
-        self._states_fill = report is not None and report.states_fill
-        keeps = config.sharding != "all" if report is None else report.setup.gathered
-        self._retain_gathered = ranks.size > 1 and keeps
+    scorer: Scorer
+    reference: Reference
+    config: TrainSection
+    objective: Objective
+    taken: InitVar[Mapping[str, Tensor] | None] = None
+    adapter: dict[str, Any] | None = None
+    ranks: Ranks = ALONE
+    report: Report | None = None
+    entropy: bool = False
+    end_ids: frozenset[int] | None = None
+    watch: Stopwatch = field(default_factory=lambda: Stopwatch(SystemClock()))
+    copies: Sequence[HostBuffers] = ()
+    steps_done: int = 0
+    # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
+    _just_computed: tuple[str, dict[int, float]] = ("", {})
+    _warned: bool = False
+
+    def __post_init__(self, taken: Mapping[str, Tensor] | None) -> None:
+        self.policy: PreTrainedModel = self.scorer.model
+        self.head, hidden = self.objective.head, self.policy.get_input_embeddings().embedding_dim
+        self.log_z = LogZHead(hidden) if self.objective.learns_log_z else None
+        self._learning_rate = learning_rate_schedule(self.config)
+        keeps = self.config.sharding != "all" if self.report is None else self.report.setup.gathered
+        self._retain_gathered = self.ranks.size > 1 and keeps
         trained = _trained(self.policy)
         self._names, self.trained = list(trained), list(trained.values())
-        self.optimizer = self._make_optimizer(masters)
+        self.optimizer = self._make_optimizer(taken)
 
     def _make_optimizer(self, masters: Mapping[str, Tensor] | None) -> torch.optim.AdamW:
-        config, policy = self._config, self.policy
+        config, policy = self.config, self.policy
         rate, decay = config.learning_rate, config.weight_decay
         settings: dict[str, Any] = {"lr": rate, "betas": config.adam_betas, "weight_decay": decay}
         if masters is None:
@@ -156,16 +151,16 @@ class Learner:
         """
         check_tokens(batch.rows, self.scorer.vocabulary)
         self._check_floor(batch)
-        with self._watch.phase("reference"):
+        with self.watch.phase("reference"):
             reference_BK, computed, of_tokens = self._complete_reference(batch)
         finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
         if len(finite) < len(computed):
             blamed = sorted(computed.keys() - finite.keys())
             reason = "a reference log-probability is not finite"
             return self._skip(batch, finite, no_numbers(batch.rows), reason, blamed)
-        beta = beta_at(self._config, self.steps_done)
+        beta = beta_at(self.config, self.steps_done)
         sums = self.accumulate(batch, reference_BK, beta, of_tokens)
-        with self._watch.phase("optimizer"):
+        with self.watch.phase("optimizer"):
             norms = self._clip_gradients()
             broken = _broken(batch, sums)
             if broken or not all(map(math.isfinite, (sums.loss, *norms))):
@@ -175,16 +170,16 @@ class Learner:
                 return self._skip(batch, finite, rows, reason, broken or [row.id for row in batch.rows])
             cosine = gradient_cosine(self.optimizer, self.ranks)
             ratios = self._policy_metrics(batch, sums)
-            by_ess = self._config.learning_rate_by_ess
+            by_ess = self.config.learning_rate_by_ess
             learning_rate = self._update(math.sqrt(ratios.get("effective_sample_ratio", 1.0)) if by_ess else 1.0)
         metrics = {
             "loss": sums.loss,
             **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **ratios,
             **stale_metrics(batch, sums.log_ratio_BK),
-            **batch_metrics(batch, self._end_ids),
+            **batch_metrics(batch, self.end_ids),
             "grad_norm": norms[0],
-            "grad_clipped": float(norms[0] > self._config.max_grad_norm),
+            "grad_clipped": float(norms[0] > self.config.max_grad_norm),
             "grad_cosine": cosine,
             "learning_rate": learning_rate,
             "beta": beta,
@@ -210,7 +205,7 @@ class Learner:
             ) from error
 
     def _memory_advice(self, batch: TrainBatch) -> str:
-        if self._states_fill:
+        if self.report is not None and self.report.states_fill:
             return (
                 "weights, gradients and optimiser states fill the memory, so smaller micro-batches are of little use: "
                 'train on more GPUs (train.gpu), set train.offload = "optimizer", or train adapters (lora.rank, not in '
@@ -218,7 +213,7 @@ class Learner:
             )
         longest = max(row.tokens for row in batch.rows)
         return (
-            f"lower train.micro_batch_tokens, which is {self._config.micro_batch_tokens} (less than the {longest} "
+            f"lower train.micro_batch_tokens, which is {self.config.micro_batch_tokens} (less than the {longest} "
             "tokens of the longest trajectory here is of no use), or set train.gradient_checkpointing = true"
         )
 
@@ -226,7 +221,7 @@ class Learner:
         """Clip gradients. Returns their norms before it: of the policy, and of a learned log Z if there is one."""
         # In the same order with and without `train.offload`: the norm is a sum.
         policy, head = self.trained[: len(self._names)], self.trained[len(self._names) :]
-        limit, norms = self._config.max_grad_norm, []
+        limit, norms = self.config.max_grad_norm, []
         if isinstance(self.optimizer, HostAdamW):
             self.optimizer.collect()
             norms.append(self.optimizer.clip(limit))
@@ -246,7 +241,7 @@ class Learner:
 
     def _wait_for_copies(self) -> None:
         """Make the device wait for copies to the host that still read the weights."""
-        for one in self._copies:
+        for one in self.copies:
             one.before_update()
 
     def _count_step(self) -> None:
@@ -260,7 +255,7 @@ class Learner:
         """Count a step without an update. Later steps are as if this one had had a learning rate of zero."""
         self._wait_for_copies()
         self._count_step()
-        metrics = {**batch_metrics(batch, self._end_ids), "reference_computed": float(len(reference)), "skipped": 1.0}
+        metrics = {**batch_metrics(batch, self.end_ids), "reference_computed": float(len(reference)), "skipped": 1.0}
         return StepResult(only_finite(metrics), reference, rows, f"{reason}: {_ids(blamed)}", blamed)
 
     def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:
@@ -271,11 +266,11 @@ class Learner:
         measured_R = mask_R & measured_N.repeat_interleave(lengths_N)
         # The sampler of these rows has the same weights, so the difference is numerical error alone.
         same_R = mask_R & torch.tensor([row.on_policy for row in rows]).repeat_interleave(lengths_N)
-        ratios = log_ratio_N if self._objective.ratio_of_response else log_ratio_R[measured_R]
+        ratios = log_ratio_N if self.objective.ratio_of_response else log_ratio_R[measured_R]
         entropy, tokens = sums.entropy_2.tolist()
         return {
             **off_policy_metrics(log_ratio_N),
-            **truncated_fraction(ratios, self._objective.ratio_bounds),
+            **truncated_fraction(ratios, self.objective.ratio_bounds),
             **mismatch_metrics(log_ratio_R[same_R]),
             **({"entropy": entropy / tokens} if tokens else {}),
         }
@@ -288,7 +283,7 @@ class Learner:
         reference_of_tokens: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Accumulator:
         """Add the gradient of the whole batch to the parameters."""
-        own = self.scorer, self._objective, self.log_z, self.ranks, self._watch, self._entropy, self._retain_gathered
+        own = self.scorer, self.objective, self.log_z, self.ranks, self.watch, self.entropy, self._retain_gathered
         accumulator = Accumulator(*own, batch, reference_BK, beta, reference_of_tokens)
         accumulator.run(self.plan(batch.rows, batch.samples))
         return accumulator
@@ -301,7 +296,7 @@ class Learner:
         return micro_batches(
             [[one.tokens for one in row.sequences] for row in rows],
             group_size,
-            limit=self._config.micro_batch_tokens,
+            limit=self.config.micro_batch_tokens,
             split=(scorer or self.scorer).passes,
             rank=self.ranks.rank,
             ranks=self.ranks.size,
@@ -325,8 +320,8 @@ class Learner:
             row.id: earlier.get(row.id, stored) if math.isnan(stored) else stored
             for row, stored in zip(batch.rows, batch.reference_BK.flatten().tolist(), strict=True)
         }
-        needed = batch.rows if self._objective.needs_reference else []
-        by_token = self._objective.reference_of_tokens
+        needed = batch.rows if self.objective.needs_reference else []
+        by_token = self.objective.reference_of_tokens
         missing = {row.id: row for row in needed if by_token or math.isnan(known[row.id])}
         unknown = list(missing.values())
         sequence_N = torch.zeros(len(unknown), dtype=torch.float64)
@@ -355,7 +350,7 @@ class Learner:
 
     def _check_floor(self, batch: TrainBatch) -> None:
         """Log once that a reward is below the least reward that the objective counts from."""
-        least, floor = float(batch.reward_BK.min()), self._objective.reward_floor
+        least, floor = float(batch.reward_BK.min()), self.objective.reward_floor
         if least < floor and not self._warned:
             self._warned = True
             log.warning(

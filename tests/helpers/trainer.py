@@ -135,11 +135,11 @@ def learner_of(
     **keys: Any,
 ) -> Learner:
     """Return a learner of two models; other arguments are those of `Learner`."""
-    how = {"ranks": ranks, "autocast": autocast, "packed": packed}
+    scorer_of = partial(make_scorer, ranks=ranks, autocast=autocast, packed=packed)
     if train.gradient_checkpointing:
         enable_gradient_checkpointing(policy, autocast=autocast)
-    scorer = make_scorer(policy, **how)
-    other = make_scorer(reference.requires_grad_(False), **how) if reference else scorer
+    scorer = scorer_of(policy)
+    other = scorer_of(reference.requires_grad_(False)) if reference else scorer
     settings = reference_config or ReferenceSection()
     return Learner(scorer, Reference(other, settings, "lineage"), train, objective_, ranks=ranks, **keys)
 

@@ -33,17 +33,7 @@ from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.codec import Reply
 from tba.common.wire.keys import buffer_client_keys
-from tba.searcher.build import (
-    LoadedTask,
-    check_loaded,
-    context_of,
-    find_policy,
-    load,
-    make_engine,
-    make_rewards,
-    mean_tokens,
-    served,
-)
+from tba.searcher import build
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Engine
@@ -85,10 +75,10 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
     if device == CPU == config.train.gpu:
         give_way()
-    loaded = task, renderer, _ = load(config)
-    policy = find_policy(config)
+    loaded = task, renderer, _ = build.load(config)
+    policy = build.find_policy(config)
     check_prompts(task)
-    if warning := check_loaded(config, loaded, task.prompts()):
+    if warning := build.check_loaded(config, loaded, task.prompts()):
         log.warning("the settings do not fit the task", reason=warning)
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
     make_directory(weights_directory(config))
@@ -101,7 +91,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         ending.callback(_clear_weights, config, client)
         ending.callback(client.close)
         # Before the engine: workers must not inherit its threads, and it measures the memory that this leaves.
-        rewards = make_rewards(config, task, device, stop)
+        rewards = build.make_rewards(config, task, device, stop)
         ending.callback(rewards.close)
         if stop():
             return
@@ -111,8 +101,10 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         extend_start()
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
-            tokens, own = mean_tokens(task.prompts(), renderer), config if policy is None else served(config, policy)
-            engine = make_engine(own, loaded.stopping, device, name, prompt_tokens=tokens, kept=config.needs_kept)
+            own, tokens = config, build.mean_tokens(task.prompts(), renderer)
+            if policy is not None:
+                own = build.served(config, policy)
+            engine = build.make_engine(own, loaded.stopping, device, name, prompt_tokens=tokens, kept=config.needs_kept)
             ending.callback(engine.close)
         exploration = Exploration(config.search, run_seed=config.run.seed, searcher=name)
         searcher = Searcher(config, engine, loaded, rewards, exploration, client, clock)
@@ -120,7 +112,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         searcher.run(stop, endpoint)
 
 
-def open_endpoint(config: Config, loaded: LoadedTask, run: Callable[[], str]) -> Endpoint | None:
+def open_endpoint(config: Config, loaded: build.LoadedTask, run: Callable[[], str]) -> Endpoint | None:
     """Open the endpoint of a searcher at the first free port from that of `search.serve` on.
 
     With port 0 it is any free one. None without `search.serve`, or if it cannot be bound. `run` returns the run's uuid.
@@ -129,7 +121,7 @@ def open_endpoint(config: Config, loaded: LoadedTask, run: Callable[[], str]) ->
         return None
     host, port = config.search.serve_address
     token = config.search.serve_token.get_secret_value()
-    completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config), run)
+    completions = Completions(config, loaded.renderer, loaded.stopping, build.context_of(config), run)
     last = min(port + ENDPOINT_PORTS, 1 << 16) - 1 if port else 0
     endpoint = None
     while endpoint is None:
@@ -157,7 +149,7 @@ class Searcher:
         self,
         config: Config,
         engine: Engine,
-        loaded: LoadedTask,
+        loaded: build.LoadedTask,
         rewards: Rewards,
         exploration: Exploration,
         client: BufferClient,
@@ -171,7 +163,7 @@ class Searcher:
         self._serving = Serving(config, clock)
         self._weights = (FixedWeights if config.search.policy else WeightsFollower)(config, engine, clock)
         self._delivery = Delivery(client, config.run.name, root=config.spool, limit_mib=config.search.spool_mib)
-        guide = Guide(exploration.guide, stopping, context_of(config)) if config.search.guided else None
+        guide = Guide(exploration.guide, stopping, build.context_of(config)) if config.search.guided else None
         samples, settings = config.search.samples_per_prompt, exploration.settings
         generation = GenerationStage(
             engine, task, task.prompts(), renderer, settings, samples, lambda: self._weights.metadata, guide

@@ -31,20 +31,9 @@ from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import LogZHead, Scorer, sequence_logprobs
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.preflight.check import Report
+from tba.trainer.step import step_metrics
 from tba.trainer.step.accumulate import Accumulator
 from tba.trainer.step.host_optimizer import POLICY_GROUPS, HostAdamW, decays, policy_groups
-from tba.trainer.step.step_metrics import (
-    balance_metrics,
-    batch_metrics,
-    gradient_cosine,
-    mismatch_metrics,
-    no_numbers,
-    off_policy_metrics,
-    only_finite,
-    row_numbers,
-    stale_metrics,
-    truncated_fraction,
-)
 
 log = get_logger(__name__)
 
@@ -157,7 +146,7 @@ class Learner:
         if len(finite) < len(computed):
             blamed = sorted(computed.keys() - finite.keys())
             reason = "a reference log-probability is not finite"
-            return self._skip(batch, finite, no_numbers(batch.rows), reason, blamed)
+            return self._skip(batch, finite, step_metrics.no_numbers(batch.rows), reason, blamed)
         beta = beta_at(self.config, self.steps_done)
         sums = self.accumulate(batch, reference_BK, beta, of_tokens)
         with self.watch.phase("optimizer"):
@@ -166,18 +155,18 @@ class Learner:
             if broken or not all(map(math.isfinite, (sums.loss, *norms))):
                 worst = max(norms, key=lambda norm: norm if math.isfinite(norm) else math.inf)
                 reason = f"loss {sums.loss}, gradient norm {worst}"
-                rows = row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=True)
+                rows = step_metrics.row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=True)
                 return self._skip(batch, finite, rows, reason, broken or [row.id for row in batch.rows])
-            cosine = gradient_cosine(self.optimizer, self.ranks)
+            cosine = step_metrics.gradient_cosine(self.optimizer, self.ranks)
             ratios = self._policy_metrics(batch, sums)
             by_ess = self.config.learning_rate_by_ess
             learning_rate = self._update(math.sqrt(ratios.get("effective_sample_ratio", 1.0)) if by_ess else 1.0)
         metrics = {
             "loss": sums.loss,
-            **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
+            **step_metrics.balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **ratios,
-            **stale_metrics(batch, sums.log_ratio_BK),
-            **batch_metrics(batch, self.end_ids),
+            **step_metrics.stale_metrics(batch, sums.log_ratio_BK),
+            **step_metrics.batch_metrics(batch, self.end_ids),
             "grad_norm": norms[0],
             "grad_clipped": float(norms[0] > self.config.max_grad_norm),
             "grad_cosine": cosine,
@@ -186,8 +175,8 @@ class Learner:
             "reference_computed": float(len(computed)),
             "skipped": 0.0,
         }
-        rows = row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=False)
-        return StepResult(only_finite(metrics), computed, rows)
+        rows = step_metrics.row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=False)
+        return StepResult(step_metrics.only_finite(metrics), computed, rows)
 
     def step_in_memory(self, batch: TrainBatch) -> StepResult:
         """Make one update, like `step`, but raise OutOfMemory with advice if memory runs out.
@@ -255,8 +244,12 @@ class Learner:
         """Count a step without an update. Later steps are as if this one had had a learning rate of zero."""
         self._wait_for_copies()
         self._count_step()
-        metrics = {**batch_metrics(batch, self.end_ids), "reference_computed": float(len(reference)), "skipped": 1.0}
-        return StepResult(only_finite(metrics), reference, rows, f"{reason}: {_ids(blamed)}", blamed)
+        metrics = {
+            **step_metrics.batch_metrics(batch, self.end_ids),
+            "reference_computed": float(len(reference)),
+            "skipped": 1.0,
+        }
+        return StepResult(step_metrics.only_finite(metrics), reference, rows, f"{reason}: {_ids(blamed)}", blamed)
 
     def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:
         """Return metrics of the policy's log-probabilities against those of sampling."""
@@ -269,9 +262,9 @@ class Learner:
         ratios = log_ratio_N if self.objective.ratio_of_response else log_ratio_R[measured_R]
         entropy, tokens = sums.entropy_2.tolist()
         return {
-            **off_policy_metrics(log_ratio_N),
-            **truncated_fraction(ratios, self.objective.ratio_bounds),
-            **mismatch_metrics(log_ratio_R[same_R]),
+            **step_metrics.off_policy_metrics(log_ratio_N),
+            **step_metrics.truncated_fraction(ratios, self.objective.ratio_bounds),
+            **step_metrics.mismatch_metrics(log_ratio_R[same_R]),
             **({"entropy": entropy / tokens} if tokens else {}),
         }
 

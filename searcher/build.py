@@ -216,6 +216,6 @@ async def _check_server(config: RewardModelSection) -> str:
         from tba.searcher.scoring.http_model import PROBE, HttpModel
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "httpx2", "train") from error
-    async with HttpModel(config, config.api_key.get_secret_value()) as model:
+    async with contextlib.aclosing(HttpModel(config, config.api_key.get_secret_value())) as model:
         await model.score(PROBE, "a", seconds=_SERVER_SECONDS)
     return f"{config.url} scores by {config.api}"

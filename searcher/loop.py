@@ -247,7 +247,8 @@ class Searcher:
         of its other responses are free. Responses that wait for a reward count as well, so that a slow scorer holds
         generation back instead of piling up work.
         """
-        if self._weights.current is None or self._delivery.pause:
+        current = self._weights.current
+        if current is None or self._delivery.pause:
             return
         samples = self._config.search.samples_per_prompt
         target = 2 * max(self._engine.max_in_flight, samples)
@@ -263,10 +264,8 @@ class Searcher:
         want = min(want, fields.MAX_LEASES - len(held))
         if want <= 0:
             return
-        wait_seconds = LEASE_WAIT_HEARTBEATS * self._heartbeat_seconds
-        request = messages.LeasePrompts(
-            want=want, held=held, weights_version=self._weights.current.version, wait_seconds=wait_seconds
-        )
+        wait = LEASE_WAIT_HEARTBEATS * self._heartbeat_seconds
+        request = messages.LeasePrompts(want=want, held=held, weights_version=current.version, wait_seconds=wait)
         self._lease_request = self._client.post(request)
 
     def _exchange(self, timeout_seconds: float) -> None:

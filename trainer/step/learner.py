@@ -244,11 +244,8 @@ class Learner:
         """Count a step without an update. Later steps are as if this one had had a learning rate of zero."""
         self._wait_for_copies()
         self._count_step()
-        metrics = {
-            **step_metrics.batch_metrics(batch, self.end_ids),
-            "reference_computed": float(len(reference)),
-            "skipped": 1.0,
-        }
+        of_step = {"reference_computed": float(len(reference)), "skipped": 1.0}
+        metrics = step_metrics.batch_metrics(batch, self.end_ids) | of_step
         return StepResult(step_metrics.only_finite(metrics), reference, rows, f"{reason}: {_ids(blamed)}", blamed)
 
     def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:

@@ -38,7 +38,7 @@ from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Engine
 from tba.searcher.episodes import Episodes, Limits
-from tba.searcher.pipeline import Exploration, GenerationStage, Guide, Pipeline, ScoringStage
+from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Task, check_prompts, fingerprint
 from tba.searcher.weights.fetch import Serving
@@ -163,11 +163,10 @@ class Searcher:
         self._serving = Serving(config, clock)
         self._weights = (FixedWeights if config.search.policy else WeightsFollower)(config, engine, clock)
         self._delivery = Delivery(client, config.run.name, root=config.spool, limit_mib=config.search.spool_mib)
-        guide = Guide(exploration.guide, stopping, build.context_of(config)) if config.search.guided else None
         samples, settings = config.search.samples_per_prompt, exploration.settings
-        generation = GenerationStage(
-            engine, task, task.prompts(), renderer, settings, samples, lambda: self._weights.metadata, guide
-        )
+        generation = GenerationStage(engine, loaded, task.prompts(), settings, samples, lambda: self._weights.metadata)
+        if config.search.guided:
+            generation.guide, generation.context = exploration.guide, build.context_of(config)
         limits, version = Limits.of(config), lambda: engine.weights_version
         episodes = Episodes(generation.ask, rewards, renderer, stopping, limits, version)
         phases, singly = config.task.phases, config.search.put == "sample"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,18 +25,18 @@ from tba.common.config import Explored, SearchSection, Truncated
 from tba.common.config.task import Phase
 from tba.common.errors import EngineError, named
 from tba.common.log import get_logger
-from tba.common.rendering import PromptRenderer
 from tba.common.wire.codec import MAX_REQUEST_FRAME_BYTES
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, EpisodeTokens, Int32, Trajectory, one_turn
+from tba.searcher.build import LoadedTask
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine, Generation, Requests, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import CUT_OFF, Episode, Episodes
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Group, Scored, failed, phased, storable
-from tba.searcher.tasks.task import Prompt, Reward, Task, has_environment
+from tba.searcher.tasks.task import Prompt, Reward, has_environment
 
 log = get_logger(__name__)
 
@@ -125,37 +125,27 @@ class Response:
         return _NO_TOKENS if self.group.prefix is None else self.group.prefix
 
 
-class Guide(NamedTuple):
-    """What guided groups begin with: a `fraction` of the demonstration, as `Exploration.guide` returns it.
-
-    `stopping` ends it as it ends a response. `context` is the most tokens of prompt and response, None if not known.
-    """
-
-    fraction: Callable[[Visit], float | None]
-    stopping: Stopping
-    context: int | None
-
-
 @dataclass(eq=False)
 class GenerationStage:
     """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each.
 
-    `metadata` returns those of the rows of a visit when it is submitted. Without `guide` all responses are plain.
+    `metadata` returns those of the rows of a visit when it is submitted. `guide` is `Exploration.guide`; without it all
+    responses are plain. `context` is the most tokens of prompt and response, None if not known.
     """
 
     engine: Engine
-    task: Task
+    loaded: LoadedTask
     prompts: Iterable[Prompt]
-    renderer: PromptRenderer
     settings: Callable[[Visit, int], SamplingSettings]
     samples: int
     metadata: Callable[[], dict[str, Any]] = dict
-    guide: Guide | None = None
+    guide: Callable[[Visit], float | None] = lambda _: None
+    context: int | None = None
 
     def __post_init__(self) -> None:
         self._by_key = by_key = {prompt.key: prompt for prompt in self.prompts}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
-        self._prompt_ids = cache(lambda key: np.asarray(self.renderer.ids(by_key[key]), np.int32))
+        self._prompt_ids = cache(lambda key: np.asarray(self.loaded.renderer.ids(by_key[key]), np.int32))
         self._requests = Requests(self.engine)
         self.ask = self._requests.ask
         self._done: list[Response] = []
@@ -174,7 +164,7 @@ class GenerationStage:
         metadata = self.metadata()
         # What an explorer serves has no version of the run.
         version = metadata.get("newest_version", self.engine.weights_version)
-        if has_environment(self.task, prompt):
+        if has_environment(self.loaded.task, prompt):
             group = Group(visit, prompt, _NO_TOKENS, missing, metadata, version=version)
             return [(self._requests.new_id(), group, sampling) for sampling in settings]
         prefix = self._prefix(visit, prompt, settings[0].max_tokens)
@@ -194,14 +184,13 @@ class GenerationStage:
 
     def _prefix(self, visit: Visit, prompt: Prompt, max_tokens: int) -> Int32 | None:
         """Return the tokens that a guided group begins with, None for a plain one: at most all but the last token."""
-        guide = self.guide
-        fraction = guide.fraction(visit) if guide and prompt.demonstration else None
-        if guide is None or fraction is None:
+        fraction = self.guide(visit) if prompt.demonstration else None
+        if fraction is None:
             return None
-        room = max_tokens if guide.context is None else guide.context - len(self._prompt_ids(prompt.key))
-        demonstration = guide.stopping.before_string(prompt.demonstration)
-        shown = self.renderer.response_ids(self.renderer.text(prompt), demonstration)
-        ids = list(takewhile(lambda id_: id_ not in guide.stopping.ids, shown))[: min(room, max_tokens)]
+        _, renderer, stopping = self.loaded
+        room = max_tokens if self.context is None else self.context - len(self._prompt_ids(prompt.key))
+        shown = renderer.response_ids(renderer.text(prompt), stopping.before_string(prompt.demonstration))
+        ids = list(takewhile(lambda id_: id_ not in stopping.ids, shown))[: min(room, max_tokens)]
         return np.asarray(ids[: round(fraction * (len(ids) - 1))], np.int32)
 
     def _take(self, group: Group, sampling: SamplingSettings, generation: Generation) -> None:

@@ -127,7 +127,7 @@ class Answering:
         # The lease of a visit is the number of its question, from 1 on.
         self._visits = [Visit(lease=n, epoch=0, prompt_key=key) for n, (key, _) in enumerate(questions, 1)]
         self._generation = GenerationStage(
-            engine, task, subject.prompts, renderer, lambda visit, _: questions[visit.lease - 1][1], samples=1
+            engine, subject.loaded, subject.prompts, lambda visit, _: questions[visit.lease - 1][1], samples=1
         )
         limits, version = Limits.of(config), lambda: engine.weights_version
         episodes = Episodes(self._generation.ask, rewards, renderer, stopping, limits, version)

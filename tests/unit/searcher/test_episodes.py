@@ -17,6 +17,7 @@ from tba.common.errors import EngineError, TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.messages import Visit
+from tba.searcher.build import LoadedTask
 from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
@@ -212,7 +213,8 @@ def groups_of(game, task, samples, workers, kind=Stopping, *, singly=False):
     engine = cpu_engine(directory, stopping=stopping, max_in_flight=8)
     rewards, delivery = Rewards(task, config.task), Delivered()
     exploration = Exploration(config.search, run_seed=0, searcher="s")
-    generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, samples)
+    loaded = LoadedTask(task, renderer, stopping)
+    generation = GenerationStage(engine, loaded, task.prompts(), exploration.settings, samples)
     episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 5)
     scoring = ScoringStage(rewards, stopping, "score", episodes, singly=singly)
     pipeline = Pipeline(generation, scoring, cast(Any, delivery))

@@ -13,6 +13,7 @@ from tba.common.config.layers import resolve
 from tba.common.errors import ConfigError, EngineError
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.messages import Visit
+from tba.searcher.build import LoadedTask
 from tba.searcher.engines.engine import Generation
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
@@ -167,7 +168,8 @@ def make():
         opened.append(rewards)
         exploration = Exploration(config.search, run_seed=0, searcher="s")
         renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ())
-        generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, SAMPLES)
+        loaded = LoadedTask(task, renderer, stopping)
+        generation = GenerationStage(engine, loaded, task.prompts(), exploration.settings, SAMPLES)
         episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
         phases = config.task.phases
         scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes, phases=phases)

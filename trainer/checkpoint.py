@@ -17,7 +17,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,21 +62,21 @@ class _Damaged(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose files match its manifest."""
+    """A checkpoint whose files match its manifest.
+
+    `reference` is `Reference.description`, and `head` is `Objective.head`, None if the manifest does not say.
+    `unreported` is a ReportStep that the buffer had not acknowledged. `adapter` are settings and base of the adapters,
+    None for a full model, `tensors` type and shape of each tensor, by file and name.
+    """
 
     path: Path
     step: int
     run: str
     reference: str
-    """`Reference.description`."""
     unreported: dict[str, Any] | None
-    """A ReportStep that the buffer had not acknowledged."""
-    adapter: dict[str, Any] | None = None
-    """Settings and base of the adapters; None for a full model."""
-    tensors: dict[str, dict[str, tuple[str, list[int]]]] = field(default_factory=dict)
-    """Type and shape of each tensor, by file and name."""
-    head: str | None = None
-    """`Objective.head`; None if the manifest does not say."""
+    adapter: dict[str, Any] | None
+    tensors: dict[str, dict[str, tuple[str, list[int]]]]
+    head: str | None
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -272,10 +272,8 @@ def read(path: Path) -> Checkpoint:
             if sha256_of(path / name) != digest:
                 raise _Damaged(f"{name} does not hash to what the manifest says")
         tensors = {file: _index(path / file) for file in {MODEL, _OPTIMIZER, *manifest["files"]}}
-        return Checkpoint(
-            path, manifest["step"], manifest["run"], manifest["reference"], manifest["unreported"],
-            manifest["adapter"], tensors, manifest.get("head"),
-        )  # fmt: skip
+        own = {name: manifest[name] for name in ("step", "run", "reference", "unreported", "adapter")}
+        return Checkpoint(path, **own, tensors=tensors, head=manifest.get("head"))
     # Those of a manifest of another form, also of one that nests without end.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise _Damaged(named(error)) from error

@@ -142,24 +142,19 @@ def write(
         with new_directory(final) as temporary:
             # A full disk would refuse the metrics of the next steps.
             require_space(directory, sum(tensor.nbytes for tensor in tensors.values()), min_free)
-            files = _write_tensors(temporary, tensors)
-            write_json(temporary / _MANIFEST, manifest | {"files": files})
+            files: dict[str, dict[str, Tensor]] = {}
+            for key, tensor in tensors.items():
+                file, _, name = key.partition("/")
+                files.setdefault(file, {})[name] = tensor.cpu().contiguous()
+            for file, content in files.items():
+                save_file(content, temporary / file)
+            hashes = {file: sha256_of(temporary / file) for file in files}
+            write_json(temporary / _MANIFEST, manifest | {"files": hashes})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
     for old in list_checkpoints(directory)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
-
-
-def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Write the files. Returns the sha256 of each by name."""
-    files: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        file, _, name = key.partition("/")
-        files.setdefault(file, {})[name] = tensor.cpu().contiguous()
-    for file, content in files.items():
-        save_file(content, directory / file)
-    return {file: sha256_of(directory / file) for file in files}
 
 
 def newest(directory: Path) -> Checkpoint | None:

@@ -303,15 +303,12 @@ class SnapshotWriter:
             raise
         self._deltas.publish(full.path, full.manifest)
         # The next delta needs the last snapshot and its buffers. Without deltas, one on disk is needed by nothing.
-        unused = self._last if self._keeps_buffers else full
-        self._last = full if self._keeps_buffers or self._pool is not None else None
+        keeps_buffers = self._pool is None and bool(self._config.train.serve_snapshots)
+        unused = self._last if keeps_buffers else full
+        self._last = full if keeps_buffers or self._pool is not None else None
         if unused is not None and unused.copy is not None:
             self._release_buffers(unused.copy)
         return full
-
-    @property
-    def _keeps_buffers(self) -> bool:
-        return self._pool is None and bool(self._config.train.serve_snapshots)
 
     def _write_mapped(self, publication: Publication, copy: MappedCopy, weights: Tensors) -> Written:
         """Hash and verify the weights in a mapped file, then mark them complete."""
@@ -386,7 +383,10 @@ class SnapshotWriter:
             assert publication.base_version is not None
             base = self._write_full(publication.base_version, 0, weights, self._base_copy, only_base=True)
             self._base = base
-        policy = adapter_of(publication.copy.wait(), self._config.lora.alpha / self._config.lora.rank)
+        copied = publication.copy.wait()
+        names = [name.removeprefix(f"{A}/") for name in copied if name.startswith(f"{A}/")]
+        factors = {name: Factors(copied[f"{A}/{name}"].numpy(), copied[f"{B}/{name}"].numpy()) for name in names}
+        policy = Adapter(factors, self._config.lora.alpha / self._config.lora.rank)
         if not self._names_checked:
             check_names(list(policy.factors), weights, as_saved(self._unwrapped, weights))
             self._names_checked = True
@@ -484,13 +484,6 @@ def as_bits(tensor: torch.Tensor) -> Tensor:
     """View a contiguous host tensor as unsigned integers of the same width; shares its memory."""
     bits = tensor.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
     return Tensor(DTYPES[tensor.dtype], tuple(tensor.shape), bits)
-
-
-def adapter_of(copied: Tensors, scaling: float) -> Adapter:
-    """The adapter of a copy of FACTORS."""
-    names = [name.removeprefix(f"{A}/") for name in copied if name.startswith(f"{A}/")]
-    factors = {name: Factors(copied[f"{A}/{name}"].numpy(), copied[f"{B}/{name}"].numpy()) for name in names}
-    return Adapter(factors, scaling)
 
 
 def check_names(names: list[str], weights: Tensors, saved: Tensors) -> None:

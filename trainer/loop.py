@@ -10,19 +10,9 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from tba.common import run_files
+from tba.common import errors, run_files
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import (
-    BufferUnavailable,
-    CheckpointError,
-    OutOfMemory,
-    RankLost,
-    Refused,
-    TbaError,
-    TrainingBroken,
-    quantity,
-)
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.system.durable import exclusive_lock
@@ -109,10 +99,10 @@ def run_other_rank(learner: Learner, ranks: Ranks, stop: Callable[[], bool] = la
         if command == STEP:
             try:
                 learner.step_in_memory(unpack_batch(payload))
-            except OutOfMemory:
+            except errors.OutOfMemory:
                 # This rank alone is short of memory; the others would wait for it forever. Its end is noticed.
                 raise
-            except TbaError as error:
+            except errors.TbaError as error:
                 # Rank 0 has raised the same error and decides how to continue.
                 log.debug("step failed", reason=str(error))
         elif command == PUBLISH:
@@ -136,7 +126,7 @@ def _check_end(ranks: Ranks, finished: bool, stop: Callable[[], bool]) -> None:
     Its supervisor then starts it again, and it waits for them.
     """
     if ranks.size > 1 and not finished and not stop():
-        raise RankLost("another node of this trainer was stopped: a checkpoint is saved, continue with --resume")
+        raise errors.RankLost("another node of this trainer was stopped: a checkpoint is saved, continue with --resume")
 
 
 class Trainer:
@@ -203,7 +193,7 @@ class Trainer:
             self.save()
             self.finish()
         # Raised only if `stop()` becomes true while a request waits for the buffer.
-        except BufferUnavailable:
+        except errors.BufferUnavailable:
             self.save()
         finished = self.learner.steps_done >= self._steps
         self._ranks.send(END, b"finished" if finished else b"")
@@ -322,10 +312,10 @@ class Trainer:
             saved = f"A checkpoint of step {self.learner.steps_done} is saved"
             try:
                 self.save()
-            except CheckpointError as error:
+            except errors.CheckpointError as error:
                 saved = str(error)
-            raise TrainingBroken(
-                f"{quantity(count, 'step was', 'steps in a row were')} skipped, the last is step {step}: "
+            raise errors.TrainingBroken(
+                f"{errors.quantity(count, 'step was', 'steps in a row were')} skipped, the last is step {step}: "
                 f"{result.skipped}. {saved}: inspect these trajectories, then pass --resume"
             )
 
@@ -341,7 +331,7 @@ class Trainer:
         self._unreported = report
         try:
             self._client.call(report, messages.Done, stop=self._stop)
-        except Refused as refusal:
+        except errors.Refused as refusal:
             if refusal.code != "unknown_step":
                 raise
             # The update has been made, and a later start could not report it either, so retrying is of no use.

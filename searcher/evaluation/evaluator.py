@@ -39,15 +39,8 @@ from tba.searcher.evaluation import measure
 from tba.searcher.pipeline import Exploration, GenerationStage, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import storable
-from tba.searcher.tasks.task import (
-    Prompt,
-    check_answers,
-    check_rendering,
-    fingerprint,
-    has_environment,
-    least_reward,
-    name_of,
-)
+from tba.searcher.tasks import task as tasks
+from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
 
@@ -88,10 +81,10 @@ def read_subject(config: Config) -> Subject:
     prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
     if not prompts:
         raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
-    check_answers(task)
-    check_rendering(task, prompts, renderer, context_of(config))
+    tasks.check_answers(task)
+    tasks.check_rendering(task, prompts, renderer, context_of(config))
     scoring = _OF_CLASSIFIER | (_OF_SERVER if config.reward_model.url else set())
-    plays = any(has_environment(task, prompt) for prompt in prompts)
+    plays = any(tasks.has_environment(task, prompt) for prompt in prompts)
     # What changes no number must not have a curve of evaluations repeated.
     settings = {
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
@@ -103,7 +96,7 @@ def read_subject(config: Config) -> Subject:
         "seed": config.run.seed,
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    prompt_set = fingerprint(prompts, renderer.settings(prompts))
+    prompt_set = tasks.fingerprint(prompts, renderer.settings(prompts))
     return Subject(loaded, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
 
 
@@ -151,7 +144,7 @@ class Answering:
                 (row,) = group.done
                 if row.error is not None:
                     # Where every reward is negative, 0 would be better than any answer.
-                    row = replace(row, reward=least_reward(self._task, group.prompt), reward_parts={})
+                    row = replace(row, reward=tasks.least_reward(self._task, group.prompt), reward_parts={})
                 rows[row.lease] = row
             if not go_on(len(rows)):
                 return None
@@ -244,13 +237,13 @@ class Evaluator:
     def _measure(self, answers: Sequence[Trajectory], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples
         measured = measure.Measured(self.config.run.seed)
-        names = [name_of(self.subject.loaded.task, prompt) for prompt in self.subject.prompts]
-        tasks = names if len(set(names)) > 1 else ()
-        measure.measure_greedy(measured, answers[:prompts], tasks)
+        names = [tasks.name_of(self.subject.loaded.task, prompt) for prompt in self.subject.prompts]
+        labels = names if len(set(names)) > 1 else ()
+        measure.measure_greedy(measured, answers[:prompts], labels)
         if not samples:
             return measured
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
-        measure.measure_sampled(measured, groups, tasks)
+        measure.measure_sampled(measured, groups, labels)
         if self.references is not None:
             found: list[float | None] = []
             for start in range(prompts, len(answers), _REFERENCE_ROWS):
@@ -260,7 +253,7 @@ class Evaluator:
             references = [found[start : start + samples] for start in range(0, len(found), samples)]
             measure.measure_divergence(measured, groups, references)
         if self.embed is not None:
-            measure.measure_diversity(measured, groups, self.embed, tasks=tasks, go_on=go_on)
+            measure.measure_diversity(measured, groups, self.embed, tasks=labels, go_on=go_on)
         return measured if go_on() else None
 
 

@@ -41,9 +41,8 @@ def play(engine: Any, on_step: Any) -> list[Any]:
     task: Any = GuessTask(prompts=3)
     stopping, renderer = Stopping(tokenizer, (), ()), PromptRenderer(tokenizer, config.task)
     rewards = Rewards(task, config.task)
-    exploration = Exploration(config.search, run_seed=0, searcher="s")
-    loaded = LoadedTask(task, renderer, stopping)
-    generation = GenerationStage(engine, loaded, task.prompts(), exploration.settings, samples=4)
+    settings = Exploration(config.search, run_seed=0, searcher="s").settings
+    generation = GenerationStage(engine, LoadedTask(task, renderer, stopping), task.prompts(), settings, samples=4)
     episodes = Episodes(
         generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: int(engine.weights_version)
     )

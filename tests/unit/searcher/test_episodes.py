@@ -212,9 +212,8 @@ def groups_of(game, task, samples, workers, kind=Stopping, *, singly=False):
     stopping, renderer = kind(tokenizer, (), [tokenizer.eos_token_id]), PromptRenderer(tokenizer, config.task)
     engine = cpu_engine(directory, stopping=stopping, max_in_flight=8)
     rewards, delivery = Rewards(task, config.task), Delivered()
-    exploration = Exploration(config.search, run_seed=0, searcher="s")
-    loaded = LoadedTask(task, renderer, stopping)
-    generation = GenerationStage(engine, loaded, task.prompts(), exploration.settings, samples)
+    settings = Exploration(config.search, run_seed=0, searcher="s").settings
+    generation = GenerationStage(engine, LoadedTask(task, renderer, stopping), task.prompts(), settings, samples)
     episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 5)
     scoring = ScoringStage(rewards, stopping, "score", episodes, singly=singly)
     pipeline = Pipeline(generation, scoring, cast(Any, delivery))

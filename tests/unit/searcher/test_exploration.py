@@ -166,10 +166,9 @@ def make():
         rewards = Rewards(task, config.task)
         delivery: Any = FakeDelivery()
         opened.append(rewards)
-        exploration = Exploration(config.search, run_seed=0, searcher="s")
+        settings = Exploration(config.search, run_seed=0, searcher="s").settings
         renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ())
-        loaded = LoadedTask(task, renderer, stopping)
-        generation = GenerationStage(engine, loaded, task.prompts(), exploration.settings, SAMPLES)
+        generation = GenerationStage(engine, LoadedTask(task, renderer, stopping), task.prompts(), settings, SAMPLES)
         episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
         phases = config.task.phases
         scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes, phases=phases)

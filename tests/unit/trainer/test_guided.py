@@ -176,9 +176,8 @@ def guided_rows(directory: Any, guided: float, **search: Any) -> list[Any]:
     config = Config.model_validate({"search": {"engine": "transformers", **keys}, "task": {"reward_workers": 0}})
     renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), (9,))
     exploration, engine = Exploration(config.search, run_seed=3, searcher="s"), cpu_engine(directory)
-    loaded = LoadedTask(task, renderer, stopping)
+    loaded, rewards, delivery = LoadedTask(task, renderer, stopping), Rewards(task, config.task), Delivered()
     stage = GenerationStage(engine, loaded, task.prompts(), exploration.settings, 2, guide=exploration.guide)
-    rewards, delivery = Rewards(task, config.task), Delivered()
     episodes = Episodes(stage.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
     pipeline = Pipeline(stage, ScoringStage(rewards, stopping, "score", episodes), delivery)  # type: ignore[arg-type]
     pipeline.submit(Visit(lease=n + 1, epoch=n // 2, prompt_key=f"p{n % 2}") for n in range(16))

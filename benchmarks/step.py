@@ -44,7 +44,6 @@ from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.batch.micro_batches import forward_passes
 from tba.trainer.objectives.advantages import standardised
 from tba.trainer.objectives.from_config import make_objective
-from tba.trainer.step.learner import Measured
 
 LONGEST, PAD = 1024, 0
 VOCABULARIES = (32_000, 152_000)
@@ -94,7 +93,7 @@ def tba_way(
     # The batch includes reference log-probabilities, so no reference model is needed.
     objective = replace(make_objective(ObjectiveSection(), longest_response=LONGEST), needs_reference=False)
     config = TrainSection(micro_batch_tokens=16384)
-    learner = learner_of(model, None, config, objective, packed=packed, measured=Measured(entropy))
+    learner = learner_of(model, None, config, objective, packed=packed, entropy=entropy)
     return lambda: learner.accumulate(batch, batch.reference_BK, 0.01)
 
 

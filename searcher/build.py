@@ -86,7 +86,7 @@ def mean_tokens(prompts: Sequence[Prompt], renderer: PromptRenderer) -> int:
 
 
 def make_engine(
-    config: Config, stopping: Stopping, *, device: str, name: str, prompt_tokens: int = 0, kept: bool = False
+    config: Config, stopping: Stopping, device: str, name: str, *, prompt_tokens: int = 0, kept: bool = False
 ) -> Engine:
     """Start the engine that the configuration names. `prompt_tokens` is the length of a typical prompt.
 
@@ -135,9 +135,7 @@ def find_policy(config: Config) -> Path | None:
     is_version = re.fullmatch(r"v\d+", named)
     directory = local_model(str(find_source(config, None, int(named[1:]))) if is_version else named, setting=_POLICY)
     if directory is None:
-        raise ConfigError(
-            f"{_POLICY} {named} is not a directory here: `hf download {named}` makes one of the hub's model"
-        )
+        raise ConfigError(f"{_POLICY} {named} is no directory here: `hf download {named}` makes one of the hub's model")
     names = (f"{_POLICY} {named}", "model.path", "an explorer")
     # Prompts and end tokens are those of model.path: it may not have further tokens either.
     check_same_tokens(directory, model_directory(config.model.path), names=names, further=False)
@@ -220,6 +218,6 @@ async def _check_server(config: RewardModelSection) -> str:
         from tba.searcher.scoring.http_model import PROBE, HttpModel
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "httpx2", "train") from error
-    async with HttpModel(config, config.api_key.get_secret_value()) as model:
+    async with contextlib.aclosing(HttpModel(config, config.api_key.get_secret_value())) as model:
         await model.score(PROBE, "a", seconds=_SERVER_SECONDS)
     return f"{config.url} scores by {config.api}"

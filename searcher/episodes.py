@@ -64,7 +64,6 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> "Limits":
-        """Return the limits that the configuration sets."""
         search = config.search
         per_turn = min(search.turn_tokens or search.max_tokens, search.max_tokens)
         return cls(search.max_tokens, per_turn, search.max_turns, config.task.episode_seconds)
@@ -102,10 +101,6 @@ class Episode:
     def reward(self) -> float:
         """The sum of the rewards of its turns; 0 with an error."""
         return 0.0 if self.error is not None else float(sum(turn.details["reward"] for turn in self.turns))
-
-    @property
-    def generation_seconds(self) -> float:
-        return float(sum(turn.details["seconds"] for turn in self.turns))
 
     def tokens(self) -> EpisodeTokens:
         """Return the token fields of its row; of an episode without a turn, those of an empty response."""
@@ -254,10 +249,9 @@ class Episodes:
         sampled = list(episode.turns[-1].completion_token_ids)
         ended_by = sampled[-1] if sampled[-1] in self.stopping.ids else None
         reply = self.stopping.whole_text(sampled if ended_by is None else sampled[:-1])
+        said, prompt = episode.conversation, episode.prompt
         try:
-            following = self.renderer.proceed(
-                episode.conversation, reply, messages, variables_of=episode.prompt, ended_by=ended_by
-            )
+            following = self.renderer.proceed(said, reply, messages, variables_of=prompt, ended_by=ended_by)
         except ValueError as error:
             self._fail(episode, "environment", f"its messages cannot be rendered: {error}", is_open=True)
             return
@@ -272,10 +266,7 @@ class Episodes:
         if episode.error is None:
             episode.error, episode.error_kind = reason, kind
             episode.stop_reason = _STOPS.get(kind, STOP_ERROR)
-        if is_open:
-            self._close(episode, episode.stop_reason)
-        else:
-            self._end(episode, episode.stop_reason)
+        (self._close if is_open else self._end)(episode, episode.stop_reason)
 
     def _close(self, episode: Episode, stop_reason: str) -> None:
         """Have an environment closed that does not know yet that the episode is over."""

@@ -9,9 +9,11 @@ full, generation pauses. The engine's batch never runs empty meanwhile: another 
 
 import contextlib
 import errno
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -31,22 +33,12 @@ from tba.common.wire import fields, messages
 from tba.common.wire.client import BufferClient, make_hello
 from tba.common.wire.codec import Reply
 from tba.common.wire.keys import buffer_client_keys
-from tba.searcher.build import (
-    LoadedTask,
-    check_loaded,
-    context_of,
-    find_policy,
-    load,
-    make_engine,
-    make_rewards,
-    mean_tokens,
-    served,
-)
+from tba.searcher import build
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.endpoint import Completions, Endpoint
 from tba.searcher.engines.engine import Engine
 from tba.searcher.episodes import Episodes, Limits
-from tba.searcher.pipeline import Exploration, GenerationStage, Guide, Pipeline, ScoringStage
+from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Task, check_prompts, fingerprint
 from tba.searcher.weights.fetch import Serving
@@ -83,10 +75,10 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
     log.info("starting", model=config.model.path, engine=config.search.engine, buffer=config.address)
     if device == CPU == config.train.gpu:
         give_way()
-    loaded = task, renderer, _ = load(config)
-    policy = find_policy(config)
+    loaded = task, renderer, _ = build.load(config)
+    policy = build.find_policy(config)
     check_prompts(task)
-    if warning := check_loaded(config, loaded, task.prompts()):
+    if warning := build.check_loaded(config, loaded, task.prompts()):
         log.warning("the settings do not fit the task", reason=warning)
     # A directory that cannot be used is reported before the engine starts, which may take minutes.
     make_directory(weights_directory(config))
@@ -99,7 +91,7 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         ending.callback(_clear_weights, config, client)
         ending.callback(client.close)
         # Before the engine: workers must not inherit its threads, and it measures the memory that this leaves.
-        rewards = make_rewards(config, task, device, stop)
+        rewards = build.make_rewards(config, task, device, stop)
         ending.callback(rewards.close)
         if stop():
             return
@@ -109,30 +101,18 @@ def search(config: Config, *, device: str, label: str, stop: StopSignal) -> None
         extend_start()
         # Starting the engine may take minutes, and there is nothing to finish yet.
         with stop.exits_immediately():
-            prompt_tokens = mean_tokens(task.prompts(), renderer)
-            engine = make_engine(
-                config if policy is None else served(config, policy),
-                loaded.stopping,
-                device=device,
-                name=name,
-                prompt_tokens=prompt_tokens,
-                kept=config.needs_kept,
-            )
+            own, tokens = config, build.mean_tokens(task.prompts(), renderer)
+            if policy is not None:
+                own = build.served(config, policy)
+            engine = build.make_engine(own, loaded.stopping, device, name, prompt_tokens=tokens, kept=config.needs_kept)
             ending.callback(engine.close)
-        searcher = Searcher(
-            config,
-            engine=engine,
-            loaded=loaded,
-            rewards=rewards,
-            exploration=Exploration(config.search, run_seed=config.run.seed, searcher=name),
-            client=client,
-            clock=clock,
-        )
+        exploration = Exploration(config.search, run_seed=config.run.seed, searcher=name)
+        searcher = Searcher(config, engine, loaded, rewards, exploration, client, clock)
         ending.callback(searcher.close)
         searcher.run(stop, endpoint)
 
 
-def open_endpoint(config: Config, loaded: LoadedTask, run: Callable[[], str]) -> Endpoint | None:
+def open_endpoint(config: Config, loaded: build.LoadedTask, run: Callable[[], str]) -> Endpoint | None:
     """Open the endpoint of a searcher at the first free port from that of `search.serve` on.
 
     With port 0 it is any free one. None without `search.serve`, or if it cannot be bound. `run` returns the run's uuid.
@@ -141,7 +121,7 @@ def open_endpoint(config: Config, loaded: LoadedTask, run: Callable[[], str]) ->
         return None
     host, port = config.search.serve_address
     token = config.search.serve_token.get_secret_value()
-    completions = Completions(config, loaded.renderer, loaded.stopping, context_of(config), run)
+    completions = Completions(config, loaded.renderer, loaded.stopping, build.context_of(config), run)
     last = min(port + ENDPOINT_PORTS, 1 << 16) - 1 if port else 0
     endpoint = None
     while endpoint is None:
@@ -168,50 +148,32 @@ class Searcher:
     def __init__(
         self,
         config: Config,
-        *,
         engine: Engine,
-        loaded: LoadedTask,
+        loaded: build.LoadedTask,
         rewards: Rewards,
         exploration: Exploration,
         client: BufferClient,
         clock: Clock,
     ) -> None:
-        self._config = config
-        self._engine = engine
-        self._task = loaded.task
-        self._renderer = loaded.renderer
-        self._rewards = rewards
-        self._client = client
-        self._clock = clock
+        self._config, self._engine, self._rewards, self._client, self._clock = config, engine, rewards, client, clock
+        task, renderer, stopping = self._loaded = loaded
         self._endpoint: Endpoint | None = None
         # Responses to requests of the endpoint that the engine generates.
         self._asked = 0
         self._serving = Serving(config, clock)
         self._weights = (FixedWeights if config.search.policy else WeightsFollower)(config, engine, clock)
-        self._delivery = Delivery(
-            client, run_name=config.run.name, root=config.spool, limit_mib=config.search.spool_mib
-        )
-        generation = GenerationStage(
-            engine,
-            loaded.task,
-            loaded.task.prompts(),
-            loaded.renderer,
-            exploration.settings,
-            config.search.samples_per_prompt,
-            lambda: self._weights.metadata,
-            Guide(exploration.guide, loaded.stopping, context_of(config)) if config.search.guided else None,
-        )
-        episodes = Episodes(
-            generation.ask, rewards, loaded.renderer, loaded.stopping, Limits.of(config), lambda: engine.weights_version
-        )
-        phases = config.task.phases
-        self._scoring = ScoringStage(
-            rewards, loaded.stopping, config.task.truncated, episodes, phases=phases,
-            singly=config.search.put == "sample",
-        )  # fmt: skip
+        self._delivery = Delivery(client, config.run.name, root=config.spool, limit_mib=config.search.spool_mib)
+        samples, settings = config.search.samples_per_prompt, exploration.settings
+        generation = GenerationStage(engine, loaded, task.prompts(), settings, samples, lambda: self._weights.metadata)
+        if config.search.guided:
+            generation.guide, generation.context = exploration.guide, build.context_of(config)
+        limits, version = Limits.of(config), lambda: engine.weights_version
+        episodes = Episodes(generation.ask, rewards, renderer, stopping, limits, version)
+        phases, singly = config.task.phases, config.search.put == "sample"
+        self._scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes, phases=phases, singly=singly)
         self._pipeline = Pipeline(generation, self._scoring, self._delivery)
         self._watchdog = Watchdog(limit_seconds=config.search.step_seconds, setting="search.step_seconds")
-        self._outage_prompts = outage_prompts(loaded.task.prompts(), config, client.sender)
+        self._outage_prompts = outage_prompts(task.prompts(), config, client.sender)
         self._lease_request: int | None = None
         self._heartbeat_request: int | None = None
         self._wait_reason = ""
@@ -243,7 +205,6 @@ class Searcher:
         self._leave()
 
     def close(self) -> None:
-        """Release the files of the weights and end this searcher's threads."""
         self._watchdog.stop()
         self._serving.close()
         self._weights.close()
@@ -252,7 +213,7 @@ class Searcher:
         try:
             welcome, _ = self._client.call(make_hello(self._config.run.name), messages.Welcome, stop=stop)
             refuse_other_server(self._client.address, welcome.run_name, self._config.run.name)
-            register_prompts(self._client, self._task, self._renderer, stop)
+            register_prompts(self._client, self._loaded.task, self._loaded.renderer, stop)
             self._delivery.open()
             self._serving.update()
             # Which nodes to ask for snapshots: the first one is fetched whole.
@@ -266,7 +227,7 @@ class Searcher:
         except BufferUnavailable:
             return
         self._run.joined()
-        log.info("joined", buffer=self._client.address, prompts=len(self._task.prompts()))
+        log.info("joined", buffer=self._client.address, prompts=len(self._loaded.task.prompts()))
         if self._run.finished:
             log.info("run is finished", waits_for="a trainer that resumes it", at_most_seconds=_RESUME_SECONDS)
         notify_systemd("READY=1")
@@ -285,7 +246,8 @@ class Searcher:
         of its other responses are free. Responses that wait for a reward count as well, so that a slow scorer holds
         generation back instead of piling up work.
         """
-        if self._weights.current is None or self._delivery.pause:
+        current = self._weights.current
+        if current is None or self._delivery.pause:
             return
         samples = self._config.search.samples_per_prompt
         target = 2 * max(self._engine.max_in_flight, samples)
@@ -301,10 +263,8 @@ class Searcher:
         want = min(want, fields.MAX_LEASES - len(held))
         if want <= 0:
             return
-        wait_seconds = LEASE_WAIT_HEARTBEATS * self._heartbeat_seconds
-        request = messages.LeasePrompts(
-            want=want, held=held, weights_version=self._weights.current.version, wait_seconds=wait_seconds
-        )
+        wait = LEASE_WAIT_HEARTBEATS * self._heartbeat_seconds
+        request = messages.LeasePrompts(want=want, held=held, weights_version=current.version, wait_seconds=wait)
         self._lease_request = self._client.post(request)
 
     def _exchange(self, timeout_seconds: float) -> None:
@@ -471,22 +431,23 @@ def outage_prompts(prompts: Sequence[Prompt], config: Config, sender: str) -> It
         epoch += 1
 
 
+@dataclass(slots=True)
 class RunEnd:
     """Tells whether a run is over: it has finished, and is not one that a trainer may be about to resume."""
 
-    def __init__(self, client: BufferClient, clock: Clock) -> None:
-        self._client = client
-        self._clock = clock
-        self.joined()
+    client: BufferClient
+    clock: Clock
+    _joined_at: float = math.inf
+    _seen_running: bool = False
 
     def joined(self) -> None:
         """Start to wait for a trainer that resumes a finished run."""
-        self._joined_at, self._seen_running = self._clock.monotonic(), False
+        self._joined_at = self.clock.monotonic()
 
     @property
     def finished(self) -> bool:
         """Whether the run is finished, according to the last reply of the buffer."""
-        return self._client.state is not None and self._client.state.finished
+        return self.client.state is not None and self.client.state.finished
 
     @property
     def is_over(self) -> bool:
@@ -494,4 +455,4 @@ class RunEnd:
         if not self.finished:
             self._seen_running = True
             return False
-        return self._seen_running or self._clock.monotonic() - self._joined_at > _RESUME_SECONDS
+        return self._seen_running or self.clock.monotonic() - self._joined_at > _RESUME_SECONDS

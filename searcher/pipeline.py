@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,18 +25,18 @@ from tba.common.config import Explored, SearchSection, Truncated
 from tba.common.config.task import Phase
 from tba.common.errors import EngineError, named
 from tba.common.log import get_logger
-from tba.common.rendering import PromptRenderer
 from tba.common.wire.codec import MAX_REQUEST_FRAME_BYTES
 from tba.common.wire.fields import NO_VISIT
 from tba.common.wire.messages import Visit
 from tba.common.wire.trajectory import STOP_EOS, STOP_ERROR, STOP_LENGTH, EpisodeTokens, Int32, Trajectory, one_turn
+from tba.searcher.build import LoadedTask
 from tba.searcher.delivery.delivery import Delivery
 from tba.searcher.engines.engine import Engine, Generation, Requests, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import CUT_OFF, Episode, Episodes
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Group, Scored, failed, phased, storable
-from tba.searcher.tasks.task import Prompt, Reward, Task, has_environment
+from tba.searcher.tasks.task import Prompt, Reward, has_environment
 
 log = get_logger(__name__)
 
@@ -125,37 +125,27 @@ class Response:
         return _NO_TOKENS if self.group.prefix is None else self.group.prefix
 
 
-class Guide(NamedTuple):
-    """What guided groups begin with: a `fraction` of the demonstration, as `Exploration.guide` returns it.
-
-    `stopping` ends it as it ends a response. `context` is the most tokens of prompt and response, None if not known.
-    """
-
-    fraction: Callable[[Visit], float | None]
-    stopping: Stopping
-    context: int | None
-
-
 @dataclass(eq=False)
 class GenerationStage:
     """Visits of `prompts` in, responses of the engine out: `samples` to each visit, with the `settings` of each.
 
-    `metadata` returns those of the rows of a visit when it is submitted. Without `guide` all responses are plain.
+    `metadata` returns those of the rows of a visit when it is submitted. `guide` is `Exploration.guide`; without it all
+    responses are plain. `context` is the most tokens of prompt and response, None if not known.
     """
 
     engine: Engine
-    task: Task
+    loaded: LoadedTask
     prompts: Iterable[Prompt]
-    renderer: PromptRenderer
     settings: Callable[[Visit, int], SamplingSettings]
     samples: int
     metadata: Callable[[], dict[str, Any]] = dict
-    guide: Guide | None = None
+    guide: Callable[[Visit], float | None] = lambda _: None
+    context: int | None = None
 
     def __post_init__(self) -> None:
         self._by_key = by_key = {prompt.key: prompt for prompt in self.prompts}
         # Kept for all epochs: they take about as much memory as the texts, which are in memory too.
-        self._prompt_ids = cache(lambda key: np.asarray(self.renderer.ids(by_key[key]), np.int32))
+        self._prompt_ids = cache(lambda key: np.asarray(self.loaded.renderer.ids(by_key[key]), np.int32))
         self._requests = Requests(self.engine)
         self.ask = self._requests.ask
         self._done: list[Response] = []
@@ -174,7 +164,7 @@ class GenerationStage:
         metadata = self.metadata()
         # What an explorer serves has no version of the run.
         version = metadata.get("newest_version", self.engine.weights_version)
-        if has_environment(self.task, prompt):
+        if has_environment(self.loaded.task, prompt):
             group = Group(visit, prompt, _NO_TOKENS, missing, metadata, version=version)
             return [(self._requests.new_id(), group, sampling) for sampling in settings]
         prefix = self._prefix(visit, prompt, settings[0].max_tokens)
@@ -194,14 +184,13 @@ class GenerationStage:
 
     def _prefix(self, visit: Visit, prompt: Prompt, max_tokens: int) -> Int32 | None:
         """Return the tokens that a guided group begins with, None for a plain one: at most all but the last token."""
-        guide = self.guide
-        fraction = guide.fraction(visit) if guide and prompt.demonstration else None
-        if guide is None or fraction is None:
+        fraction = self.guide(visit) if prompt.demonstration else None
+        if fraction is None:
             return None
-        room = max_tokens if guide.context is None else guide.context - len(self._prompt_ids(prompt.key))
-        demonstration = guide.stopping.before_string(prompt.demonstration)
-        shown = self.renderer.response_ids(self.renderer.text(prompt), demonstration)
-        ids = list(takewhile(lambda id_: id_ not in guide.stopping.ids, shown))[: min(room, max_tokens)]
+        _, renderer, stopping = self.loaded
+        room = max_tokens if self.context is None else self.context - len(self._prompt_ids(prompt.key))
+        shown = renderer.response_ids(renderer.text(prompt), stopping.before_string(prompt.demonstration))
+        ids = list(takewhile(lambda id_: id_ not in stopping.ids, shown))[: min(room, max_tokens)]
         return np.asarray(ids[: round(fraction * (len(ids) - 1))], np.int32)
 
     def _take(self, group: Group, sampling: SamplingSettings, generation: Generation) -> None:
@@ -214,33 +203,30 @@ class GenerationStage:
         return responses
 
 
+@dataclass(eq=False)
 class ScoringStage:
     """Responses in, groups whose rows all have their reward out. The episodes of a group are played here.
 
     With `singly` each row of a group without episodes comes out at once, as a part of its group.
     """
 
-    def __init__(
-        self, rewards: Rewards, stopping: Stopping, truncated: Truncated, episodes: Episodes, *, gives_up: bool = True,
-        phases: Sequence[Phase] = (), singly: bool = False,
-    ) -> None:  # fmt: skip
-        self._gives_up = gives_up
-        self._rewards = rewards
-        self._stopping = stopping
-        self._truncated = truncated
-        self._phases = phases
-        self._singly = singly
-        self.episodes = episodes
-        # By ticket: the group of each episode in play.
-        self._played: dict[int, tuple[Group, SamplingSettings]] = {}
-        self._unscored: dict[int, Response] = {}
-        self._complete: list[Group] = []
-        self._failures_in_a_row = 0
-        self._cut_off = 0
-        self._warned = False
-        self.trajectories = 0
-        self.tokens = 0
-        self.errors = 0
+    rewards: Rewards
+    stopping: Stopping
+    truncated: Truncated
+    episodes: Episodes
+    gives_up: bool = True
+    phases: Sequence[Phase] = ()
+    singly: bool = False
+    trajectories: int = 0
+    tokens: int = 0
+    errors: int = 0
+    # By ticket: the group of each episode in play.
+    _played: dict[int, tuple[Group, SamplingSettings]] = field(default_factory=dict)
+    _unscored: dict[int, Response] = field(default_factory=dict)
+    _complete: list[Group] = field(default_factory=list)
+    _failures_in_a_row: int = 0
+    _cut_off: int = 0
+    _warned: bool = False
 
     def submit(self, response: Response) -> None:
         """Have a response scored; one without text gets its row immediately."""
@@ -248,13 +234,11 @@ class ScoringStage:
         self._count_failure(response.error)
         if response.error:
             log.warning("rollout failed", prompt=prompt.key, reason=response.error)
-            self._finish(
-                response, Scored(generation.id, None, Reward(0.0, {}), response.error, error_kind="generation")
-            )
+            self._finish(response, Scored(generation.id, None, Reward(0.0, {}), response.error, "generation"))
             return
         try:
             whole = np.concatenate([response.prefix, generation.response_ids])
-            text = storable(self._stopping.scored_text(whole))
+            text = storable(self.stopping.scored_text(whole))
         # The ids are of another vocabulary. The row carries the error, as it does when a scorer fails.
         except Exception as error:
             log.exception("response not decoded", prompt=prompt.key)
@@ -262,11 +246,11 @@ class ScoringStage:
             self._finish(response, Scored(generation.id, None, *failed(reason), error_kind="decoding"))
             return
         self._unscored[generation.id] = response
-        self._rewards.submit(generation.id, prompt, text, generation.stop_reason == STOP_EOS)
+        self.rewards.submit(generation.id, prompt, text, generation.stop_reason == STOP_EOS)
 
     def done(self, wait_seconds: float) -> list[Group]:
         """The groups that are complete, or parts of them. Waits for the first score at most `wait_seconds`, if due."""
-        for scored in self._rewards.wait(wait_seconds if self._rewards.waiting else 0.0):
+        for scored in self.rewards.wait(wait_seconds if self.rewards.waiting else 0.0):
             if scored.ticket in self.episodes:
                 self.episodes.told(scored)
             else:
@@ -284,7 +268,7 @@ class ScoringStage:
     def _count_failure(self, error: str) -> None:
         """Count what could not be generated. Raises EngineError if nothing else comes."""
         self._failures_in_a_row = self._failures_in_a_row + 1 if error else 0
-        if self._gives_up and self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
+        if self.gives_up and self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
             raise EngineError(f"{self._failures_in_a_row} rollouts in a row failed, the last one: {error}")
 
     def _count_cut_off(self, is_cut: bool, error: str) -> None:
@@ -298,16 +282,15 @@ class ScoringStage:
     def _finish(self, response: Response, scored: Scored) -> None:
         """Add the row of a response to its group."""
         group, generation = response.group, response.generation
-        count, is_cut = len(generation.response_ids), generation.stop_reason == STOP_LENGTH
-        self._count_cut_off(is_cut, response.error)
+        count = len(generation.response_ids)
+        cut_after = count if generation.stop_reason == STOP_LENGTH else 0
+        self._count_cut_off(cut_after > 0, response.error)
         self.tokens += count
         tokens = one_turn(
             group.prompt_ids, generation.response_ids, generation.logprobs, generation.version_runs, generation.kept,
             response.prefix,
         )  # fmt: skip
-        self._add(
-            group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds, count if is_cut else 0
-        )
+        self._add(group, response.sampling, scored, tokens, generation.stop_reason, generation.seconds, cut_after)
 
     def _finish_episode(self, episode: Episode) -> None:
         """Add the row of an episode to its group."""
@@ -321,9 +304,10 @@ class ScoringStage:
         self.trajectories += 1
         self.tokens += int(tokens.loss_mask.sum())
         if episode.error_kind != "decoding":
-            scored = replace(scored, text=self._stopping.whole_text(tokens.response_ids.tolist()))
+            scored = replace(scored, text=self.stopping.whole_text(tokens.response_ids.tolist()))
         cut_after = episode.length if episode.stop_reason in CUT_OFF else 0
-        self._add(group, sampling, scored, tokens, episode.stop_reason, episode.generation_seconds, cut_after)
+        seconds = float(sum(turn.details["seconds"] for turn in episode.turns))
+        self._add(group, sampling, scored, tokens, episode.stop_reason, seconds, cut_after)
 
     def _add(
         self, group: Group, sampling: SamplingSettings, scored: Scored, tokens: EpisodeTokens, stop: str,
@@ -331,12 +315,12 @@ class ScoringStage:
     ) -> None:  # fmt: skip
         """Add a row to a group, which may be complete then. `cut_after` is its tokens if it was cut off, else 0."""
         # All rewards of a group are of the phase in which its visit began.
-        phase = next((n for n, one in enumerate(self._phases) if group.version < one.until), None)
+        phase = next((n for n, one in enumerate(self.phases) if group.version < one.until), None)
         # What is cut off may lack the parts that the phase weighs, and has the reward of `task.truncated`.
-        if cut_after and scored.error is None and self._truncated != "score":
+        if cut_after and scored.error is None and self.truncated != "score":
             scored = self._cut(scored, cut_after)
         elif phase is not None:
-            scored = phased(scored, self._phases[phase].weights)
+            scored = phased(scored, self.phases[phase].weights)
         self.errors += scored.error is not None and scored.error_kind != "masked"
         if tokens.kept.nbytes > MAX_REQUEST_FRAME_BYTES // group.size:
             self._warn_of_kept(tokens.kept.nbytes)
@@ -362,7 +346,7 @@ class ScoringStage:
         is_whole = len(group.done) == group.size
         # Only a group of responses has a prompt of its own. Episodes are judged together.
         has_episodes = not len(group.prompt_ids)
-        if self._singly and not has_episodes:
+        if self.singly and not has_episodes:
             self._complete.append(replace(group, done=[row], closes=is_whole))
         elif is_whole:
             self._complete.append(_usable(group) if has_episodes else group)
@@ -376,11 +360,11 @@ class ScoringStage:
 
     def _cut(self, scored: Scored, tokens: int) -> Scored:
         """Apply `task.truncated` to a response that was cut off. A row with an error is stored and not trained on."""
-        if self._truncated == "mask":
+        if self.truncated == "mask":
             reason = f'not trained on: cut off after {tokens} tokens, and task.truncated is "mask"'
             return replace(scored, error=reason, error_kind="masked")
-        assert self._truncated != "score"
-        return replace(scored, reward=Reward(self._truncated, scored.reward.parts))
+        assert self.truncated != "score"
+        return replace(scored, reward=Reward(self.truncated, scored.reward.parts))
 
 
 def _usable(group: Group) -> Group:
@@ -409,7 +393,6 @@ class Pipeline:
 
     @property
     def generating(self) -> bool:
-        """Whether the engine has something to do."""
         return self.generation.waiting > 0
 
     @property
@@ -418,7 +401,6 @@ class Pipeline:
         return {*self._leases, *self.delivery.leases}
 
     def submit(self, visits: Iterable[Visit]) -> None:
-        """Start the groups of some visits."""
         for visit in visits:
             if visit.lease != NO_VISIT:
                 self._leases.add(visit.lease)

@@ -17,42 +17,21 @@ from typing import Any
 
 from tba.common.config import Config, TaskSection
 from tba.common.errors import TaskError, TbaError
-from tba.common.rendering import PromptRenderer
-from tba.common.weights.model_files import model_directory
-from tba.common.weights.pretrained import load_tokenizer
-from tba.searcher.build import context_of
-from tba.searcher.engines.stopping import read_stopping, unstopped_turn
+from tba.searcher.build import context_of, load
+from tba.searcher.engines.stopping import unstopped_turn
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import Scored, storable
 from tba.searcher.tasks import load_task
-from tba.searcher.tasks.task import (
-    CORRECT,
-    Prompt,
-    Task,
-    check_prompts,
-    check_rendering,
-    fingerprint,
-    has_environment,
-    is_random,
-    least_reward,
-)
+from tba.searcher.tasks import task as tasks
+from tba.searcher.tasks.task import CORRECT, Prompt, Task
 
 Finding = dict[str, str]
 
 # Prompts whose responses are scored, from the first.
 _SAMPLED = 8
+_SIGNS = "\N{MINUS SIGN}\N{GREEK SMALL LETTER PI}\x00"
 # Responses that no task should fail on, besides the answer of the prompt.
-_ODD = (
-    "",
-    " ",
-    "0",
-    "-1e999",
-    "nan",
-    "I do not know.",
-    "\\boxed{",
-    "\N{MINUS SIGN}\N{GREEK SMALL LETTER PI}\x00",
-    "9" * 10_000,
-)
+_ODD = ("", " ", "0", "-1e999", "nan", "I do not know.", "\\boxed{", _SIGNS, "9" * 10_000)
 # Turns that an answer is given in an episode.
 _ANSWERED_TURNS = 3
 _CHILD_SECONDS = 900
@@ -76,9 +55,8 @@ def check(config: Config, task: Task, load_seconds: float) -> Iterator[Finding]:
     scripts = _scripts(task)
     results = {kind: _in_workers(config.task, task, some) for kind, some in scripts.items()}
     all_returned = not any(map(_interrupted, results.values()))
-    yield _same_everywhere(
-        config.task, [*scripts], all_returned=all_returned, is_random=has_environment(task) and is_random(task)
-    )
+    plays_luck = tasks.has_environment(task) and tasks.is_random(task)
+    yield _same_everywhere(config.task, [*scripts], all_returned=all_returned, is_random=plays_luck)
     for kind, some in scripts.items():
         yield from _results(config.task, task, some, results[kind], plays=kind == _OBSERVATIONS)
     yield _rendering(config, task, [*training[:_SAMPLED], *held_out[:_SAMPLED]])
@@ -94,17 +72,15 @@ def _prompts(task: Task, training: Sequence[Prompt], held_out: Sequence[Prompt])
         if not isinstance(prompt, Prompt) or not all(isinstance(text, str) for text in texts):
             return _found("prompts", "fail", f"{prompt!r:.200} is not a Prompt whose key, text and answer are texts")
     try:
-        check_prompts(task)
+        tasks.check_prompts(task)
     except TaskError as error:
         return _found("prompts", "fail", str(error))
     detail = f"{len(training)} for training, {len(held_out)} held out"
     trained = {(prompt.text, prompt.messages, prompt.ids) for prompt in training}
     # The environment of an episode may differ although the prompt does not.
-    single = [prompt for prompt in held_out if not has_environment(task, prompt)]
+    single = [prompt for prompt in held_out if not tasks.has_environment(task, prompt)]
     if both := sum((prompt.text, prompt.messages, prompt.ids) in trained for prompt in single):
-        return _found(
-            "prompts", "warn", f"{detail}; {both} of these are training prompts too: accuracy would be too high"
-        )
+        return _found("prompts", "warn", f"{detail}; {both} of these are training prompts: accuracy would be too high")
     return _found("prompts", "ok" if held_out else "warn", detail if held_out else f"{detail}: `tba eval` needs some")
 
 
@@ -127,9 +103,7 @@ def _same_everywhere(section: TaskSection, kinds: Sequence[str], *, all_returned
                     timeout=_CHILD_SECONDS, env={**os.environ, "PYTHONHASHSEED": seed}, check=False,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                return _found(
-                    name, "fail", f"a process that reads its {' and '.join(what)} takes longer than {_CHILD_SECONDS} s"
-                )
+                return _found(name, "fail", f"reading its {' and '.join(what)} takes longer than {_CHILD_SECONDS} s")
             if child.returncode or not file.exists():
                 last = child.stderr.strip().rpartition("\n")[2]
                 return _found(name, "fail", f"a process that loads it ends with code {child.returncode}: {last}")
@@ -161,7 +135,7 @@ def _scripts(task: Task) -> dict[str, list[_Script]]:
     prompts = (task.prompts() or task.held_out())[:_SAMPLED]
     answers = [storable(prompt.answer) for prompt in prompts]
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        if has_environment(task, prompt):
+        if tasks.has_environment(task, prompt):
             # The answers of other prompts are well-formed, and mostly wrong.
             others = [*answers[number + 1 :], *answers[:number]]
             episodes = ([answer] * _ANSWERED_TURNS, others, _ODD, getattr(task, "example_replies", ()))
@@ -189,7 +163,7 @@ def _run(rewards: Rewards, task: Task, scripts: Sequence[_Script]) -> list[list[
     """Score responses, or play episodes together, each to its end or that of its script."""
     found: list[list[Scored]] = [[] for _ in scripts]
     for ticket, (prompt, replies) in enumerate(scripts):
-        if has_environment(task, prompt):
+        if tasks.has_environment(task, prompt):
             rewards.play(ticket, prompt, [])
         else:
             rewards.submit(ticket, prompt, replies[0], True)
@@ -239,8 +213,9 @@ def _rewards(task: Task, found: Sequence[Sequence[Scored]], *, plays: bool) -> F
     """Return what the rewards without error show: of an episode their sum, and the last value of `correct`."""
     good = [results for results in found if not results[-1].error]
     totals = [sum(one.reward.total for one in results) for results in good]
-    if not plays and min(totals) < least_reward(task) - 1e-9:
-        return _found("rewards", "fail", f"{min(totals):g} is below least_reward = {least_reward(task):g}: correct it")
+    least = tasks.least_reward(task)
+    if not plays and min(totals) < least - 1e-9:
+        return _found("rewards", "fail", f"{min(totals):g} is below least_reward = {least:g}: correct it")
     parts = sorted({name for results in good for one in results for name in one.reward.parts})
     given = [[one.reward.parts[CORRECT] for one in results if CORRECT in one.reward.parts] for results in good]
     if plays:
@@ -263,12 +238,12 @@ def _rendering(config: Config, task: Task, prompts: Sequence[Prompt]) -> Finding
     if not config.model.path or not Path(config.model.path).is_dir():
         return _found("rendering", "unchecked", "model.path names no directory: set it to see prompts as tokens")
     try:
-        renderer = PromptRenderer(load_tokenizer(model_directory(config.model.path)), config.task)
-        check_rendering(task, prompts, renderer, context_of(config))
+        _, renderer, stopping = load(config, task)
+        tasks.check_rendering(task, prompts, renderer, context_of(config))
         tokens = [len(renderer.ids(prompt)) for prompt in prompts]
         # Decoded: what the model reads, whatever the text was.
         text = renderer.tokenizer.decode(renderer.ids(prompts[0]), skip_special_tokens=False)
-        unstopped = unstopped_turn(read_stopping(config, renderer.tokenizer), renderer, prompts)
+        unstopped = unstopped_turn(stopping, renderer, prompts)
         unknown = renderer.unknown_tokens(prompts, config.model.path)
         warnings = list(filter(None, (renderer.warn_of_date(prompts[0]), unstopped, unknown)))
     except (TbaError, ValueError) as error:
@@ -280,11 +255,11 @@ def _rendering(config: Config, task: Task, prompts: Sequence[Prompt]) -> Finding
 def _main() -> None:
     section = TaskSection.model_validate_json(sys.stdin.read())
     task = load_task(section)
-    training, held_out = task.prompts(), task.held_out()
-    found: dict[str, Any] = {"training prompts": fingerprint(training), "held-out prompts": fingerprint(held_out)}
+    lists = {"training prompts": task.prompts(), "held-out prompts": task.held_out()}
+    found: dict[str, Any] = {name: tasks.fingerprint(prompts) for name, prompts in lists.items()}
     rewards = Rewards(task, section.model_copy(update={"reward_workers": 0}))
     for kind, scripts in _scripts(task).items():
-        repeatable = [script for script in scripts if not is_random(task, script[0])]
+        repeatable = [script for script in scripts if not tasks.is_random(task, script[0])]
         if kind not in sys.argv[2:]:
             continue
         if os.environ.get("PYTHONHASHSEED") == _ALONE:

@@ -37,9 +37,7 @@ def new(
 ) -> None:
     """Write NAME.py: a commented task that runs, to be changed."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise UsageError(
-            f"{name!r} is not a name for a task: use lower-case letters, digits and _, such as word_problems"
-        )
+        raise UsageError(f"{name!r} is no name for a task: use lower-case letters, digits and _, such as word_problems")
     file = directory / f"{name}.py"
     if file.exists():
         raise UsageError(f"{file} exists: choose another name, or delete it")

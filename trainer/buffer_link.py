@@ -9,12 +9,13 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from tba.common.clock import Clock
-from tba.common.config import Config
+from tba.common.config import TrainSection
 from tba.common.errors import EXIT_CONFIG, BufferUnavailable, Refused, TbaError
 from tba.common.log import get_logger
 from tba.common.system.background import Background
@@ -99,6 +100,7 @@ def goodbye(client: Client) -> None:
     client.close()
 
 
+@dataclass(slots=True)
 class BatchFetcher:
     """Fetches the batch of a step, and prefetches the next one during the update.
 
@@ -107,50 +109,41 @@ class BatchFetcher:
 
     The request for s + 1 always goes out before the report of s, so the data that a batch is drawn from does not depend
     on the speed of either side, as long as there is enough of it. A prefetched batch is recorded like any other: a
-    trainer that is killed meanwhile trains on it after its resume. `last` is the step after the last one.
+    trainer that is killed meanwhile trains on it after its resume. `last` is the step after the last one. `ahead` says
+    whether to prefetch: at staleness 0 the data of a step exists only after the previous step was published.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        config: Config,
-        *,
-        stop: Callable[[], bool],
-        last: int,
-        watch: Stopwatch,
-    ) -> None:
-        self._watch = watch
-        self._client, self._stop = client, stop
-        self._config = config.train
-        self._last = last
-        # At staleness 0 the data of a step exists only after the previous step was published.
-        self._ahead = config.max_staleness != 0
-        # Step and request id of the prefetch in progress.
-        self._prefetched: tuple[int, int] | None = None
+    client: Client
+    train: TrainSection
+    stop: Callable[[], bool]
+    last: int
+    watch: Stopwatch
+    ahead: bool
+    # Step and request id of the prefetch in progress.
+    _prefetched: tuple[int, int] | None = None
 
     def prefetch(self, step: int, reference: str) -> None:
         """Request the batch of the next step without waiting; `reference` names the reference policy of that step."""
-        if self._ahead and step < self._last:
-            self._prefetched = step, self._client.ask_ahead(self._request(step, reference))
+        if self.ahead and step < self.last:
+            self._prefetched = step, self.client.ask_ahead(self._request(step, reference))
 
     def fetch(self, step: int, reference: str) -> TrainBatch | str:
         """Return the batch of a step, or after about a second the reason why there is none yet."""
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None and prefetched[0] == step:
-            reply, frames = self._client.collect(prefetched[1], messages.Message, self._stop)
+            reply, frames = self.client.collect(prefetched[1], messages.Message, self.stop)
         else:
-            reply, frames = self._client.call(self._request(step, reference), messages.Message, stop=self._stop)
+            reply, frames = self.client.call(self._request(step, reference), messages.Message, stop=self.stop)
         if isinstance(reply, messages.Batch):
-            train = self._config
-            with self._watch.phase("data"):
-                return decode(reply, frames, prompts=train.prompts_per_step, samples=train.samples_per_prompt)
+            with self.watch.phase("data"):
+                return decode(reply, frames, prompts=self.train.prompts_per_step, samples=self.train.samples_per_prompt)
         return getattr(reply, "reason", "")
 
     def _request(self, step: int, reference: str) -> messages.SampleBatch:
         return messages.SampleBatch(
             step=step,
-            prompts=self._config.prompts_per_step,
-            samples=self._config.samples_per_prompt,
+            prompts=self.train.prompts_per_step,
+            samples=self.train.samples_per_prompt,
             reference=reference,
             wait_seconds=_WAIT_SECONDS,
         )
@@ -189,7 +182,6 @@ class HeartbeatThread:
         self.shown = replace(self.shown, activity=activity, reason=reason[: fields.MAX_REASON], **changes)
 
     def close(self) -> None:
-        """Send no more heartbeats."""
         self._thread.stop(_JOIN_SECONDS)
 
     def _run(self) -> None:

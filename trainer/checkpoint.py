@@ -17,7 +17,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,21 +62,21 @@ class _Damaged(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose files match its manifest."""
+    """A checkpoint whose files match its manifest.
+
+    `reference` is `Reference.description`, and `head` is `Objective.head`, None if the manifest does not say.
+    `unreported` is a ReportStep that the buffer had not acknowledged. `adapter` are settings and base of the adapters,
+    None for a full model, `tensors` type and shape of each tensor, by file and name.
+    """
 
     path: Path
     step: int
     run: str
     reference: str
-    """`Reference.description`."""
     unreported: dict[str, Any] | None
-    """A ReportStep that the buffer had not acknowledged."""
-    adapter: dict[str, Any] | None = None
-    """Settings and base of the adapters; None for a full model."""
-    tensors: dict[str, dict[str, tuple[str, list[int]]]] = field(default_factory=dict)
-    """Type and shape of each tensor, by file and name."""
-    head: str | None = None
-    """`Objective.head`; None if the manifest does not say."""
+    adapter: dict[str, Any] | None
+    tensors: dict[str, dict[str, tuple[str, list[int]]]]
+    head: str | None
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -142,24 +142,19 @@ def write(
         with new_directory(final) as temporary:
             # A full disk would refuse the metrics of the next steps.
             require_space(directory, sum(tensor.nbytes for tensor in tensors.values()), min_free)
-            files = _write_tensors(temporary, tensors)
-            write_json(temporary / _MANIFEST, manifest | {"files": files})
+            files: dict[str, dict[str, Tensor]] = {}
+            for key, tensor in tensors.items():
+                file, _, name = key.partition("/")
+                files.setdefault(file, {})[name] = tensor.cpu().contiguous()
+            for file, content in files.items():
+                save_file(content, temporary / file)
+            hashes = {file: sha256_of(temporary / file) for file in files}
+            write_json(temporary / _MANIFEST, manifest | {"files": hashes})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
     for old in list_checkpoints(directory)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
-
-
-def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Write the files. Returns the sha256 of each by name."""
-    files: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        file, _, name = key.partition("/")
-        files.setdefault(file, {})[name] = tensor.cpu().contiguous()
-    for file, content in files.items():
-        save_file(content, directory / file)
-    return {file: sha256_of(directory / file) for file in files}
 
 
 def newest(directory: Path) -> Checkpoint | None:
@@ -272,10 +267,8 @@ def read(path: Path) -> Checkpoint:
             if sha256_of(path / name) != digest:
                 raise _Damaged(f"{name} does not hash to what the manifest says")
         tensors = {file: _index(path / file) for file in {MODEL, _OPTIMIZER, *manifest["files"]}}
-        return Checkpoint(
-            path, manifest["step"], manifest["run"], manifest["reference"], manifest["unreported"],
-            manifest["adapter"], tensors, manifest.get("head"),
-        )  # fmt: skip
+        own = {name: manifest[name] for name in ("step", "run", "reference", "unreported", "adapter")}
+        return Checkpoint(path, **own, tensors=tensors, head=manifest.get("head"))
     # Those of a manifest of another form, also of one that nests without end.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise _Damaged(named(error)) from error
@@ -317,6 +310,7 @@ def _restore_log_z(checkpoint: Checkpoint, read_tensor: ReadTensor, learner: Lea
         learner.log_z.load_state_dict({name: read_tensor(_LOG_Z + name) for name in found})
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
     """Saves one learner in another thread, from copies on the host.
 
@@ -325,23 +319,19 @@ class CheckpointWriter:
 
     At most one is in progress. One that comes due meanwhile is skipped: waiting would slow training down to the pace of
     the disk, and the next one saves more steps. The last one waits for the one in progress, and must succeed.
+    `saved_step` is the step of the newest checkpoint on disk.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        copies: HostBuffers,
-        metrics: MetricsLog,
-        *,
-        ranks: Ranks = ALONE,
-        saved_step: int | None = None,
-    ) -> None:
-        # The step of the newest checkpoint on disk.
-        self.saved_step = saved_step
-        self._config, self._copies, self._metrics, self._ranks = config, copies, metrics, ranks
-        self._thread: Background | None = None
+    config: Config
+    copies: HostBuffers
+    metrics: MetricsLog
+    ranks: Ranks = ALONE
+    saved_step: int | None = None
+    _thread: Background | None = None
+
+    def __post_init__(self) -> None:
         # Leftovers of a trainer that was killed.
-        for unfinished in config.checkpoints.glob(".step_????????.tmp"):
+        for unfinished in self.config.checkpoints.glob(".step_????????.tmp"):
             shutil.rmtree(unfinished)
 
     def begin(self, learner: Learner) -> None:
@@ -380,16 +370,16 @@ class CheckpointWriter:
             self._thread.join()
 
     def _start(self, learner: Learner, unreported: dict[str, Any] | None) -> None:
-        manifest = manifest_of(learner, run=self._config.run.name, unreported=unreported)
-        self._ranks.send(SAVE)
-        copied = self._copies.copy(tensors_of(learner))
+        manifest = manifest_of(learner, run=self.config.run.name, unreported=unreported)
+        self.ranks.send(SAVE)
+        copied = self.copies.copy(tensors_of(learner))
         self._thread = Background("checkpoint", partial(self._write, manifest, copied))
         self._thread.start()
 
     def _write(self, manifest: dict[str, Any], copied: HostCopy) -> None:
         try:
-            self._metrics.sync()
-            directory, floor = self._config.checkpoints, self._config.train.min_free_mib << 20
+            self.metrics.sync()
+            directory, floor = self.config.checkpoints, self.config.train.min_free_mib << 20
             path = write(directory, manifest, copied.wait(), keep=run_files.KEEP_CHECKPOINTS, min_free=floor)
         except (CheckpointError, OSError) as error:
             log.warning("checkpoint not written", step=manifest["step"], reason=str(error))
@@ -398,4 +388,4 @@ class CheckpointWriter:
             self.saved_step = manifest["step"]
             log.info("checkpoint saved", path=path)
         finally:
-            self._copies.release(copied)
+            self.copies.release(copied)

@@ -109,7 +109,6 @@ class Ranks:
         return total.to(value.device)
 
     def least(self, value: int) -> int:
-        """Return the least value of all ranks."""
         least = torch.tensor(value)
         if self.size > 1:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self._commands)

@@ -30,8 +30,7 @@ from tba.trainer.publishing.snapshot_writer import as_saved, write_model
 
 @contextlib.contextmanager
 def complete_directory(source: Path, config: Config) -> Iterator[Path]:
-    """Give a directory that transformers and vLLM load: the source itself, or an export that lives as long as the
-    block."""
+    """Give a directory that transformers and vLLM load: the source itself, or an export that the block keeps."""
     if _is_complete(source):
         yield source
         return

@@ -10,19 +10,9 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from tba.common import run_files
+from tba.common import errors, run_files
 from tba.common.clock import SystemClock
 from tba.common.config import Config
-from tba.common.errors import (
-    BufferUnavailable,
-    CheckpointError,
-    OutOfMemory,
-    RankLost,
-    Refused,
-    TbaError,
-    TrainingBroken,
-    quantity,
-)
 from tba.common.log import get_logger
 from tba.common.run_identity import RunIdentity, refuse_other_run, refuse_other_server
 from tba.common.system.durable import exclusive_lock
@@ -73,12 +63,13 @@ def train(
     prepare(config, device)
     keep_freed_memory()
     lock, holder = config.run.dir / run_files.TRAINER_LOCK, f"another trainer works in {config.run.dir}: stop it first"
+    place = torch.device(device)
     with until_lost():
-        ranks = join(torch.device(device), stop)
-        report = require_memory(config, torch.device(device), ranks)
+        ranks = join(place, stop)
+        report = require_memory(config, place, ranks)
         if ranks.rank > 0:
             found = checkpoint.share(None, ranks)
-            learner, _ = build(config, model_directory(config.model.path), torch.device(device), ranks, report)
+            learner, _ = build(config, model_directory(config.model.path), place, ranks, report)
             if found is not None:
                 checkpoint.restore(found, learner)
             notify_systemd("READY=1")
@@ -92,9 +83,7 @@ def train(
                 refuse_other_run(found.path, [RunIdentity(found.run)], RunIdentity(config.run.name))
             log.info("starting", model=config.model.path, buffer=config.address if dial is None else "offline")
             checkpoint.share(found, ranks)
-            trainer = Trainer(
-                config, found, torch.device(device), stop, dial=dial, last_step=last_step, ranks=ranks, report=report
-            )
+            trainer = Trainer(config, found, place, stop, dial=dial, last_step=last_step, ranks=ranks, report=report)
             with contextlib.closing(trainer), objects_frozen():
                 trainer.run()
 
@@ -110,10 +99,10 @@ def run_other_rank(learner: Learner, ranks: Ranks, stop: Callable[[], bool] = la
         if command == STEP:
             try:
                 learner.step_in_memory(unpack_batch(payload))
-            except OutOfMemory:
+            except errors.OutOfMemory:
                 # This rank alone is short of memory; the others would wait for it forever. Its end is noticed.
                 raise
-            except TbaError as error:
+            except errors.TbaError as error:
                 # Rank 0 has raised the same error and decides how to continue.
                 log.debug("step failed", reason=str(error))
         elif command == PUBLISH:
@@ -137,7 +126,7 @@ def _check_end(ranks: Ranks, finished: bool, stop: Callable[[], bool]) -> None:
     Its supervisor then starts it again, and it waits for them.
     """
     if ranks.size > 1 and not finished and not stop():
-        raise RankLost("another node of this trainer was stopped: a checkpoint is saved, continue with --resume")
+        raise errors.RankLost("another node of this trainer was stopped: a checkpoint is saved, continue with --resume")
 
 
 class Trainer:
@@ -176,15 +165,14 @@ class Trainer:
             checkpoint.restore(found, self.learner)
             log.info("resumed", checkpoint=found.path, step=found.step)
         self._metrics = MetricsLog(config.run.dir, first_step=self.learner.steps_done, sinks=open_sinks(config))
-        self._checkpoints = CheckpointWriter(
-            config, saved, self._metrics, ranks=ranks, saved_step=None if found is None else found.step
-        )
+        self._checkpoints = CheckpointWriter(config, saved, self._metrics, ranks, found.step if found else None)
         self._dial = dial or network(config.address, buffer_client_keys(config.security.keys, config.address))
         self._client = self._dial("trainer", "trainer")
         # Not to the buffer of another run.
         self._is_known = True
         self._heartbeat = HeartbeatThread(self._dial)
-        self._batches = BatchFetcher(self._client, config, stop=self._stop, last=self._steps, watch=self._watch)
+        ahead = config.max_staleness != 0
+        self._batches = BatchFetcher(self._client, config.train, self._stop, self._steps, self._watch, ahead)
         # From `connect` on.
         self._publisher: Publisher | None = None
 
@@ -205,7 +193,7 @@ class Trainer:
             self.save()
             self.finish()
         # Raised only if `stop()` becomes true while a request waits for the buffer.
-        except BufferUnavailable:
+        except errors.BufferUnavailable:
             self.save()
         finished = self.learner.steps_done >= self._steps
         self._ranks.send(END, b"finished" if finished else b"")
@@ -321,17 +309,15 @@ class Trainer:
         if result.skipped:
             log.warning("step skipped: no update was made", step=step, in_a_row=count, reason=result.skipped)
         if count >= _MAX_SKIPPED_STEPS:
-            raise TrainingBroken(
-                f"{quantity(count, 'step was', 'steps in a row were')} skipped, the last is step {step}: "
-                f"{result.skipped}. {self._last_checkpoint()}: inspect these trajectories, then pass --resume"
+            saved = f"A checkpoint of step {self.learner.steps_done} is saved"
+            try:
+                self.save()
+            except errors.CheckpointError as error:
+                saved = str(error)
+            raise errors.TrainingBroken(
+                f"{errors.quantity(count, 'step was', 'steps in a row were')} skipped, the last is step {step}: "
+                f"{result.skipped}. {saved}: inspect these trajectories, then pass --resume"
             )
-
-    def _last_checkpoint(self) -> str:
-        try:
-            self.save()
-        except CheckpointError as error:
-            return str(error)
-        return f"A checkpoint of step {self.learner.steps_done} is saved"
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
         names = {"loss": "loss", "reward": "reward_mean", "staleness": "staleness_mean"}
@@ -345,14 +331,11 @@ class Trainer:
         self._unreported = report
         try:
             self._client.call(report, messages.Done, stop=self._stop)
-        except Refused as refusal:
+        except errors.Refused as refusal:
             if refusal.code != "unknown_step":
                 raise
             # The update has been made, and a later start could not report it either, so retrying is of no use.
-            log.warning(
-                "the buffer does not know this step, which stays missing in it: is its database an older copy?",
-                step=report.step,
-            )
+            log.warning("the buffer does not know this step: is its database an older copy?", step=report.step)
         self._unreported = None
 
     def save(self) -> None:

@@ -126,9 +126,8 @@ def sft(
         if ranks.rank == 0:
             missing = [directory for directory in (plan.work, *plan.work.parents) if not directory.exists()]
             stack.callback(_remove_unused, plan.work, missing)
-            stack.enter_context(
-                exclusive_lock(plan.work / run_files.TRAINER_LOCK, f"another process makes {plan.out}: stop it first")
-            )
+            lock, holder = plan.work / run_files.TRAINER_LOCK, f"another process makes {plan.out}: stop it first"
+            stack.enter_context(exclusive_lock(lock, holder))
         report = require_memory(config, torch.device(device), ranks, supervised=True)
         job = Job(config, plan, resume=resume, device=torch.device(device), ranks=ranks, report=report)
         with contextlib.closing(job):
@@ -207,7 +206,6 @@ class Job:
         return self.learner.steps_done >= self.steps
 
     def close(self) -> None:
-        """Close the metrics file."""
         if self._metrics is not None:
             self._metrics.close()
 
@@ -221,9 +219,7 @@ class Job:
                 write_model(temporary, as_saved(self._unwrapped, weights), self._files, self._unwrapped, self._dtype)
                 shutil.copyfile(self._plan.work / run_files.METRICS, temporary / f"sft_{run_files.METRICS}")
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{self._plan.out} cannot be written: {error}; --resume continues from the last checkpoint"
-            ) from error
+            raise CheckpointError(f"{self._plan.out} cannot be written: {error}; then pass --resume") from error
         log.info("model saved", path=self._plan.out)
 
     def _step(self) -> dict[str, float]:

@@ -96,7 +96,7 @@ def _search(config: Config, pace: Pace, number: int, ready: Barrier) -> None:
         ready.wait(_START_SECONDS)
         return PacedEngine(engine, pace, [config.run.seed, number])
 
-    searcher_loop.make_engine = paced  # type: ignore[attr-defined]
+    searcher_loop.build.make_engine = paced  # type: ignore[attr-defined]
     searcher_loop.search(config, device="cpu", label=f"cpu{number}", stop=StopSignal())
 
 

@@ -94,11 +94,8 @@ class Window:
 class Delivery:
     """The puts of one searcher, and those of dead searchers of its run on this machine."""
 
-    def __init__(self, client: BufferClient, *, run_name: str, root: Path, limit_mib: float) -> None:
-        self._client = client
-        self._run_name = run_name
-        self._root = root
-        self._limit_mib = limit_mib
+    def __init__(self, client: BufferClient, run_name: str, *, root: Path, limit_mib: float) -> None:
+        self._client, self._run_name, self._root, self._limit_mib = client, run_name, root, limit_mib
         self._spool: Spool | None = None
         self._window = Window(client)
         # The spools of dead searchers, and the deliveries of those that are not delivered yet.
@@ -118,9 +115,8 @@ class Delivery:
         """Create the spool, and take over those of dead searchers of the client's run. Raises StorageError."""
         client, host = self._client, socket.gethostname()
         found = find_dead_spools(self._root, host)
-        self._spool = Spool.create(
-            self._root, Owner(client.run, self._run_name, client.sender, host, client.secret.hex())
-        )
+        own = Owner(client.run, self._run_name, client.sender, host, client.secret.hex())
+        self._spool = Spool.create(self._root, own)
         for spool in found:
             if spool.owner.run == client.run:
                 self._dead.append(spool)
@@ -136,7 +132,6 @@ class Delivery:
 
     @property
     def puts(self) -> int:
-        """Puts that are not acknowledged."""
         return len(self._window)
 
     @property
@@ -227,11 +222,7 @@ class Delivery:
         if self._spool is None:
             return
         if self.puts:
-            log.warning(
-                "left in the spool, for the next searcher that starts here",
-                puts=self.puts,
-                directory=self._spool.directory,
-            )
+            log.warning("left in the spool for the next searcher", puts=self.puts, directory=self._spool.directory)
         self._spool.close()
 
     def _log_change(self) -> None:
@@ -267,14 +258,9 @@ def _deliver(spool: Spool, own: BufferClient) -> Generator[bool, None, None]:
             _leave(left, error)
             return None
 
+    name, secret = owner.sender, bytes.fromhex(owner.secret)
     client = BufferClient(
-        own.address,
-        role="searcher",
-        name=owner.sender,
-        sender=owner.sender,
-        secret=bytes.fromhex(owner.secret),
-        run=owner.run,
-        keys=own.keys,
+        own.address, role="searcher", name=name, sender=name, secret=secret, run=owner.run, keys=own.keys
     )
     with closing(client):
         try:

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgpack
@@ -56,18 +56,18 @@ class Owner:
     secret: str = ""
 
 
+@dataclass(eq=False, slots=True)
 class Spool:
     """The puts of one start of a searcher: `create` it, or `find_dead_spools`. Used by one thread."""
 
-    def __init__(self, directory: Path, owner: Owner, lock: contextlib.ExitStack) -> None:
-        self.directory = directory
-        self.owner = owner
-        # Bytes on disk of the puts that are not acknowledged.
-        self.bytes = 0
-        # Puts that were damaged or missing.
-        self.damaged = 0
-        self._sizes: dict[int, int] = {}
-        self._lock = lock
+    directory: Path
+    owner: Owner
+    _lock: contextlib.ExitStack
+    # Bytes on disk of the puts that are not acknowledged.
+    bytes: int = 0
+    # Puts that were damaged or missing.
+    damaged: int = 0
+    _sizes: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def create(cls, root: Path, owner: Owner) -> "Spool":

@@ -5,6 +5,7 @@ The check before reads headers and the manifest; no tensor is loaded here.
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,43 +39,37 @@ TensorShapes = dict[str, tuple[str, tuple[int, ...]]]
 Score = Callable[[Sequence[Sequence[int]]], list[Float32]]
 
 
+@dataclass(eq=False)
 class Acceptance:
     """What an engine accepts: weights of these shapes, whose canary differs by at most some limits.
 
     The limits follow from `tolerance`, the largest difference of a dense model. The first snapshot of the weights that
     an engine was started with calibrates them: it shows how far two right computations are apart.
+
+    `vocabulary` is the number of token ids. `copies` are names that a snapshot may hold too: the model has these
+    tensors under one of `shapes`. `routed` is whether rounding may choose other experts, or weights are quantized:
+    single tokens then differ by several nats.
     """
 
-    def __init__(
-        self,
-        shapes: TensorShapes,
-        *,
-        copies: Collection[str] = (),
-        vocabulary: int,
-        tolerance: float,
-        routed: bool = False,
-    ) -> None:
-        """`copies` are names that a snapshot may hold too: the model has these tensors under one of `shapes`.
+    shapes: TensorShapes
+    vocabulary: int
+    tolerance: InitVar[float]
+    copies: Collection[str] = ()
+    routed: bool = False
+    # Until the first snapshot is accepted, which may calibrate.
+    uncalibrated: bool = True
 
-        `vocabulary` is the number of token ids. `routed` is whether rounding may choose other experts, or weights are
-        quantized: single tokens then differ by several nats.
-        """
-        self._shapes = shapes
-        self._copies = copies
-        self.vocabulary = vocabulary
-        self.routed = routed
+    def __post_init__(self, tolerance: float) -> None:
         # The estimate of the KL divergence is about d * d / 2 for a difference d.
-        largest = math.inf if routed else tolerance
+        largest = math.inf if self.routed else tolerance
         self._limits = Mismatch(largest, tolerance * _MEAN_FRACTION, tolerance**2 / 2)
-        # Until the first snapshot is accepted, which may calibrate.
-        self.uncalibrated = True
 
     def check(self, snapshot: Snapshot) -> None:
         """Raise SnapshotError unless this is a snapshot of the model that the engine serves."""
         name = f"v{snapshot.manifest.version}"
         if not snapshot.weight_files:
             raise SnapshotError(f"{name} is based on v{snapshot.manifest.base}, and its complete weights are missing")
-        if difference := shape_difference(self._shapes, tensor_shapes(snapshot.weight_files, without=self._copies)):
+        if difference := shape_difference(self.shapes, tensor_shapes(snapshot.weight_files, without=self.copies)):
             raise SnapshotRefused(f"{name} does not hold the weights of the model that is served: {difference}")
         if snapshot.adapter is not None and (problem := self._adapter_problem(snapshot.adapter)):
             raise SnapshotRefused(f"{name} is an adapter of another model: {problem}")
@@ -84,7 +79,7 @@ class Acceptance:
     def _adapter_problem(self, directory: Path) -> str | None:
         for name, one in adapter.load(directory).factors.items():
             shape = (one.b.shape[0], one.a.shape[1])
-            if name not in self._shapes or self._shapes[name][1] != shape:
+            if name not in self.shapes or self.shapes[name][1] != shape:
                 return f"it changes {name!r} of shape {list(shape)}"
         return None
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -162,9 +163,7 @@ def grouped_attention(
         )
         return out
     query_BHGD = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
-    mixed_BHGD = torch.nn.functional.scaled_dot_product_attention(
-        query_BHGD, key, value, attn_mask=attention_mask, scale=scaling
-    )
+    mixed_BHGD = scaled_dot_product_attention(query_BHGD, key, value, attn_mask=attention_mask, scale=scaling)
     return mixed_BHGD.reshape(rows, 1, heads, value.shape[3]), None
 
 

@@ -89,10 +89,9 @@ def unstopped_turn(stopping: Stopping, renderer: PromptRenderer, prompts: Iterab
     plain = [tokenizer.decode(ids, skip_special_tokens=True) for ids in encoded]
     # A model may write more before the token that ends it, if the template does so in every turn, as Command-R's. What
     # stands at the end of a conversation alone, as in Phi-3's, is no part of a turn, and gpt-oss's have another end.
-    in_all = (
-        stopping.ids & {*ids} or stopping.before_string(text) != text for ids, text in zip(encoded, plain, strict=True)
-    )
-    if all(in_all) or encoded[0][0] in stopping.ids or plain[0].startswith(stopping.strings):
+    pairs = zip(encoded, plain, strict=True)
+    ends_all = all(stopping.ids & {*ids} or stopping.before_string(text) != text for ids, text in pairs)
+    if ends_all or encoded[0][0] in stopping.ids or plain[0].startswith(stopping.strings):
         return ""
     after, ids = texts[0], encoded[0]
     added = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}

@@ -108,13 +108,8 @@ class TransformersEngine:
                 'by one: this engine cannot reload such models, use search.engine = "vllm". If only the tied head is '
                 "there, load the model with transformers and save it again"
             )
-        self._acceptance = Acceptance(
-            self._shapes,
-            copies=copies,
-            vocabulary=int(config.vocab_size),
-            tolerance=canary_tolerance,
-            routed=routes_or_quantizes(self._model.config.to_dict()),
-        )
+        vocabulary, routed = int(config.vocab_size), routes_or_quantizes(self._model.config.to_dict())
+        self._acceptance = Acceptance(self._shapes, vocabulary, canary_tolerance, copies, routed)
         self.weights_version = 0
         # Whose files the weights are from: at the start, the model's.
         self._served = Snapshot(directory, Manifest("", 0, 0, 0.0, {}, Canary([], [])), weight_files(directory))
@@ -128,7 +123,6 @@ class TransformersEngine:
         return len(self._queue) + len(self._rows)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises EngineError if the prompt does not fit the model's context."""
         request = fit_request(request, vocabulary=self._acceptance.vocabulary, context=self._context)
         seed = request.sampling.seed
         generator = self._generator if seed is None else np.random.Generator(np.random.Philox(seed))
@@ -150,10 +144,9 @@ class TransformersEngine:
         self._acceptance.check(snapshot)
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        """Replace the weights by a verified snapshot's, check it on the canary, and continue from there.
+        """No step runs between copy and canary, so requests in flight never use refused weights.
 
-        All or nothing, as the protocol requires: no step runs between the copy and the canary, so requests in flight
-        never use refused weights. Their KV cache keeps what older weights computed.
+        Their KV cache keeps what older weights computed.
         """
         self._acceptance.check(snapshot)
         if stale := self._unaccounted():
@@ -175,15 +168,12 @@ class TransformersEngine:
         self._acceptance.uncalibrated = False
         return report
 
-    def _targets(self) -> dict[str, torch.Tensor]:
-        """The tensors that a snapshot overwrites, by name in its files. A tied head is not one: it is the embedding."""
-        state: dict[str, torch.Tensor] = self._model.state_dict()
-        return {name: state[self._names[name]] for name in self._shapes}
-
     def _exchange(self, snapshot: Snapshot) -> LoadReport:
         """Copy a snapshot's weights and check them. Restores those that serve after any error."""
         times = [time.perf_counter()]
-        targets = self._targets()
+        state = self._model.state_dict()
+        # The tensors that it overwrites, by name in its files. A tied head is not one: it is the embedding.
+        targets = {name: state[self._names[name]] for name in self._shapes}
         values = _read(snapshot)
         calibrate = self._acceptance.uncalibrated and (
             self._acceptance.routed
@@ -284,7 +274,6 @@ class TransformersEngine:
             row.runs[-1][1] += 1
 
     def _retire(self) -> list[Generation]:
-        """Remove the finished rows from the batch."""
         reasons = {number: reason for number, row in enumerate(self._rows) if (reason := self._stop_reason(row))}
         finished = [_generation(self._rows[number], reason) for number, reason in reasons.items()]
         if finished:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
@@ -39,15 +39,8 @@ from tba.searcher.evaluation import measure
 from tba.searcher.pipeline import Exploration, GenerationStage, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.scoring.scoring import storable
-from tba.searcher.tasks.task import (
-    Prompt,
-    check_answers,
-    check_rendering,
-    fingerprint,
-    has_environment,
-    least_reward_for,
-    name_of,
-)
+from tba.searcher.tasks import task as tasks
+from tba.searcher.tasks.task import Prompt
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.searcher.weights.fetch import Progress
 
@@ -88,10 +81,10 @@ def read_subject(config: Config) -> Subject:
     prompts = list({prompt.key: prompt for prompt in task.held_out()}.values())
     if not prompts:
         raise TaskError(f"task {task.name} has no held-out prompts: set task.test")
-    check_answers(task)
-    check_rendering(task, prompts, renderer, context_of(config))
+    tasks.check_answers(task)
+    tasks.check_rendering(task, prompts, renderer, context_of(config))
     scoring = _OF_CLASSIFIER | (_OF_SERVER if config.reward_model.url else set())
-    plays = any(has_environment(task, prompt) for prompt in prompts)
+    plays = any(tasks.has_environment(task, prompt) for prompt in prompts)
     # What changes no number must not have a curve of evaluations repeated.
     settings = {
         "task": config.task.model_dump(mode="json", exclude=_NOT_SCORING),
@@ -103,7 +96,7 @@ def read_subject(config: Config) -> Subject:
         "seed": config.run.seed,
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    prompt_set = fingerprint(prompts, renderer.settings(prompts))
+    prompt_set = tasks.fingerprint(prompts, renderer.settings(prompts))
     return Subject(loaded, prompts, prompt_set[:_HASH_DIGITS], digest[:_HASH_DIGITS])
 
 
@@ -112,31 +105,22 @@ _WAIT_SECONDS = 1.0
 _STORED_BYTES = 8 << 20
 
 
-class Question(NamedTuple):
-    """A request for one answer to the prompt with this key."""
-
-    key: str
-    sampling: SamplingSettings
+# A request for one answer to the prompt with this key.
+Question = tuple[str, SamplingSettings]
 
 
 class Answering:
     """Asks the same questions of one snapshot after the other. Responses that are cut off are scored as they are."""
 
     def __init__(
-        self,
-        config: Config,
-        loaded: LoadedTask,
-        prompts: Sequence[Prompt],
-        engine: Engine,
-        rewards: Rewards,
-        questions: Sequence[Question],
+        self, config: Config, subject: Subject, engine: Engine, rewards: Rewards, questions: Sequence[Question]
     ) -> None:
-        task, renderer, stopping = loaded
+        task, renderer, stopping = subject.loaded
         self._task, self.engine, self.questions = task, engine, questions
         # The lease of a visit is the number of its question, from 1 on.
-        self._visits = [Visit(lease=n, epoch=0, prompt_key=one.key) for n, one in enumerate(questions, 1)]
+        self._visits = [Visit(lease=n, epoch=0, prompt_key=key) for n, (key, _) in enumerate(questions, 1)]
         self._generation = GenerationStage(
-            engine, task, prompts, renderer, lambda visit, _: questions[visit.lease - 1].sampling, samples=1
+            engine, subject.loaded, subject.prompts, lambda visit, _: questions[visit.lease - 1][1], samples=1
         )
         limits, version = Limits.of(config), lambda: engine.weights_version
         episodes = Episodes(self._generation.ask, rewards, renderer, stopping, limits, version)
@@ -160,7 +144,7 @@ class Answering:
                 (row,) = group.done
                 if row.error is not None:
                     # Where every reward is negative, 0 would be better than any answer.
-                    row = replace(row, reward=least_reward_for(self._task, group.prompt), reward_parts={})
+                    row = replace(row, reward=tasks.least_reward(self._task, group.prompt), reward_parts={})
                 rows[row.lease] = row
             if not go_on(len(rows)):
                 return None
@@ -233,22 +217,33 @@ class Evaluator:
         measured = None if answers is None else self._measure(answers, lambda: report(doing, total, total))
         if answers is None or measured is None:
             return None
-        row = self._row(manifest, measured, time.monotonic() - started)
-        prompts = self.subject.prompts
-        renderer = self.subject.loaded.renderer
+        prompts, renderer = self.subject.prompts, self.subject.loaded.renderer
         texts = [renderer.text(prompt) for prompt in prompts[: self.config.eval.stored_responses]]
-        return row | {"responses": for_storage(texts, prompts, answers)}
+        return {
+            "run": manifest.run,
+            "version": manifest.version,
+            "step": manifest.step,
+            "prompts": len(prompts),
+            "prompt_set": self.subject.prompt_set,
+            "settings": self.subject.settings,
+            "evaluated_at": time.time(),
+            "seconds": time.monotonic() - started,
+            **measured.metrics,
+            **({"not_measured": measured.not_measured} if measured.not_measured else {}),
+            "intervals": {name: list(ends) for name, ends in measured.intervals.items()},
+            "responses": for_storage(texts, prompts, answers),
+        }
 
     def _measure(self, answers: Sequence[Trajectory], go_on: Callable[[], bool]) -> measure.Measured | None:
         prompts, samples = len(self.subject.prompts), self.config.eval.samples
         measured = measure.Measured(self.config.run.seed)
-        names = [name_of(self.subject.loaded.task, prompt) for prompt in self.subject.prompts]
-        tasks = names if len(set(names)) > 1 else ()
-        measure.measure_greedy(measured, answers[:prompts], tasks)
+        names = [tasks.name_of(self.subject.loaded.task, prompt) for prompt in self.subject.prompts]
+        labels = names if len(set(names)) > 1 else ()
+        measure.measure_greedy(measured, answers[:prompts], labels)
         if not samples:
             return measured
         groups = [answers[start : start + samples] for start in range(prompts, len(answers), samples)]
-        measure.measure_sampled(measured, groups, tasks)
+        measure.measure_sampled(measured, groups, labels)
         if self.references is not None:
             found: list[float | None] = []
             for start in range(prompts, len(answers), _REFERENCE_ROWS):
@@ -258,34 +253,19 @@ class Evaluator:
             references = [found[start : start + samples] for start in range(0, len(found), samples)]
             measure.measure_divergence(measured, groups, references)
         if self.embed is not None:
-            measure.measure_diversity(measured, groups, self.embed, tasks=tasks, go_on=go_on)
+            measure.measure_diversity(measured, groups, self.embed, tasks=labels, go_on=go_on)
         return measured if go_on() else None
-
-    def _row(self, manifest: Manifest, measured: measure.Measured, seconds: float) -> Row:
-        return {
-            "run": manifest.run,
-            "version": manifest.version,
-            "step": manifest.step,
-            "prompts": len(self.subject.prompts),
-            "prompt_set": self.subject.prompt_set,
-            "settings": self.subject.settings,
-            "evaluated_at": time.time(),
-            "seconds": seconds,
-            **measured.metrics,
-            **({"not_measured": measured.not_measured} if measured.not_measured else {}),
-            "intervals": {name: list(ends) for name, ends in measured.intervals.items()},
-        }
 
 
 def questions(config: Config, subject: Subject) -> list[Question]:
     """Return the greedy question of every prompt, then `eval.samples` sampled ones of each."""
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=config.search.max_tokens)
-    asked = [Question(prompt.key, greedy) for prompt in subject.prompts]
+    asked = [(prompt.key, greedy) for prompt in subject.prompts]
     sampled = {"temperature": config.eval.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     exploration = Exploration(config.search.model_copy(update=sampled), run_seed=config.run.seed, searcher="eval")
     for prompt in subject.prompts:
         visit = Visit(lease=NO_VISIT, epoch=_EPOCH, prompt_key=prompt.key)
-        asked += [Question(prompt.key, exploration.settings(visit, n)) for n in range(config.eval.samples)]
+        asked += [(prompt.key, exploration.settings(visit, n)) for n in range(config.eval.samples)]
     return asked
 
 
@@ -308,7 +288,7 @@ def open_evaluator(
     task, renderer, stopping = subject.loaded
     with contextlib.ExitStack() as ending:
         own = node_pair(config.security.keys)
-        assembler = SnapshotAssembler(weights_directory(config), "auto", SystemClock(), progress, own)
+        assembler = SnapshotAssembler(weights_directory(config), "auto", SystemClock(), progress or Progress(), own)
         ending.callback(assembler.remove_created)
         # Before the engine, as `WorkerPool` says.
         rewards = make_rewards(config, task, device, stop)
@@ -327,7 +307,7 @@ def open_evaluator(
             from tba.searcher.evaluation.models import SentenceEncoder
 
             embed = SentenceEncoder(config.eval.embedder, device=device).embed
-        answering = Answering(config, subject.loaded, subject.prompts, engine, rewards, questions(config, subject))
+        answering = Answering(config, subject, engine, rewards, questions(config, subject))
         yield Evaluator(config, subject, answering, references, embed, serving), assembler
 
 
@@ -410,7 +390,5 @@ def unless_deleted(assembler: SnapshotAssembler, path: Path) -> tuple[Snapshot, 
 
 def ref_of(path: Path) -> WeightsRef:
     """Return the announcement of a snapshot on this machine."""
-    manifest = read(path).manifest
-    return WeightsRef(
-        version=manifest.version, step=manifest.step, path=str(path), manifest_sha256=sha256_of(path / MANIFEST)
-    )
+    manifest, digest = read(path).manifest, sha256_of(path / MANIFEST)
+    return WeightsRef(version=manifest.version, step=manifest.step, path=str(path), manifest_sha256=digest)

@@ -31,9 +31,7 @@ _CONFIDENCE = 0.95
 # Its quantile of the normal distribution.
 _QUANTILE = 1.959964
 # Shares, whose values can be nothing but 0 or 1 where there is one answer to a prompt and no partial credit.
-_SHARE = re.compile(
-    rf"(sampled_)?(accuracy|accuracy_of_.*|pass_at_.*|unfinished|failed|stopped_.*|reward_part_{CORRECT})"
-)
+_SHARE = re.compile(rf"(sampled_)?(accuracy(_of_.*)?|pass_at_.*|unfinished|failed|stopped_.*|reward_part_{CORRECT})")
 _CUT_OFF = (STOP_LENGTH, *CUT_OFF)
 
 # The embeddings [n, E] of some texts.

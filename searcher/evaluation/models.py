@@ -77,9 +77,8 @@ class ReferenceModel:
         attention_NT = (torch.arange(tokens_NT.shape[1], device=self._device) < lengths_N1).long()
         self._rotation.forget(self._model)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
-            hidden_NTH = self._model.base_model(
-                input_ids=tokens_NT, attention_mask=attention_NT, use_cache=False
-            ).last_hidden_state
+            output = self._model.base_model(input_ids=tokens_NT, attention_mask=attention_NT, use_cache=False)
+            hidden_NTH = output.last_hidden_state
             return [self._sum(row, hidden_NTH[n], tokens_NT[n]) for n, row in enumerate(rows)]
 
     def _sum(self, row: TokenSequence, hidden_TH: Tensor, tokens_T: Tensor) -> float:

@@ -19,7 +19,7 @@ import math
 import random
 import sys
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import httpx2
 
@@ -87,7 +87,7 @@ class JsonClient:
         except TimeoutError:
             raise HttpUnavailable(f"{self.url}{route}: nothing usable within {seconds:g} s: {reason}") from None
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self._client.aclose()
 
     async def _post_once(self, route: str, content: bytes) -> dict[str, Any]:
@@ -126,23 +126,16 @@ def _quoted(text: bytes) -> str:
     return " ".join(shown[:_QUOTED_CHARACTERS].split()) or "no text"
 
 
-class HttpModel:
-    """The classifier at `url`. `key` is its API key. It belongs to one event loop."""
+class HttpModel(JsonClient):
+    """The classifier at `url`. `key` is its API key."""
 
     def __init__(self, config: RewardModelSection, key: str) -> None:
+        super().__init__(config.url, key=key, connections=config.concurrency)
         self._config = config
-        self._client = JsonClient(config.url, key=key, connections=config.concurrency)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
 
     async def score(self, prompt: Prompt, response: str, *, seconds: float) -> float:
         """Return the logit of a pair. Raises HttpRefused, HttpUnavailable, ValueError for a pair without a text."""
-        reply = await self._client.post(_ROUTES[self._config.api], self._body(prompt, response), seconds=seconds)
-        return self._read(reply)
+        return self._score_in(await self.post(_ROUTES[self._config.api], self._body(prompt, response), seconds=seconds))
 
     def _body(self, prompt: Prompt, response: str) -> dict[str, Any]:
         config = self._config
@@ -160,7 +153,7 @@ class HttpModel:
             return body | {"text_1": prompt.text, "text_2": response}
         return body | {"input": prompt.text + response}
 
-    def _read(self, reply: dict[str, Any]) -> float:
+    def _score_in(self, reply: dict[str, Any]) -> float:
         key = {"classify": "probs", "pooling": "data", "score": "score"}[self._config.api]
         try:
             (item,) = reply["data"]
@@ -171,17 +164,13 @@ class HttpModel:
             ) from None
         values = found if isinstance(found, list) else [found]
         if len(values) != 1:
-            raise HttpRefused(
-                f"{self._config.url} answered with {len(values)} labels: a reward needs a classifier with one"
-            )
+            raise HttpRefused(f"{self._config.url} gave {len(values)} labels: a reward needs a classifier with one")
         score = math.nan
         # OverflowError: an integer of hundreds of digits.
         with contextlib.suppress(TypeError, OverflowError):
             score = math.nan if isinstance(values[0], bool | str) else float(values[0])
         if not math.isfinite(score):
-            raise HttpRefused(
-                f"{self._config.url} answered with the score {str(values[0])[:40]!r}: not a finite number"
-            )
+            raise HttpRefused(f"{self._config.url} gave the score {str(values[0])[:40]!r}: not a finite number")
         return score
 
 

@@ -125,7 +125,6 @@ class Rewards:
 
     @property
     def timeouts(self) -> int:
-        """How many rewards took too long."""
         return sum(pool.timeouts for pool in self._pools)
 
     def submit(self, ticket: int, prompt: Prompt, text: str, finished: bool) -> None:

@@ -27,22 +27,8 @@ from tba.common.log import configure, get_logger
 from tba.common.rendering import message_of
 from tba.common.system.process import SAFE_PATH
 from tba.common.wire.fields import MAX_REWARD_PARTS, ErrorKind
-from tba.searcher.scoring.scoring import (
-    Call,
-    Item,
-    Outcome,
-    Scored,
-    checked_numbers,
-    checked_score,
-    described,
-    digest,
-    event_loop,
-    failed,
-    origin_of,
-    score,
-    storable,
-    timed_out,
-)
+from tba.searcher.scoring import scoring
+from tba.searcher.scoring.scoring import Call, Item, Outcome, Scored
 from tba.searcher.scoring.worker_pool import LOAD_SECONDS, Connection, PoolSettings, Result, WorkerPool
 from tba.searcher.tasks import load_task
 from tba.searcher.tasks.task import Prompt, Reward, Task, Turn, has_environment, is_random, name_of, scores_concurrently
@@ -69,7 +55,7 @@ class _Failed(Exception):
 
     def __init__(self, origin: str, reason: str, kind: ErrorKind) -> None:
         super().__init__(reason)
-        self.outcome: Outcome = None, failed(reason, origin)[1], kind
+        self.outcome: Outcome = None, scoring.failed(reason, origin)[1], kind
 
 
 class Player:
@@ -111,13 +97,13 @@ class Player:
         # Attributes are looked up in the call: an environment may lack a method.
         if not asked.close and ticket not in self._held:
             if replies and is_random(self._task, prompt):
-                raise _Failed(origin_of(self._task, prompt, "step()"), _RANDOM, "worker")
+                raise _Failed(scoring.origin_of(self._task, prompt, "step()"), _RANDOM, "worker")
             self._held[ticket] = prompt, await call("environment()", lambda: self._task.environment(prompt))
             answer = await call("reset()", lambda: self._held[ticket][1].reset(prompt))
         for number, reply in enumerate(replies):
-            if asked.told and digest(answer) != asked.told[number]:
+            if asked.told and scoring.digest(answer) != asked.told[number]:
                 method = "step()" if number else "reset()"
-                raise _Failed(origin_of(self._task, prompt, method), _DIFFERENT, "environment")
+                raise _Failed(scoring.origin_of(self._task, prompt, method), _DIFFERENT, "environment")
             answer = await call("step()", lambda: self._held[ticket][1].step(*reply))  # noqa: B023
         if asked.close or asked.last or answer.done:
             await self._close(ticket)
@@ -130,7 +116,7 @@ class Player:
 
     async def _call(self, ticket: int, prompt: Prompt, method: str, function: Callable[[], Any]) -> Any:
         """Call a method of an environment, or without a name `score`, and check what it returns. Raises _Failed."""
-        origin = origin_of(self._task, prompt, method)
+        origin = scoring.origin_of(self._task, prompt, method)
         self._begin(ticket, origin, awaits=False)
         end = time.monotonic() + self._seconds
         try:
@@ -148,16 +134,15 @@ class Player:
             if isinstance(error, MemoryError):
                 self._reserve.clear()
             kind: ErrorKind = "turn_timeout" if method else "reward_timeout"
-            reason = timed_out(self._seconds)
+            reason = scoring.timed_out(self._seconds)
             if time.monotonic() <= end:
                 kind = "environment" if method else "reward"
-                reason = described(error, self._task, prompt, method, self._memory_mib)
+                reason = scoring.described(error, self._task, prompt, method, self._memory_mib)
             self._out_of_memory |= bool(method) and isinstance(error, MemoryError)
             raise _Failed(origin, reason, kind) from error
 
 
 def _turn_of(reward: Reward) -> Turn:
-    """Return a score as the only turn of its episode."""
     return Turn((), reward.total, True, reward.parts)
 
 
@@ -174,13 +159,13 @@ def _checked(turn: Any) -> Turn:
     size = sum(len(text.encode()) for message in messages for text in (message[2:] or message))
     if size > MAX_ANSWER_BYTES:
         raise ValueError(f"an answer of {size:,} bytes, and at most {MAX_ANSWER_BYTES:,} are possible")
-    reward = checked_numbers(turn.reward, turn.parts, MAX_REWARD_PARTS)
+    reward = scoring.checked_numbers(turn.reward, turn.parts, MAX_REWARD_PARTS)
     # In one order, so that an answer which is repeated has the same digest.
     return Turn(messages, reward.total, bool(turn.done), dict(sorted(reward.parts.items())))
 
 
 _CHECKS: dict[str, Callable[[Any], Turn]] = {
-    "": lambda reward: _turn_of(checked_score(reward)),
+    "": lambda reward: _turn_of(scoring.checked_score(reward)),
     "reset()": lambda messages: _checked(Turn(messages)),
     "step()": _checked,
 }
@@ -215,9 +200,9 @@ class TaskScorer(WorkerPool):
             super().submit(item)
             return
         if item.call is None:
-            outcome = _outcome(*score(self._task, item.prompt, item.text, item.finished))
+            outcome = _outcome(*scoring.score(self._task, item.prompt, item.text, item.finished))
         else:
-            outcome = event_loop().run(self._player.answer(*item.message(held=bool(self.told[item.ticket]))))
+            outcome = scoring.event_loop().run(self._player.answer(*item.message(held=bool(self.told[item.ticket]))))
         self._scored.append(self._scored_by(item, *outcome))
 
     def done(self) -> list[Scored]:
@@ -244,7 +229,7 @@ class TaskScorer(WorkerPool):
         log.warning("response not scored", task=name, prompt=item.prompt.key, reason=result.error)
         what = "reward" if item.call is None else "environment"
         late_kind: ErrorKind = "reward_timeout" if item.call is None else "turn_timeout"
-        error = failed(result.error, result.doing or f"{what} of {name}")[1]
+        error = scoring.failed(result.error, result.doing or f"{what} of {name}")[1]
         return None, error, late_kind if result.late else "worker"
 
     def _scored_by(self, item: Item, turn: Turn | None, error: str | None, kind: ErrorKind | None) -> Scored:
@@ -257,7 +242,7 @@ class TaskScorer(WorkerPool):
             del self.told[item.ticket]
             self.release(item.ticket)
         else:
-            self.told[item.ticket].append(digest(turn))
+            self.told[item.ticket].append(scoring.digest(turn))
         if turn is not None:
             # Lists, if they come from a worker.
             messages: Any = tuple(map(tuple, turn.messages))
@@ -278,7 +263,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (config.reward_memory_mib << 20, config.reward_memory_mib << 20))
         task = _load(config)
     except TbaError as refusal:
-        connection.send(["refused", f"in a reward worker: {storable(str(refusal))}"])
+        connection.send(["refused", f"in a reward worker: {scoring.storable(str(refusal))}"])
         sys.exit(1)
     worker = _Worker(connection, task, config)
     connection.send(["ready"])
@@ -304,7 +289,7 @@ class _Worker(Player):
     def score_in_order(self, batch: Sequence[Any]) -> None:
         """Score one response after the other, without an event loop, so that a scorer may run its own."""
         for ticket, fields, response, finished in batch:
-            reward, error = score(self._task, Prompt(*fields), response, finished, self._memory_mib)
+            reward, error = scoring.score(self._task, Prompt(*fields), response, finished, self._memory_mib)
             self._send(["results", [[ticket, _outcome(reward, error), None]]])
 
     async def answer_together(self) -> None:

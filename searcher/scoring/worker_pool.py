@@ -141,9 +141,8 @@ class Worker:
         """How the process ended; None while it runs."""
         if (code := self.process.poll()) is None:
             return None
-        return (
-            f"the worker was killed by {signal_name(-code)}" if code < 0 else f"the worker died with exit code {code}"
-        )
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"died with exit code {code}"
+        return f"the worker {how}"
 
     def kill(self) -> None:
         """Kill the worker and the programs it started, except those that made a session of their own."""
@@ -240,7 +239,6 @@ class WorkerPool:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker has loaded."""
         return any(worker.ready for worker in self.workers)
 
     def submit(self, item: Item) -> None:
@@ -267,7 +265,6 @@ class WorkerPool:
         return results
 
     def close(self) -> None:
-        """End the workers and the programs they started."""
         for worker in self.workers:
             worker.kill()
         self.workers = []

@@ -52,9 +52,7 @@ class MixtureTask:
         if odd := [label for label in labels if not _LABEL.fullmatch(label)]:
             raise TaskError(f"task.mixture: {odd[0]!r} is not a label: set `label` to letters, digits, _ and -")
         if repeated := [label for label, count in Counter(labels).items() if count > 1]:
-            raise TaskError(
-                f"task.mixture has two tasks with the label {repeated[0]}: give one of them another `label`"
-            )
+            raise TaskError(f"task.mixture has two tasks with the label {repeated[0]}: give one another `label`")
         self.tasks = tasks = dict(zip(labels, (task for _, task, _ in parts), strict=True))
         self.least_reward = min(map(least_reward, tasks.values()))
         self.random = any(map(is_random, tasks.values()))
@@ -85,7 +83,6 @@ class MixtureTask:
         return prompt.key.partition(":")[0].partition("~")[0]
 
     def check(self) -> None:
-        """Raise TaskError if prompts of a task cannot be scored."""
         for task in self.tasks.values():
             check_answers(task)
 
@@ -128,7 +125,6 @@ def _interleaved(lists: Sequence[Sequence[Prompt]]) -> list[Prompt]:
 
 
 def _own(prompt: Prompt) -> Prompt:
-    """Return the prompt as its task made it."""
     return replace(prompt, key=prompt.key.partition(":")[2])
 
 

@@ -187,24 +187,18 @@ class LimitedTask:
         if not has_environment(self._task, prompt):
             return prompt
         if prompt.ids:
-            raise TaskError(
-                f"task {self.name}: the prompt {prompt.key!r} has token ids, and an environment: use a text"
-            )
+            raise TaskError(f"task {self.name}: the prompt {prompt.key!r} has token ids and an environment: use a text")
         return replace(prompt, messages=[("user", prompt.text)]) if prompt.text and not prompt.messages else prompt
 
 
-def least_reward(task: Task) -> float:
-    """Return the lowest reward that a task gives. Raises TaskError if it states something else than a number."""
+def least_reward(task: Task, prompt: Prompt | None = None) -> float:
+    """Return the lowest reward that a task gives, or a mixture for a prompt. Raises TaskError if it is no number."""
+    task = task if prompt is None else _tasks_of(task, prompt)[0]
     least = getattr(task, "least_reward", 0.0)
     try:
         return float(least)
     except (TypeError, ValueError):
         raise TaskError(f"task {task.name}: least_reward is {least!r}: state a number") from None
-
-
-def least_reward_for(task: Task, prompt: Prompt) -> float:
-    """Return the lowest reward of a response to a prompt: in a mixture, that of the prompt's task."""
-    return least_reward(_tasks_of(task, prompt)[0])
 
 
 def name_of(task: Task, prompt: Prompt) -> str:

@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -28,20 +28,8 @@ from tba.common.log import get_logger
 from tba.common.run_snapshots import MEMORY
 from tba.common.system.durable import copy_file, link_or_copy
 from tba.common.weights import delta, node_store
-from tba.common.weights.snapshot import (
-    DELTA,
-    MANIFEST,
-    FileEntry,
-    Snapshot,
-    SnapshotKey,
-    check_file,
-    check_hash,
-    check_manifest,
-    check_size,
-    directory_name,
-    read,
-    read_error,
-)
+from tba.common.weights import snapshot as snapshots
+from tba.common.weights.snapshot import DELTA, MANIFEST, FileEntry, Snapshot, SnapshotKey, directory_name
 from tba.common.weights.tensor_file import map_tensors
 from tba.common.wire.keys import KeyPair
 from tba.common.wire.messages import WeightsRef
@@ -90,12 +78,12 @@ class NodeCache:
 
         The files that an adapter shares with its base are checked with the base, or each would cost a hash of them all.
         """
-        check_manifest(path, key.manifest_sha256)
-        manifest = read(path).manifest
+        snapshots.check_manifest(path, key.manifest_sha256)
+        manifest = snapshots.read(path).manifest
         files = {**manifest.files, **manifest.model_files}
         if trust and node_store.is_verified(path, key.manifest_sha256):
             for name, entry in files.items():
-                check_size(path / name, entry)
+                snapshots.check_size(path / name, entry)
             return
         base = self.find(manifest.base_key, trust=trust) if manifest.base_key else None
         try:
@@ -103,7 +91,7 @@ class NodeCache:
                 with contextlib.suppress(OSError):
                     if base is not None and (base.path / name).samefile(path / name):
                         continue
-                check_file(path / name, entry)
+                snapshots.check_file(path / name, entry)
         finally:
             if base is not None:
                 base.release()
@@ -132,7 +120,7 @@ class NodeCache:
         try:
             # A renamed directory stays locked as long as it is in use: waiting for that could take hours.
             while node_store.is_named(descriptor, part) and not node_store.try_lock(descriptor):
-                self._progress.report(f"waiting for another searcher of this node to get {key.name.split('-')[0]}")
+                self._progress.report(f"waiting for another searcher of this node to get v{key.version:08d}")
                 self._progress.check(part.name)
                 time.sleep(_POLL_SECONDS)
             self._progress.report("")
@@ -153,12 +141,9 @@ class NodeCache:
         # By age, not by version: another run of this name may have had higher versions.
         finished = sorted(self.directory.glob(node_store.SNAPSHOT), key=node_store.modified_at)
         newest = node_store.modified_at(finished[-1]) if finished else 0.0
-        parts = [
-            path
-            for path in self.directory.glob(f".{node_store.SNAPSHOT}.part")
-            if node_store.modified_at(path) < newest
-        ]
-        for path in [*finished[:-_KEPT], *parts]:
+        parts = self.directory.glob(f".{node_store.SNAPSHOT}.part")
+        abandoned = [path for path in parts if node_store.modified_at(path) < newest]
+        for path in [*finished[:-_KEPT], *abandoned]:
             node_store.delete(path)
         for rest in self.directory.glob(node_store.DELETED):
             shutil.rmtree(rest, ignore_errors=True)
@@ -190,7 +175,7 @@ class _Trainer:
         try:
             reason = link_or_copy(source, target)
         except OSError as error:
-            raise read_error(
+            raise snapshots.read_error(
                 error,
                 f"{source}: {error.strerror}: already deleted, or not on this machine: searchers on others need "
                 "a shared file system, or train.serve_snapshots in the trainer's configuration",
@@ -206,24 +191,20 @@ class _Trainer:
 Source = Nodes | _Trainer
 
 
+@dataclass(eq=False)
 class SnapshotAssembler:
     """Complete snapshots in the cache of this node. Used by one thread. `own` is the key pair of the node, if any."""
 
-    def __init__(
-        self,
-        directory: Path,
-        weights_from: Literal["auto", "path", "trainer"],
-        clock: Clock,
-        progress: Progress | None = None,
-        own: KeyPair | None = None,
-    ) -> None:
-        self._own = own
-        self._progress = progress or Progress()
-        self._cache = NodeCache(directory, self._progress)
-        self._weights_from = weights_from
-        self._clock = clock
-        # The base of the newest adapters.
-        self._base: node_store.PinnedSnapshot | None = None
+    directory: Path
+    weights_from: Literal["auto", "path", "trainer"]
+    clock: Clock
+    progress: Progress = field(default_factory=Progress)
+    own: KeyPair | None = None
+    # The base of the newest adapters.
+    _base: node_store.PinnedSnapshot | None = None
+
+    def __post_init__(self) -> None:
+        self._cache = NodeCache(self.directory, self.progress)
 
     def assemble(
         self, ref: WeightsRef, *, refresh: bool = False, nodes: Sequence[str] = ()
@@ -238,10 +219,8 @@ class SnapshotAssembler:
             try:
                 pinned = self._complete(source, SnapshotKey(ref.version, ref.manifest_sha256), refresh=refresh)
             except OSError as error:
-                raise SnapshotError(
-                    f"v{ref.version} cannot be assembled in {self._cache.directory}: {error}"
-                ) from error
-        snapshot = read(pinned.path)
+                raise SnapshotError(f"v{ref.version} cannot be assembled in {self.directory}: {error}") from error
+        snapshot = snapshots.read(pinned.path)
         base = snapshot.manifest.base_key
         # Absent if another searcher of the node has assembled this snapshot.
         if base is not None and (kept := node_store.pin_path(self._cache.directory / base.name)) is not None:
@@ -264,7 +243,7 @@ class SnapshotAssembler:
     @contextlib.contextmanager
     def _open_source(self, ref: WeightsRef, nodes: Sequence[str]) -> Iterator[Source]:
         """The source of an announced snapshot and of its ancestors. Raises SnapshotError if there is none."""
-        path, way = Path(ref.path), self._weights_from
+        path, way = Path(ref.path), self.weights_from
         if way == "path" or (way == "auto" and ((path / MANIFEST).is_file() or not ref.address)):
             with contextlib.ExitStack() as held:
                 # A trainer on this machine writes to the files of old snapshots again, unless they are held.
@@ -273,7 +252,7 @@ class SnapshotAssembler:
                     held.callback(pinned.release)
                 yield _Trainer(path)
         elif ref.address:
-            with contextlib.closing(Nodes([*nodes], ref.address, self._clock, self._progress, self._own)) as fetched:
+            with contextlib.closing(Nodes([*nodes], ref.address, self.clock, self.progress, self.own)) as fetched:
                 yield fetched
         else:
             raise SnapshotError(
@@ -341,7 +320,7 @@ class SnapshotAssembler:
         assert manifest.base_key is not None
         base = self._base_of(source, manifest.base_key, part, refresh=refresh)
         try:
-            if read(base.path).manifest.files != manifest.complete:
+            if snapshots.read(base.path).manifest.files != manifest.complete:
                 raise SnapshotCorrupt(f"the manifest of v{manifest.version} names other files than its base has")
             # They were verified with the base.
             for name in manifest.complete:
@@ -381,7 +360,7 @@ def _fetch_delta(source: Source, part: Path, change: Snapshot) -> None:
 
 def _patch(base: Path, published: Snapshot, changes: list[Snapshot]) -> None:
     """Write the files of a full snapshot: the base's weights with the deltas of `changes`, and what is unchanged."""
-    before = read(base).manifest.files
+    before = snapshots.read(base).manifest.files
     for name, entry in published.manifest.files.items():
         target = published.path / name
         target.unlink(missing_ok=True)
@@ -396,7 +375,7 @@ def _patch(base: Path, published: Snapshot, changes: list[Snapshot]) -> None:
             tensors = map_tensors(patched, writable=True)
             for change in changes:
                 delta.apply_delta(_unpacked(published.path, change), tensors)
-        check_file(patched, entry)
+        snapshots.check_file(patched, entry)
         patched.rename(target)
 
 
@@ -421,9 +400,9 @@ def _fetch_verified(source: Source, version: int, name: str, target: Path, entry
         try:
             found = source.fetch(version, name, target, entry.bytes)
             if found is None:
-                check_file(target, entry)
+                snapshots.check_file(target, entry)
             else:
-                check_hash(target, found, entry.blake3)
+                snapshots.check_hash(target, found, entry.blake3)
             return
         except SnapshotCorrupt as error:
             if last:
@@ -436,9 +415,9 @@ def _fetch_manifest(source: Source, key: SnapshotKey, directory: Path) -> Snapsh
     """Read the manifest of a snapshot in `directory`, fetched unless it is there. Raises SnapshotError."""
     path = directory / MANIFEST
     try:
-        check_manifest(directory, key.manifest_sha256)
+        snapshots.check_manifest(directory, key.manifest_sha256)
     except SnapshotError:
         path.unlink(missing_ok=True)
         source.fetch(key.version, MANIFEST, path, None)
-        check_manifest(directory, key.manifest_sha256)
-    return read(directory)
+        snapshots.check_manifest(directory, key.manifest_sha256)
+    return snapshots.read(directory)

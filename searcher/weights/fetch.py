@@ -46,6 +46,7 @@ _REPORT_SECONDS = 3.0
 _RETRY_SECONDS = 10.0
 
 
+@dataclass(slots=True)
 class Progress:
     """What the preparing thread waits for, and whether it should stop waiting.
 
@@ -53,12 +54,11 @@ class Progress:
     thread, `go_on` is called while it waits, and False ends the wait.
     """
 
-    def __init__(self) -> None:
-        # Set when another snapshot is wanted, or none at all: then only work that makes progress continues.
-        self.outdated = False
-        # A sentence for people, empty while nothing is waited for.
-        self.waits_for = ""
-        self.go_on: Callable[[], bool] = lambda: True
+    # Set when another snapshot is wanted, or none at all: then only work that makes progress continues.
+    outdated: bool = False
+    # A sentence for people, empty while nothing is waited for.
+    waits_for: str = ""
+    go_on: Callable[[], bool] = lambda: True
 
     def report(self, waits_for: str) -> None:
         """Publish what is waited for; an empty string when the wait is over."""

@@ -16,18 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tba.common import errors
 from tba.common.clock import Clock
 from tba.common.config import Config
-from tba.common.errors import (
-    CanaryMismatch,
-    EngineError,
-    SnapshotError,
-    SnapshotMissing,
-    SnapshotOutdated,
-    SnapshotRefused,
-    TbaError,
-    named,
-)
 from tba.common.log import get_logger
 from tba.common.run_snapshots import weights_directory
 from tba.common.system.background import Background, backoff
@@ -95,7 +86,8 @@ class WeightsFollower:
         self._refused: _Refused | None = None
         # Its files stay pinned: an engine may read them again.
         self._served: Prepared | None = None
-        self.last_load_seconds = 0.0
+        # Of the snapshot that serves.
+        self.last_load_seconds = self.last_prepare_seconds = 0.0
         # Report of the last swap.
         self.report: LoadReport | None = None
         self.refusals = 0
@@ -107,11 +99,6 @@ class WeightsFollower:
     def current(self) -> WeightsRef | None:
         """The snapshot that serves; None before the first."""
         return self._served.ref if self._served else None
-
-    @property
-    def last_prepare_seconds(self) -> float:
-        """How long the preparation of the snapshot that serves took."""
-        return self._served.seconds if self._served else 0.0
 
     @property
     def reason(self) -> str:
@@ -170,9 +157,9 @@ class WeightsFollower:
         if self._prepared is not None:
             self._swap(self._prepared)
         # Another snapshot would not help.
-        elif isinstance(failure, EngineError):
+        elif isinstance(failure, errors.EngineError):
             raise failure
-        elif ref is not None and failure is not None and not isinstance(failure, SnapshotOutdated):
+        elif ref is not None and failure is not None and not isinstance(failure, errors.SnapshotOutdated):
             self._refuse(ref, failure)
 
     def _prepare(self, ref: WeightsRef, *, refresh: bool) -> None:
@@ -193,11 +180,11 @@ class WeightsFollower:
         started = time.perf_counter()
         try:
             self.report = self._engine.load_weights(prepared.snapshot)
-        except SnapshotError as error:
+        except errors.SnapshotError as error:
             prepared.pinned.release()
             self._refuse(prepared.ref, error)
             return
-        self.last_load_seconds = time.perf_counter() - started
+        self.last_load_seconds, self.last_prepare_seconds = time.perf_counter() - started, prepared.seconds
         if self._served is not None:
             self._served.pinned.release()
         self._served, self._refused = prepared, None
@@ -208,10 +195,10 @@ class WeightsFollower:
 
     def _refuse(self, ref: WeightsRef, error: BaseException) -> None:
         # Other errors are of a manifest with invalid values, for example.
-        why = str(error) if isinstance(error, TbaError) else f"v{ref.version}: {named(error)}"
+        why = str(error) if isinstance(error, errors.TbaError) else f"v{ref.version}: {errors.named(error)}"
         attempts = self._refused.attempts + 1 if self._refused and self._refused.ref == ref else 1
         delay = backoff(attempts, _RETRY_SECONDS, _MAX_RETRY_SECONDS)
-        missed = isinstance(error, SnapshotMissing) and attempts == 1 and self._missed < _MOST_MISSED
+        missed = isinstance(error, errors.SnapshotMissing) and attempts == 1 and self._missed < _MOST_MISSED
         self._refused = _Refused(ref, attempts, self._clock.monotonic() + delay, why, missed)
         serving = f"v{self.current.version}" if self.current else "nothing"
         about = {"version": ref.version, "attempt": attempts, "serving": serving}
@@ -221,15 +208,15 @@ class WeightsFollower:
             return
         self.refusals += 1
         log.warning("weights refused", **about, reason=why)
-        self._refused_by_engine = self._refused_by_engine + 1 if isinstance(error, SnapshotRefused) else 0
+        self._refused_by_engine = self._refused_by_engine + 1 if isinstance(error, errors.SnapshotRefused) else 0
         if self._refused_by_engine == _MOST_REFUSED:
             advice = (
                 "If engine and trainer run the same model and settings, raise search.canary_tolerance"
-                if isinstance(error, CanaryMismatch)
+                if isinstance(error, errors.CanaryMismatch)
                 else "Engine and trainer must load the same model directory"
             )
             refused = f"the engine refused {_MOST_REFUSED} snapshots in a row, and serves {serving}"
-            raise EngineError(f"{refused}; the last: {error}. {advice}")
+            raise errors.EngineError(f"{refused}; the last: {error}. {advice}")
 
 
 class FixedWeights(WeightsFollower):
@@ -251,9 +238,7 @@ class FixedWeights(WeightsFollower):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Who samples, and the newest version of the run."""
         return {"policy": self._policy} | ({"newest_version": self._newest.version} if self._newest else {})
 
     def update(self, newest: WeightsRef | None) -> None:
-        """Note the newest snapshot. Loads nothing."""
         self._newest = newest or self._newest

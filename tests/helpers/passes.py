@@ -16,7 +16,7 @@ import torch
 
 from tba.common.system import durable
 from tba.common.weights import snapshot
-from tba.trainer.publishing import weights_files
+from tba.trainer.publishing import snapshot_writer
 
 
 def _size(path: Path, *_: Any) -> int:
@@ -28,7 +28,7 @@ _PRIMITIVES: tuple[tuple[Any, str, str, Callable[..., int]], ...] = (
     (torch.Tensor, "copy_", "copied", lambda target, *_: target.nbytes),
     (torch.Tensor, "float", "widened", lambda tensor: tensor.nbytes),
     (snapshot, "blake3_of", "hashed", _size),
-    (weights_files, "blake3_of_bytes", "hashed", lambda content: content.nbytes),
+    (snapshot_writer, "blake3_of_bytes", "hashed", lambda content: content.nbytes),
     (Path, "write_bytes", "written", lambda _, content: len(content)),
     (os, "copy_file_range", "written", lambda source, *_: os.fstat(source).st_size),
     (durable, "sync", "synced", _size),

@@ -33,7 +33,7 @@ from tba.trainer.distributed import ALONE, Ranks, full_tensor, join
 from tba.trainer.model.adapters import BASE, FACTORS, MERGED, gathered
 from tba.trainer.model.scorer import weights_of
 from tba.trainer.step.build import build, require_memory
-from tba.trainer.step.learner import Learner, Measured
+from tba.trainer.step.learner import Learner
 
 # Reductions of gradients within a node, and their sums over nodes.
 REDUCTIONS: list[int] = []
@@ -102,7 +102,7 @@ def make_learner(ranks: Ranks = ALONE, **settings: Any) -> Learner:
     keys: dict[str, Any] = {
         "double": True,
         "trained_adapters": True,
-        "measured": Measured(entropy=True),
+        "own": {"entropy": True},
         "packing": "auto",
     }
     return trainer.make_learner(ranks, model=model, **keys | settings)

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tba.common.config import Config, LoraSection, ObjectiveSection, TrainSection
+from tba.common.config import Config, LoraSection, ObjectiveSection, ReferenceSection, TrainSection
 from tba.common.config.layers import resolve
 from tba.common.wire import messages
 from tba.common.wire.client import BufferClient
@@ -21,15 +21,14 @@ from tba.tests.helpers.checks import PATIENCE_SECONDS, not_none, wait_until
 from tba.tests.helpers.puts import make_trajectory, put_message
 from tba.trainer.batch.batch import Row, TrainBatch
 from tba.trainer.distributed import ALONE, Ranks
-from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model.adapters import add_adapters
 from tba.trainer.model.packing import packs
-from tba.trainer.model.scorer import to_bfloat16
+from tba.trainer.model.reference import Reference
+from tba.trainer.model.scorer import enable_gradient_checkpointing, to_bfloat16
 from tba.trainer.objectives.from_config import Objective, make_objective
-from tba.trainer.preflight.check import Report
-from tba.trainer.step.build import prepare_models
+from tba.trainer.step.build import make_scorer
 from tba.trainer.step.host_optimizer import take_masters
-from tba.trainer.step.learner import Learner, Measured
+from tba.trainer.step.learner import Learner
 
 # Settings of [train] with which every step has the same learning rate and beta.
 FLAT = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "beta": 0.3, "beta_final": 0.3}
@@ -130,16 +129,19 @@ def learner_of(
     objective_: Objective,
     *,
     ranks: Ranks = ALONE,
-    report: Report | None = None,
-    measured: Measured | None = None,
-    watch: Stopwatch | None = None,
-    **models: Any,
+    autocast: bool = False,
+    packed: bool = False,
+    reference_config: ReferenceSection | None = None,
+    **keys: Any,
 ) -> Learner:
-    """Return a learner of two models; other arguments are those of `prepare_models`."""
-    prepared = prepare_models(
-        policy, reference and (lambda: (reference, models.get("packed", False))), train, ranks=ranks, **models
-    )
-    return Learner(prepared, train, objective_, ranks=ranks, report=report, measured=measured, watch=watch)
+    """Return a learner of two models; other arguments are those of `Learner`."""
+    scorer_of = partial(make_scorer, ranks=ranks, autocast=autocast, packed=packed)
+    if train.gradient_checkpointing:
+        enable_gradient_checkpointing(policy, autocast=autocast)
+    scorer = scorer_of(policy)
+    other = scorer_of(reference.requires_grad_(False)) if reference else scorer
+    settings = reference_config or ReferenceSection()
+    return Learner(scorer, Reference(other, settings, "lineage"), train, objective_, ranks=ranks, **keys)
 
 
 def make_learner(
@@ -153,18 +155,16 @@ def make_learner(
     autocast: bool = False,
     lora: LoraSection | None = None,
     trained_adapters: bool = False,
-    report: Report | None = None,
-    measured: Measured | None = None,
-    watch: Stopwatch | None = None,
     transpose: bool = False,
     reference: Any = None,
+    own: dict[str, Any] | None = None,
     **train: Any,
 ) -> Learner:
     """Return a learner of a tiny model with settings of `tiny_model`, by default in float32 with FLAT settings.
 
     Its reference is the random model of the seed `initial`, so that the KL is not zero, or the policy without its
-    adapters, which change nothing unless they are `trained_adapters`. `keys` and `reference` are those of the sections;
-    `transpose` stores some weights as after a conversion of their files.
+    adapters, which change nothing unless they are `trained_adapters`. `keys` and `reference` are those of the sections,
+    `own` arguments of `Learner`; `transpose` stores some weights as after a conversion of their files.
     """
     settings = {"seed": 0} | (model or {})
     policy, other = tiny_model(**settings), None if lora else tiny_model(**settings | {"seed": initial})
@@ -191,14 +191,12 @@ def make_learner(
         config,
         objective(name, **(keys or {})),
         ranks=ranks,
-        report=report,
-        measured=measured,
-        watch=watch,
         autocast=autocast,
         packed=packed,
-        masters=masters,
+        taken=masters,
         reference_config=reference,
         adapter=lora and {"rank": lora.rank},
+        **(own or {}),
     )
 
 

@@ -24,7 +24,7 @@ BAD_REPLIES = {
     "no json": "returned something other than JSON: no json",
     "[]": "returned something other than a JSON object",
     '{"data": []}': "answered without data[0].probs",
-    '{"data": [{"probs": [1, 2]}]}': "answered with 2 labels",
+    '{"data": [{"probs": [1, 2]}]}': "gave 2 labels",
     '{"data": [{"probs": [NaN]}]}': "score 'nan': not a finite number",
     '{"data": [{"probs": [true]}]}': "score 'True': not a finite number",
     f'{{"data": [{{"probs": [{"9" * 400}]}}]}}': "not a finite number",

@@ -116,7 +116,7 @@ def test_a_check_names_what_is_wrong_with_a_task(checked, tmp_path):
     file.write_text(UNSTEADY)
     code, findings, log = checked(file)
     assert code == 1
-    assert findings["prompts"]["detail"].endswith("1 of these are training prompts too: accuracy would be too high")
+    assert findings["prompts"]["detail"].endswith("1 of these are training prompts: accuracy would be too high")
     assert "training prompts" in findings["same in every process"]["detail"]
     assert "IndexError" in findings["errors"]["detail"]
     assert findings["rewards"]["detail"].startswith("-1 is below least_reward = 0")

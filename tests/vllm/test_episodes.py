@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tba.common.config import Config
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.messages import Visit
+from tba.searcher.build import LoadedTask
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
 from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
@@ -40,8 +41,8 @@ def play(engine: Any, on_step: Any) -> list[Any]:
     task: Any = GuessTask(prompts=3)
     stopping, renderer = Stopping(tokenizer, (), ()), PromptRenderer(tokenizer, config.task)
     rewards = Rewards(task, config.task)
-    exploration = Exploration(config.search, run_seed=0, searcher="s")
-    generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, samples=4)
+    settings = Exploration(config.search, run_seed=0, searcher="s").settings
+    generation = GenerationStage(engine, LoadedTask(task, renderer, stopping), task.prompts(), settings, samples=4)
     episodes = Episodes(
         generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: int(engine.weights_version)
     )

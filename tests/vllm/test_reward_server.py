@@ -1,6 +1,7 @@
 """A reward model behind vLLM's own server: the scores are those of the same classifier here, by all of its routes."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -52,7 +53,7 @@ def url(model, tmp_path_factory):
 
 
 async def scores(url, pairs, seconds=60.0, **keys):
-    async with HttpModel(RewardModelSection(url=url, **keys), "") as model:
+    async with contextlib.aclosing(HttpModel(RewardModelSection(url=url, **keys), "")) as model:
         return [await model.score(Prompt("", prompt), response, seconds=seconds) for prompt, response in pairs]
 
 

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from tba.common.errors import ConfigError, WireError
 from tba.common.wire.messages import Batch
-from tba.common.wire.trajectory import (
-    ARRAY_KINDS,
-    Float32,
-    Int32,
-    UInt8,
-    kept_between,
-    sequence_spans,
-    unpack_arrays,
-)
+from tba.common.wire.trajectory import ARRAY_KINDS, Float32, Int32, UInt8, kept_between, sequence_spans, unpack_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +55,6 @@ class Row:
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
-        """The sequences of the row, as `sequence_spans` returns them."""
         return sequence_spans(self.loss_mask, self.segments)
 
     @property
@@ -111,12 +102,10 @@ class TrainBatch:
 
     @property
     def prompts(self) -> int:
-        """B, the number of prompts."""
         return self.reward_BK.shape[0]
 
     @property
     def samples(self) -> int:
-        """K, the number of samples of each prompt."""
         return self.reward_BK.shape[1]
 
 

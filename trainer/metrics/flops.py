@@ -86,7 +86,6 @@ class Throughput:
         self._attention: int = 6 * config.num_hidden_layers * config.num_attention_heads * width
 
     def flops(self, rows: Sequence[Row]) -> float:
-        """FLOPs of one update on these rows."""
         rows = [one for row in rows for one in row.sequences]
         prompts = [len(ids) for ids in {row.prompt_ids.tobytes(): row.prompt_ids for row in rows}.values()]
         predicted = sum(len(row.response_ids) for row in rows)

@@ -35,39 +35,31 @@ _LOST_SHARE = 0.15
 _MOST = 0.5
 
 
+_ABOVE = {
+    "mismatch_mean": "engine and trainer differ by {mean:.2g} nats per token for the same weights, above {limit:g}: "
+    "one of them computes another model than you think; compare their versions and settings",
+    "mismatch_max": "engine and trainer differ by {mean:.2g} nats at one token for the same weights, above {limit:g}: "
+    "some tokens have another position or mask in one of them; compare their versions and settings",
+    "truncated_fraction": "{mean:.0%} of the ratios are outside the range of the objective, above {limit:.0%}: lower "
+    "train.learning_rate or buffer.max_staleness",
+    "truncated_share": "{mean:.0%} of the responses have no end token, above {limit:.0%}: they are cut off and cannot "
+    "be right; raise search.max_tokens, or see docs/prompts.md for what ends a response",
+}
+
+
 def limits(dtype: str) -> dict[str, tuple[float, int, str]]:
     """By metric, the limits of docs/metrics.md that are a number: the largest healthy mean, the steps that it takes,
     and the sentence about a larger one. `dtype` is `model.dtype`."""
-    mismatch = _BFLOAT16_MISMATCH if dtype == "bfloat16" else _FLOAT32_MISMATCH
+    is_exact = dtype == "float32"
     found = {
         # Exact at the first step, and in an asynchronous run there is no other.
-        "mismatch_mean": (
-            mismatch,
-            1,
-            "engine and trainer differ by {mean:.2g} nats per token for the same weights, above {limit:g}: one of them "
-            "computes another model than you think; compare their versions and settings",
-        ),
-        "mismatch_max": (
-            _FLOAT32_MOST,
-            1,
-            "engine and trainer differ by {mean:.2g} nats at one token for the same weights, above {limit:g}: some "
-            "tokens have another position or mask in one of them; compare their versions and settings",
-        ),
-        "truncated_fraction": (
-            0.2,
-            _FIRST_STEPS,
-            "{mean:.0%} of the ratios are outside the range of the objective, above {limit:.0%}: lower "
-            "train.learning_rate or buffer.max_staleness",
-        ),
-        "truncated_share": (
-            0.05,
-            _FIRST_STEPS,
-            "{mean:.0%} of the responses have no end token, above {limit:.0%}: they are cut off and cannot be right; "
-            "raise search.max_tokens, or see docs/prompts.md for what ends a response",
-        ),
+        "mismatch_mean": (_FLOAT32_MISMATCH if is_exact else _BFLOAT16_MISMATCH, 1),
+        "mismatch_max": (_FLOAT32_MOST, 1),
+        "truncated_fraction": (0.2, _FIRST_STEPS),
+        "truncated_share": (0.05, _FIRST_STEPS),
     }
     # With bfloat16, rounding moves single unlikely tokens by whole nats.
-    return {name: limit for name, limit in found.items() if name != "mismatch_max" or dtype == "float32"}
+    return {name: (*one, _ABOVE[name]) for name, one in found.items() if name != "mismatch_max" or is_exact}
 
 
 @dataclass(slots=True)
@@ -79,7 +71,6 @@ class Smoothed:
     _sum: float = 0.0
 
     def add(self, value: float) -> float:
-        """Add a value, and return the mean."""
         self.count += 1
         self._sum = _DECAY * self._sum + (1 - _DECAY) * value
         self.value = self._sum / (1 - _DECAY**self.count)

@@ -41,7 +41,6 @@ from tba.trainer.batch.batch import TrainBatch
 
 log = get_logger(__name__)
 
-
 COLUMNS = ["trajectory", "prompt", "response", "reward", "staleness"]
 # An endless answer must not fill a tracker.
 _MAX_CHARACTERS = 10_000
@@ -50,15 +49,8 @@ _MAX_QUEUED = 1000
 _CLOSE_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A trajectory that was trained on. `staleness` is in optimiser steps."""
-
-    trajectory: int
-    prompt_ids: Int32
-    response_ids: Int32
-    reward: float
-    staleness: int
+# A trajectory that was trained on: id, tokens of the prompt and of the response, reward, staleness in optimiser steps.
+Answer = tuple[int, Int32, Int32, float, int]
 
 
 def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
@@ -70,7 +62,7 @@ def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
     count = min(count, len(batch.rows))
     slots = [number * len(batch.rows) // count for number in range(count)]
     chosen = [(batch.rows[slot], rewards[slot], int(staleness[slot])) for slot in slots]
-    return [Answer(row.id, row.prompt_ids.copy(), row.response_ids.copy(), reward, age) for row, reward, age in chosen]
+    return [(row.id, row.prompt_ids.copy(), row.response_ids.copy(), reward, age) for row, reward, age in chosen]
 
 
 def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:
@@ -80,9 +72,7 @@ def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:
         decoded: str = tokenizer.decode(ids.tolist())
         return decoded if len(decoded) <= _MAX_CHARACTERS else f"{decoded[:_MAX_CHARACTERS]}..."
 
-    return [
-        [one.trajectory, text(one.prompt_ids), text(one.response_ids), one.reward, one.staleness] for one in answers
-    ]
+    return [[id_, text(prompt), text(response), *numbers] for id_, prompt, response, *numbers in answers]
 
 
 T = TypeVar("T")
@@ -156,15 +146,15 @@ class BackgroundSink:
         self.lost += 1
 
 
+@dataclass(slots=True)
 class TensorBoardSink:
     """Writes events under `directory`. What earlier files have for the first step of a new one, and later, is hidden.
 
     Each start begins a file, and so does the step after an error, such as a full disk: the last file's end may be torn.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._path: Path | None = None
+    directory: Path
+    _path: Path | None = None
 
     def record(self, step: int, time: float, numbers: dict[str, float], _: Sequence[Answer] = ()) -> None:
         """Write one scalar per metric, not buffered: after a crash only the steps since the checkpoint are repeated."""
@@ -188,9 +178,9 @@ class TensorBoardSink:
 
     def _next_path(self, time: float) -> Path:
         """Return a path after all others: TensorBoard reads them in the order of their names. The clock may go back."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        later = [int(path.name.split(".")[3]) + 1 for path in self._directory.glob("events.*.tba")]
-        return self._directory / f"events.out.tfevents.{max([int(time), *later]):010d}.tba"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        later = [int(path.name.split(".")[3]) + 1 for path in self.directory.glob("events.*.tba")]
+        return self.directory / f"events.out.tfevents.{max([int(time), *later]):010d}.tba"
 
     def close(self) -> None: ...
 
@@ -274,9 +264,8 @@ class MetricsLog:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             # Without lines that a crash has damaged.
-            rows = (
-                [row for _, row in json_lines(path, malformed=None) if isinstance(row, dict)] if path.is_file() else []
-            )
+            lines = json_lines(path, malformed=None) if path.is_file() else ()
+            rows = [row for _, row in lines if isinstance(row, dict)]
             kept = [row for row in rows if isinstance(row.get("step"), int) and row["step"] < first_step]
             write_text(path, "".join(f"{json.dumps(row)}\n" for row in kept))
             # Unbuffered: after an error it would be unknown how much of a buffer had been written.
@@ -292,7 +281,6 @@ class MetricsLog:
 
     @property
     def waiting(self) -> int:
-        """The number of lines that are not written yet."""
         return len(self._waiting)
 
     def record(

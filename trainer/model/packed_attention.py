@@ -55,7 +55,6 @@ class Sequences:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The number of tokens of each sequence."""
         return list(map(len, self.places))
 
     @cached_property
@@ -165,9 +164,7 @@ def _kernel(
     """Attend within all sequences with one kernel: [P, A, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    query_SAD, key_SGD, value_SGD = (
-        tensor.index_select(0, sequences.place_S) for tensor in (query_PAD, key_PGD, value_PGD)
-    )
+    query_SAD, key_SGD, value_SGD = (one.index_select(0, sequences.place_S) for one in (query_PAD, key_PGD, value_PGD))
     longest = max(sequences.lengths)
     attended_SAD = varlen_attn(
         query_SAD,
@@ -201,14 +198,9 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
     if window is not None and window < length:
         seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
         mask = seen.tril_().triu_(1 - window)
+    grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
 
 

@@ -50,9 +50,7 @@ def pack(rows: Sequence[Row], device: torch.device) -> Layout:
             places[n] = np.concatenate([prompt_places, np.arange(end, end + len(response))])
             end += len(response)
     # The last token of the prompt predicts the first one of the response.
-    sources = [
-        where[len(row.prompt_ids) - 1 :][: len(row.response_ids)] for row, where in zip(rows, places, strict=True)
-    ]
+    sources = [at[len(row.prompt_ids) - 1 :][: len(row.response_ids)] for row, at in zip(rows, places, strict=True)]
     positions = np.zeros(end, np.int64)
     for where in places:
         positions[where] = np.arange(len(where))

@@ -9,6 +9,7 @@ name, so each is computed once per trajectory and reference.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from tba.trainer.model.adapters import without_adapters
 from tba.trainer.model.scorer import Scorer, Scores, weights_of
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Reference:
     """Scores with the reference policy, and updates it.
 
@@ -29,26 +31,22 @@ class Reference:
     a run that resumes with other settings has other references. `initial` is the name of the reference of step 0.
     """
 
-    def __init__(
-        self, scorer: Scorer, config: ReferenceSection, lineage: str = "", initial: str = INITIAL_REFERENCE
-    ) -> None:
-        self.scorer = scorer
-        self._lineage = f"-{lineage}" if lineage else ""
-        self._config = config
-        self._initial = initial
+    scorer: Scorer
+    config: ReferenceSection
+    lineage: str
+    initial: str = INITIAL_REFERENCE
 
     @property
     def description(self) -> str:
         """What determines the weights of each version. A checkpoint can be restored only under the same description."""
-        config = self._config
-        every, decay = f" every {config.every} steps", f" with decay {config.decay:g}"
-        frozen = "frozen" if self._initial == INITIAL_REFERENCE else f"frozen {self._initial}"
-        return {"frozen": frozen, "reset": f"reset{every}", "ema": f"ema{every}{decay}"}[config.kind]
+        every, decay = f" every {self.config.every} steps", f" with decay {self.config.decay:g}"
+        frozen = "frozen" if self.initial == INITIAL_REFERENCE else f"frozen {self.initial}"
+        return {"frozen": frozen, "reset": f"reset{every}", "ema": f"ema{every}{decay}"}[self.config.kind]
 
     def name_at(self, step: int) -> str:
         """Return the name of the reference with which a step is trained."""
-        version = 0 if self._config.kind == "frozen" else step // self._config.every
-        return f"{self._config.kind}-{version:04d}{self._lineage}" if version else self._initial
+        version = 0 if self.config.kind == "frozen" else step // self.config.every
+        return f"{self.config.kind}-{version:04d}-{self.lineage}" if version else self.initial
 
     def score(self, rows: Sequence[Row], passes: Sequence[Sequence[int]] | None = None) -> Scores:
         """Score rows under the current version; `passes` as in `Scorer.score`."""
@@ -60,7 +58,7 @@ class Reference:
         """Become the reference of the next step. `steps_done` includes the update just made."""
         if self.name_at(steps_done) == self.name_at(steps_done - 1):
             return
-        kept = self._config.decay if self._config.kind == "ema" else 0.0
+        kept = self.config.decay if self.config.kind == "ema" else 0.0
         weights = weights_of(policy)
         for name, own in weights_of(self.scorer.model).items():
             if kept and own.is_floating_point():
@@ -70,7 +68,7 @@ class Reference:
 
     def moved_weights(self, steps_done: int) -> dict[str, Tensor]:
         """Return the weights if they differ from the initial ones, else {}."""
-        return {} if self.name_at(steps_done) == self._initial else weights_of(self.scorer.model)
+        return {} if self.name_at(steps_done) == self.initial else weights_of(self.scorer.model)
 
     @torch.no_grad()
     def restore(self, read_tensor: Callable[[str, Tensor], Tensor]) -> None:

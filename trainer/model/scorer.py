@@ -20,7 +20,7 @@ from tba.common.errors import ConfigError
 from tba.common.rotation import Rotation
 from tba.common.system.load_errors import loading
 from tba.common.weights.pretrained import causal_model, tied_names
-from tba.trainer.batch.batch import Layout, Row, counted, pad, plain_row
+from tba.trainer.batch.batch import Row, counted, pad, plain_row
 from tba.trainer.batch.micro_batches import CPU_PASS_TOKENS, GPU_PASS_TOKENS, forward_passes
 from tba.trainer.model.chunked_logprobs import Kept, token_logprobs
 from tba.trainer.model.packed_attention import ATTENTION
@@ -188,9 +188,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._autocast = autocast
-        self._packed = packed
-        self._exact_logits = exact_logits
+        self._autocast, self._packed, self._exact_logits = autocast, packed, exact_logits
         self._rotation = Rotation.of(model.config)
         if autocast:
             # Hidden states are float32 between the layers, also where the embeddings are in bfloat16.
@@ -247,10 +245,11 @@ class Scorer(nn.Module):
         if temperature_R is None:
             scores = scores._replace(tempered_R=scores.logprob_R)
         if len(sequences) > len(rows):
-            in_rows = partial(_in_rows, rows, _places(rows).to(scores.logprob_R.device))
-            logprob_R, tempered_R = in_rows(scores.logprob_R), in_rows(scores.tempered_R)
-            entropy_R = None if scores.entropy_R is None else in_rows(scores.entropy_R)
-            scores = scores._replace(logprob_R=logprob_R, tempered_R=tempered_R, entropy_R=entropy_R)
+            place_R = _places(rows).to(scores.logprob_R.device)
+            zero_R = scores.logprob_R.new_zeros(sum(len(row.response_ids) for row in rows))
+            by_token = {name: getattr(scores, name) for name in ("logprob_R", "tempered_R", "entropy_R")}
+            placed = {name: zero_R.index_copy(0, place_R, one) for name, one in by_token.items() if one is not None}
+            scores = scores._replace(**placed)
         if scores.prompt_NH is None:
             return scores
         firsts = list(itertools.accumulate(map(len, each), initial=0))[:-1]
@@ -277,7 +276,8 @@ class Scorer(nn.Module):
                 hidden_PH = output.last_hidden_state.flatten(0, 1)
                 hidden += torch.split(hidden_PH.index_select(0, layout.source_R), layout.lengths)
                 if pooled:
-                    pools.append(_mean_of_prompts(hidden_PH, layout))
+                    prompts = zip(layout.starts, layout.prompt_lengths, strict=True)
+                    pools += [hidden_PH[start : start + length].mean(dim=0) for start, length in prompts]
             order = np.argsort(np.concatenate(passes)).tolist()
             targets_R = torch.from_numpy(np.concatenate([row.response_ids for row in rows]).astype(np.int64))
             head, hidden_RH = self.model.get_output_embeddings(), torch.cat([hidden[n] for n in order])
@@ -293,7 +293,7 @@ class Scorer(nn.Module):
         return Scores(
             logprob_R,
             tempered_R,
-            torch.cat(pools)[order] if pooled else None,
+            torch.stack(pools)[order] if pooled else None,
             entropy_R if entropy else None,
             None if place_S is None else hidden_RH.detach()[place_S],
         )
@@ -315,9 +315,7 @@ def _kept(rows: Sequence[Row]) -> Kept | None:
     if not any(len(row.kept) for row in rows):
         return None
     whole = [len(row.kept) == 0 for row in rows]
-    streams = [
-        np.zeros(len(row.response_ids), np.int32) if all_ else row.kept for row, all_ in zip(rows, whole, strict=True)
-    ]
+    streams = [row.kept if len(row.kept) else np.zeros(len(row.response_ids), np.int32) for row in rows]
     kept = np.concatenate(streams).astype(np.int64)
     counts_R = np.diff(np.flatnonzero(kept == 0), prepend=-1) - 1
     is_whole_R = np.repeat(whole, [len(row.response_ids) for row in rows])
@@ -338,16 +336,6 @@ def _places(rows: Sequence[Row]) -> Tensor:
     starts = itertools.accumulate([len(row.response_ids) for row in rows], initial=0)
     spans = [(start, span) for start, row in zip(starts, rows, strict=False) for span in row.spans]
     return torch.from_numpy(np.concatenate([np.arange(start + first, start + end) for start, (_, first, end) in spans]))
-
-
-def _in_rows(rows: Sequence[Row], place_S: Tensor, value_S: Tensor) -> Tensor:
-    """Put the values of the tokens of sequences where they are in the rows: [R], 0 elsewhere."""
-    return value_S.new_zeros(sum(len(row.response_ids) for row in rows)).index_copy(0, place_S, value_S)
-
-
-def _mean_of_prompts(hidden_PH: Tensor, layout: Layout) -> Tensor:
-    prompts = zip(layout.starts, layout.prompt_lengths, strict=True)
-    return torch.stack([hidden_PH[start : start + length].mean(dim=0) for start, length in prompts])
 
 
 def sequence_logprobs(logprob_R: Tensor, rows: Sequence[Row]) -> Tensor:

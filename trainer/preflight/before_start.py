@@ -71,9 +71,8 @@ def _count_engines(config: Config, present: Sequence[Gpu]) -> int:
     Those of Transformers may be on another node if the buffer's address is on a network.
     """
     search = config.search
-    apart = (
-        search.gpu_memory_utilization > SHARED_UTILIZATION if search.engine == "vllm" else not is_local(config.address)
-    )
+    large = search.gpu_memory_utilization > SHARED_UTILIZATION
+    apart = large if search.engine == "vllm" else not is_local(config.address)
     if apart:
         return 0
     engines = [searcher_gpus(search.gpus, config.train.gpu, present), config.eval.gpu or CPU]

@@ -364,20 +364,14 @@ def _instead(report: Report, shape: ModelShape, *, adapters: bool) -> Iterator[s
     # Each node has equally many.
     more = range(setup.ranks + setup.nodes, _MOST_GPUS + 1, setup.nodes)
     wide = replace(setup, gathered=False, replicas=1)
-    changes: list[tuple[str, Iterable[Setup]]] = [
-        ("", [setup]),
-        ("", (replace(wide, ranks=ranks) for ranks in more)),
-    ]
+    changes: list[tuple[str, Iterable[Setup]]] = [("", [setup]), ("", (replace(wide, ranks=ranks) for ranks in more))]
     if not setup.lora_rank:
         if not setup.offload:
             changes.insert(1, (offload, (replace(wide, offload=True, ranks=ranks) for ranks in (setup.ranks, *more))))
         if adapters:
-            small = replace(
-                wide, lora_rank=_LORA_RANK, offload=False, reference=setup.reference * bool(shape.reference)
-            )
-            changes.append(
-                (f"lora.rank = {_LORA_RANK}", (replace(small, ranks=ranks) for ranks in (setup.ranks, *more)))
-            )
+            reference = setup.reference * bool(shape.reference)
+            small = replace(wide, lora_rank=_LORA_RANK, offload=False, reference=reference)
+            changes.append((f"lora.rank = {_LORA_RANK}", (replace(small, ranks=n) for n in (setup.ranks, *more))))
     for name, setups in changes:
         leaner = (one for changed in setups for one in _leaner(changed))
         estimates = (

@@ -64,9 +64,7 @@ def shape_of(model: PreTrainedModel, targets: Sequence[str] | Literal["all"] = "
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     head = model.get_output_embeddings()
     total, experts = _count(model), experts_per_token(model)
-    inner = next(
-        (getattr(config, name) for name in _EXPERT_WIDTHS if getattr(config, name, None)), 4 * head.in_features
-    )
+    inner = next((getattr(config, one) for one in _EXPERT_WIDTHS if getattr(config, one, None)), 4 * head.in_features)
     if not experts:
         inner = getattr(config, "intermediate_size", None) or 4 * head.in_features
     return ModelShape(

@@ -219,13 +219,9 @@ class Publisher:
             return
         announcement = written.announcement(self._address)
         client.call(announcement, Done, stop=self._thread.stopping.is_set)
-        log.info(
-            "snapshot published",
-            version=announcement.weights.version,
-            step=announcement.weights.step,
-            mbytes=announcement.bytes / 1e6,
-            seconds=time.monotonic() - started,
-        )
+        about = {"version": announcement.weights.version, "step": announcement.weights.step}
+        seconds = time.monotonic() - started
+        log.info("snapshot published", **about, mbytes=announcement.bytes / 1e6, seconds=seconds)
         self._writer.announced(written)
         self._note_standstill(written.manifest.canary)
         self._collect()
@@ -260,12 +256,8 @@ class Publisher:
 
     def _collect(self) -> None:
         train = self._config.train
-        snapshot.collect(
-            self._directory,
-            keep_last=train.keep_snapshots,
-            keep_every=train.keep_snapshot_every,
-            keep=[path for path in (self._writer.base_path,) if path is not None],
-        )
+        last, every, keep = train.keep_snapshots, train.keep_snapshot_every, self._writer.base_paths
+        snapshot.collect(self._directory, keep_last=last, keep_every=every, keep=keep)
 
     def _write(self, publication: Publication) -> Written | None:
         """Write the snapshot, or a newer one if it had to wait for disk space. None if the publisher is closed."""

@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from tba.common.weights.delta import DeltaStore
 from tba.common.weights.model_files import share_weights
 from tba.common.weights.node_store import delete
 from tba.common.weights.snapshot import MANIFEST, Canary, FileEntry, Manifest, SnapshotKey, directory_name
-from tba.common.weights.tensor_file import Tensor, layout_of
+from tba.common.weights.tensor_file import Tensor, blake3_of_bytes, layout_of
 from tba.common.wire.messages import AnnounceSnapshot, WeightsRef
 from tba.common.wire.socket_files import is_local
 from tba.trainer.distributed import ALONE, PUBLISH, Ranks
@@ -76,13 +76,24 @@ class Publication:
     kept: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Written:
-    """A complete snapshot under its final name."""
+    """A complete snapshot under its final name.
+
+    Of a full one `bits` are the tensors, whose memory `copy` owns: the base of the next delta, or to be kept on disk.
+    """
 
     manifest: Manifest
     manifest_sha256: str
     path: Path
+    bits: Mapping[str, Tensor] = field(default_factory=dict)
+    copy: HostCopy | None = None
+
+    @property
+    def file(self) -> WeightsFile:
+        """The mapped file of a snapshot in memory."""
+        assert isinstance(self.copy, MappedCopy)
+        return self.copy.file
 
     @property
     def exists(self) -> bool:
@@ -154,22 +165,6 @@ class MappedCopy(HostCopy):
     file: WeightsFile
 
 
-@dataclass(frozen=True, slots=True)
-class _Full:
-    """A full snapshot that this process wrote: the base of the next delta, or to be kept on disk."""
-
-    written: Written
-    bits: Mapping[str, Tensor]
-    copy: HostCopy
-    """Owns the memory of `bits`."""
-
-    @property
-    def file(self) -> WeightsFile:
-        """The mapped file of a snapshot in memory."""
-        assert isinstance(self.copy, MappedCopy)
-        return self.copy.file
-
-
 class SnapshotWriter:
     """Copies the policy `model` to the host, and writes snapshots from the copies.
 
@@ -193,11 +188,7 @@ class SnapshotWriter:
         long = model.device.type != "cpu" or bool(experts_per_token(unwrapped))
         sequences = canary_sequences(model_files, model.get_input_embeddings().num_embeddings, long=long)
         self.make_canary = partial(
-            make_canary,
-            skeleton(unwrapped),
-            sequences=sequences,
-            device=model.device,
-            stream=own_stream(model.device),
+            make_canary, skeleton(unwrapped), sequences=sequences, device=model.device, stream=own_stream(model.device)
         )
         self._directory = config.snapshots.resolve()
         self._adapters = config.lora.publish == "adapter"
@@ -207,8 +198,8 @@ class SnapshotWriter:
         self._deltas = DeltaStore(self.served[0])
         self._deltas.clear()
         # The newest full snapshot, and those in memory that are to be written to disk.
-        self._last: _Full | None = None
-        self._pending: list[_Full] = []
+        self._last: Written | None = None
+        self.pending: list[Written] = []
         # A run is compared with its first snapshot: the step of the first publication, if none is on disk.
         self._first: int | None = -1 if snapshot.list_snapshots(self._directory) else None
         self._base_copy: HostCopy | None = None
@@ -250,7 +241,6 @@ class SnapshotWriter:
 
     @property
     def no_room(self) -> str:
-        """The reason why `copy` returned None."""
         return self._pool.no_room if self._pool is not None else ""
 
     def release(self, copy: HostCopy) -> None:
@@ -288,7 +278,6 @@ class SnapshotWriter:
         return step == self._first or self._config.train.keeps_snapshot(step)
 
     def _is_last(self, step: int) -> bool:
-        """Whether the snapshot of this step is the last of the run."""
         return step >= self._config.train.steps
 
     # ------------------------------------------------------------ publisher thread
@@ -312,19 +301,16 @@ class SnapshotWriter:
         except BaseException:
             self._deltas.discard(publication.version)
             raise
-        self._deltas.publish(full.written.path, full.written.manifest)
+        self._deltas.publish(full.path, full.manifest)
         # The next delta needs the last snapshot and its buffers. Without deltas, one on disk is needed by nothing.
-        unused = self._last if self._keeps_buffers else full
-        self._last = full if self._keeps_buffers or self._pool is not None else None
-        if unused is not None:
+        keeps_buffers = self._pool is None and bool(self._config.train.serve_snapshots)
+        unused = self._last if keeps_buffers else full
+        self._last = full if keeps_buffers or self._pool is not None else None
+        if unused is not None and unused.copy is not None:
             self._release_buffers(unused.copy)
-        return full.written
+        return full
 
-    @property
-    def _keeps_buffers(self) -> bool:
-        return self._pool is None and bool(self._config.train.serve_snapshots)
-
-    def _write_mapped(self, publication: Publication, copy: MappedCopy, weights: Tensors) -> _Full:
+    def _write_mapped(self, publication: Publication, copy: MappedCopy, weights: Tensors) -> Written:
         """Hash and verify the weights in a mapped file, then mark them complete."""
         assert self._pool is not None
         file = copy.file
@@ -335,18 +321,18 @@ class SnapshotWriter:
         file.clear()
         # Both only read, and neither holds the interpreter's lock while it does.
         with ThreadPoolExecutor(1, "hash") as hashing:
-            hashed = hashing.submit(file.describe)
+            hashed = hashing.submit(blake3_of_bytes, file.content.data)
             canary = self.make_canary(weights)
         copy_settings(self._model_files, file.path, self._unwrapped, self._dtype)
         files = {path.name: snapshot.describe_file(path) for path in file.path.iterdir() if path.name != WEIGHTS}
-        files[WEIGHTS] = hashed.result()
+        files[WEIGHTS] = FileEntry(file.content.nbytes, hashed.result())
         manifest = self._add_delta(self._manifest(publication.version, publication.step, canary, files), file.bits)
         digest = self._pool.seal(file, manifest)
-        return _Full(Written(manifest, digest, file.path), file.bits, copy)
+        return Written(manifest, digest, file.path, file.bits, copy)
 
     def _write_full(
         self, version: int, step: int, weights: Tensors, copy: HostCopy, *, only_base: bool = False
-    ) -> _Full:
+    ) -> Written:
         """Write a complete model directory to disk."""
         canary, saved = self.make_canary(weights), as_saved(self._unwrapped, weights)
         bits = {name: as_bits(tensor) for name, tensor in saved.items()}
@@ -356,19 +342,16 @@ class SnapshotWriter:
             manifest = self._manifest(version, step, canary, snapshot.describe_files(directory))
             manifest = self._add_delta(replace(manifest, only_base=only_base), bits)
             digest = snapshot.write_manifest(directory, manifest)
-        return _Full(Written(manifest, digest, final), bits, copy)
+        return Written(manifest, digest, final, {} if self._adapters else bits, copy)
 
     def _manifest(self, version: int, step: int, canary: Canary, files: dict[str, FileEntry]) -> Manifest:
-        """The manifest of a snapshot that is written now."""
-        return Manifest(
-            run=self._config.run.name, version=version, step=step, created_at=time.time(), files=files, canary=canary
-        )
+        return Manifest(self._config.run.name, version, step, time.time(), files, canary)
 
     def _add_delta(self, manifest: Manifest, bits: Mapping[str, Tensor]) -> Manifest:
         """Write what changed since the newest snapshot, for nodes that fetch."""
         if self._last is None or self._adapters or not self._config.train.serve_snapshots:
             return manifest
-        key = SnapshotKey(self._last.written.manifest.version, self._last.written.manifest_sha256)
+        key = SnapshotKey(self._last.manifest.version, self._last.manifest_sha256)
         return replace(manifest, delta=self._deltas.build(manifest.version, key, self._last.bits, bits))
 
     def _require_space(self, needed: int) -> None:
@@ -378,9 +361,9 @@ class SnapshotWriter:
     # ------------------------------------------------------------ adapters
 
     @property
-    def base_path(self) -> Path | None:
-        """The base of adapters, which stays also while all snapshots that are kept are full ones."""
-        return self._base.path if self._base else None
+    def base_paths(self) -> list[Path]:
+        """The base of adapters, if any, which stays also while all snapshots that are kept are full ones."""
+        return [self._base.path] if self._base else []
 
     def _write_adapters(self, publication: Publication) -> Written:
         """Write the adapters, or all weights with them merged; before them the base, if it is needed."""
@@ -394,13 +377,16 @@ class SnapshotWriter:
         weights = self._base_copy.wait()
         if step == 0 and base is None:
             # Every B is zero.
-            self._base = self._write_full(publication.version, 0, weights, self._base_copy).written
+            self._base = self._write_full(publication.version, 0, weights, self._base_copy)
             return self._base
         if base_first:
             assert publication.base_version is not None
-            written = self._write_full(publication.base_version, 0, weights, self._base_copy, only_base=True)
-            base = self._base = written.written
-        policy = adapter_of(publication.copy.wait(), self._config.lora.alpha / self._config.lora.rank)
+            base = self._write_full(publication.base_version, 0, weights, self._base_copy, only_base=True)
+            self._base = base
+        copied = publication.copy.wait()
+        names = [name.removeprefix(f"{A}/") for name in copied if name.startswith(f"{A}/")]
+        factors = {name: Factors(copied[f"{A}/{name}"].numpy(), copied[f"{B}/{name}"].numpy()) for name in names}
+        policy = Adapter(factors, self._config.lora.alpha / self._config.lora.rank)
         if not self._names_checked:
             check_names(list(policy.factors), weights, as_saved(self._unwrapped, weights))
             self._names_checked = True
@@ -409,7 +395,7 @@ class SnapshotWriter:
         if full or base is None:
             # Rounded before the canary, which must hold for the weights in the files.
             rounded = {name: tensor.to(self._dtype) for name, tensor in merged.items()}
-            return self._write_full(publication.version, step, rounded, publication.copy).written
+            return self._write_full(publication.version, step, rounded, publication.copy)
         return self._write_adapter(publication, policy, base, self.make_canary(merged))
 
     def _write_adapter(self, publication: Publication, policy: Adapter, base: Written, canary: Canary) -> Written:
@@ -437,48 +423,43 @@ class SnapshotWriter:
             self._keep(self._last)
         self._pool.announced()
 
-    def _keep(self, one: _Full) -> None:
+    def _keep(self, one: Written) -> None:
         assert self._pool is not None
         self._pool.hold(one.file)
-        self._pending.append(one)
-        while len(self._pending) > _MAX_PENDING:
-            dropped = self._pending.pop(0)
+        self.pending.append(one)
+        while len(self.pending) > _MAX_PENDING:
+            dropped = self.pending.pop(0)
             self._pool.let_go(dropped.file)
-            log.warning("snapshot not kept", version=dropped.written.manifest.version, reason="a newer one waits, too")
-
-    @property
-    def pending(self) -> bool:
-        """Whether a snapshot that is to be kept is not on disk yet."""
-        return bool(self._pending)
+            log.warning("snapshot not kept", version=dropped.manifest.version, reason="a newer one waits, too")
 
     def write_kept(self) -> str:
         """Write the snapshots that are to be kept to disk. Returns the reason if there is too little space, else ""."""
-        while self._pending:
+        while self.pending:
             assert self._pool is not None
-            one = self._pending[0]
+            one = self.pending[0]
             try:
                 self._require_space(one.file.content.nbytes)
                 self._write_to_disk(one)
             except OSError as error:
                 if not is_full_disk(error):
                     raise
-                return f"v{one.written.manifest.version} waits for disk space: {error}"
+                return f"v{one.manifest.version} waits for disk space: {error}"
             self._pool.let_go(one.file)
-            self._pending.pop(0)
+            self.pending.pop(0)
         return ""
 
     def keep_newest(self) -> None:
         """Note that the newest snapshot is to be kept: the trainer stops, and memory is lost with the machine."""
-        if self._pool is None or self._last is None or self._last in self._pending:
+        if self._pool is None or self._last is None or self._last in self.pending:
             return
-        if not (self._directory / directory_name(self._last.written.manifest.version)).is_dir():
+        if not (self._directory / directory_name(self._last.manifest.version)).is_dir():
             self._keep(self._last)
 
-    def _write_to_disk(self, one: _Full) -> None:
-        with new_directory(self._directory / directory_name(one.written.manifest.version)) as directory:
-            for name in (*one.written.manifest.files, MANIFEST):
+    def _write_to_disk(self, one: Written) -> None:
+        with new_directory(self._directory / directory_name(one.manifest.version)) as directory:
+            for name in (*one.manifest.files, MANIFEST):
                 if name != WEIGHTS:
-                    shutil.copyfile(one.written.path / name, directory / name)
+                    shutil.copyfile(one.path / name, directory / name)
             (directory / WEIGHTS).write_bytes(one.file.content.data)
 
     def close(self, *, finished: bool) -> None:
@@ -490,13 +471,12 @@ class SnapshotWriter:
         if finished:
             self._deltas.clear()
             if newest is not None:
-                delete(newest.written.path)
+                delete(newest.path)
             with contextlib.suppress(OSError):
                 self._pool.directory.rmdir()
 
 
 def bytes_of(copy: HostCopy) -> int:
-    """The size of a copy in bytes."""
     return sum(tensor.nbytes for tensor in copy.tensors.values())
 
 
@@ -504,14 +484,6 @@ def as_bits(tensor: torch.Tensor) -> Tensor:
     """View a contiguous host tensor as unsigned integers of the same width; shares its memory."""
     bits = tensor.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
     return Tensor(DTYPES[tensor.dtype], tuple(tensor.shape), bits)
-
-
-def adapter_of(copied: Tensors, scaling: float) -> Adapter:
-    """The adapter of a copy of FACTORS."""
-    names = [name.removeprefix(f"{A}/") for name in copied if name.startswith(f"{A}/")]
-    return Adapter(
-        {name: Factors(copied[f"{A}/{name}"].numpy(), copied[f"{B}/{name}"].numpy()) for name in names}, scaling
-    )
 
 
 def check_names(names: list[str], weights: Tensors, saved: Tensors) -> None:

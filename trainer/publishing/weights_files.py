@@ -22,18 +22,9 @@ import torch
 
 from tba.common.log import get_logger
 from tba.common.system.durable import require_space
-from tba.common.weights.node_store import (
-    DELETED,
-    SNAPSHOT,
-    delete,
-    is_named,
-    make_directory,
-    mark_verified,
-    modified_at,
-    try_lock,
-)
-from tba.common.weights.snapshot import FileEntry, Manifest, SnapshotKey, write_manifest
-from tba.common.weights.tensor_file import Layout, Tensor, blake3_of_bytes
+from tba.common.weights import node_store
+from tba.common.weights.snapshot import Manifest, SnapshotKey, write_manifest
+from tba.common.weights.tensor_file import Layout, Tensor
 from tba.trainer.model.host_buffers import Tensors, register, unregister
 
 log = get_logger(__name__)
@@ -70,10 +61,6 @@ class WeightsFile:
             for name, span in layout.spans.items()
         }
 
-    def describe(self) -> FileEntry:
-        """Size and hash of the weights file."""
-        return FileEntry(self.content.nbytes, blake3_of_bytes(self.content.data))
-
     def publish(self, final: Path) -> None:
         """Give the directory its final name. From now on it never changes, until `take`."""
         os.rename(self.path, final)
@@ -82,11 +69,11 @@ class WeightsFile:
 
     def take(self, part: Path) -> bool:
         """Make a published directory free. False if it is in use. Raises FileNotFoundError if it is lost."""
-        if not try_lock(self._directory):
+        if not node_store.try_lock(self._directory):
             # The attempt has released the shared lock: flock(2).
             fcntl.flock(self._directory, fcntl.LOCK_SH)
             return False
-        if not is_named(self._directory, self.path):
+        if not node_store.is_named(self._directory, self.path):
             raise FileNotFoundError(self.path)
         os.rename(self.path, part)
         self.path = part
@@ -114,7 +101,7 @@ class WeightsFile:
     def delete(self) -> None:
         """Release the directory and the memory, and delete the files."""
         # A searcher may have replaced the directory meanwhile.
-        if is_named(self._directory, self.path):
+        if node_store.is_named(self._directory, self.path):
             shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
@@ -152,7 +139,7 @@ class WeightsFilePool:
         self._held: list[WeightsFile] = []
         # To be deleted.
         self._unused: list[WeightsFile] = []
-        make_directory(directory)
+        node_store.make_directory(directory)
         # Before the first file: after a crash there may be no room for it. The newest is what searchers may ask for.
         _delete_all(self._leftovers(keep=1))
 
@@ -182,7 +169,7 @@ class WeightsFilePool:
     def seal(self, file: WeightsFile, manifest: Manifest) -> str:
         """Publish a filled file. Returns the sha256 of the manifest."""
         digest = write_manifest(file.path, manifest)
-        mark_verified(file.path, digest)
+        node_store.mark_verified(file.path, digest)
         file.publish(self.directory / SnapshotKey(manifest.version, digest).name)
         with self._lock:
             self._taken.remove(file)
@@ -195,7 +182,6 @@ class WeightsFilePool:
             self._held.append(file)
 
     def let_go(self, file: WeightsFile) -> None:
-        """Undo `hold`."""
         with self._lock:
             self._held.remove(file)
 
@@ -229,10 +215,11 @@ class WeightsFilePool:
     def _leftovers(self, *, keep: int = 0) -> list[Path]:
         """What earlier processes left, except the newest `keep` snapshots. Other processes may use some of it."""
         own = {file.path for file in self._published} | {self._new}
-        left = sorted((path for path in self.directory.glob(SNAPSHOT) if path not in own), key=modified_at)
-        parts = [path for path in self.directory.glob(f".{SNAPSHOT}.part") if path not in own]
+        snapshots = [path for path in self.directory.glob(node_store.SNAPSHOT) if path not in own]
+        left = sorted(snapshots, key=node_store.modified_at)
+        parts = [path for path in self.directory.glob(f".{node_store.SNAPSHOT}.part") if path not in own]
         # Those that are deleted already are of a process that was killed while it did that.
-        return [*left[: len(left) - keep], *parts, *self.directory.glob(DELETED)]
+        return [*left[: len(left) - keep], *parts, *self.directory.glob(node_store.DELETED)]
 
     def _reclaim(self) -> bool:
         """Free published files that are not needed any more. Returns whether a file is free."""
@@ -281,10 +268,10 @@ class WeightsFilePool:
 def _delete_all(paths: Iterable[Path]) -> None:
     """Delete directories of snapshots that no process uses."""
     for path in paths:
-        if path.match(DELETED):
+        if path.match(node_store.DELETED):
             shutil.rmtree(path, ignore_errors=True)
         else:
-            delete(path)
+            node_store.delete(path)
 
 
 def _map(path: Path, layout: Layout) -> tuple["np.ndarray[tuple[int], np.dtype[np.uint8]]", int]:

@@ -50,11 +50,11 @@ class Accumulator:
     log_z: LogZHead | None
     ranks: Ranks
     watch: Stopwatch
+    entropy: bool
+    retain_gathered: bool
     batch: TrainBatch
     reference_BK: Tensor
     beta: float
-    entropy: bool
-    retain_gathered: bool
     reference_of_tokens: Mapping[int, Tensor] = field(default_factory=dict)
     quantities_QBK: Tensor = field(init=False)
     log_ratio_R: Tensor = field(init=False)
@@ -103,7 +103,9 @@ class Accumulator:
         self._set_gathering(last=False)
         rows, chunks = self._rows(micro_batch), micro_batch.chunks
         with self.watch.phase("forward"), torch.no_grad():
-            scores = _joined([self._score(rows[chunk.rows], chunk) for chunk in chunks])
+            parts = [self._score(rows[chunk.rows], chunk) for chunk in chunks]
+        # Each field is in all parts or in none.
+        scores = Scores._make(None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True))
         leaves = scores.logprob_R.requires_grad_(), scores.tempered_R.requires_grad_()
         if rows:
             self._backward_of_loss(micro_batch, rows, scores)
@@ -212,11 +214,6 @@ class Accumulator:
         self.quantities_QBK, self.log_ratio_R = ranks.sum(self.quantities_QBK), ranks.sum(self.log_ratio_R)
         self.loss = float(ranks.sum(torch.tensor(self.loss, dtype=torch.float64)))
         self.entropy_2 = ranks.sum(self.entropy_2)
-
-
-def _joined(parts: Sequence[Scores]) -> Scores:
-    # Each field is in all parts or in none.
-    return Scores._make(None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True))
 
 
 def turns_of(

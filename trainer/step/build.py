@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tba.common.config import Config, ReferenceSection, TrainSection
+from tba.common.clock import SystemClock
+from tba.common.config import Config
 from tba.common.errors import ConfigError
 from tba.common.log import get_logger
 from tba.common.system.devices import why_no_cuda
@@ -39,7 +39,7 @@ from tba.trainer.objectives.from_config import Objective, make_objective
 from tba.trainer.preflight.check import Report, examine
 from tba.trainer.preflight.shape import meta_model, shape_of, with_reference
 from tba.trainer.step.host_optimizer import take_masters
-from tba.trainer.step.learner import Learner, Measured, Models, check_tokens
+from tba.trainer.step.learner import Learner, check_tokens
 
 log = get_logger(__name__)
 
@@ -143,7 +143,7 @@ def build(
     (host, home), half = _places(device, ranks), in_half(device, config.model.dtype)
     offload = config.train.offload == "optimizer"
     policy = load_model(files, host if offload else home)
-    unwrapped, load_reference, adapter = policy, None, None
+    unwrapped, adapter = policy, None
     if ranks.rank == 0 and (config.lora.rank or ranks.size > 1 or offload):
         unwrapped = structure_of(policy)
     packed = _packed(config, policy, device, ranks)
@@ -159,27 +159,19 @@ def build(
         # The same on every rank.
         digest = int(base_digest(teacher)[:15], 16) if ranks.rank == 0 else 0
         initial = f"teacher-{int(ranks.from_rank_0(torch.tensor(digest))):015x}"
+    taken = take_masters(policy, home, half=half) if offload else None
+    if config.train.gradient_checkpointing:
+        enable_gradient_checkpointing(policy, autocast=half)
+    sharded = partial(make_scorer, ranks=ranks, autocast=half, exact_logits=config.model.head_dtype == "float32")
+    scorer = of_reference = sharded(policy, packed=packed)
+    # After the policy is sharded, so that rank 0 does not hold two whole models. Without adapters the policy is it.
     if objective.needs_reference and (teacher is not None or not config.lora.rank):
-        load_reference = partial(_load_reference, config, files, teacher, device, ranks, packed=packed)
-    models = prepare_models(
-        policy,
-        load_reference,
-        config.train,
-        ranks=ranks,
-        autocast=half,
-        packed=packed,
-        exact_logits=config.model.head_dtype == "float32",
-        reference_config=config.reference,
-        lineage=lineage_of(config),
-        initial=initial,
-        masters=take_masters(policy, home, half=half) if offload else None,
-        adapter=adapter,
-    )
-    measured = Measured(config.metrics.entropy, end_ids(config, files))
-    learner = Learner(
-        models, config.train, objective, ranks=ranks, report=report, measured=measured, watch=watch, copies=copies
-    )
-    return learner, unwrapped
+        other, packed = _load_reference(config, files, teacher, device, ranks, packed=packed)
+        of_reference = sharded(other, packed=packed)
+    reference = Reference(of_reference, config.reference, lineage_of(config), initial)
+    parts = scorer, reference, config.train, objective, taken, adapter, ranks, report
+    measured = config.metrics.entropy, end_ids(config, files)
+    return Learner(*parts, *measured, watch or Stopwatch(SystemClock()), copies), unwrapped
 
 
 def _places(device: torch.device, ranks: Ranks) -> tuple[torch.device, torch.device]:
@@ -196,47 +188,19 @@ def _packed(config: Config, model: PreTrainedModel, device: torch.device, ranks:
     return ranks.rank == 0 and packs(config.train.packing, model, device.type, half=half)
 
 
-def prepare_models(
-    policy: PreTrainedModel,
-    load_reference: Callable[[], tuple[PreTrainedModel, bool]] | None,
-    config: TrainSection,
-    *,
-    ranks: Ranks = ALONE,
-    autocast: bool = False,
-    packed: bool = False,
-    exact_logits: bool = False,
-    reference_config: ReferenceSection | None = None,
-    lineage: str = "",
-    initial: str = INITIAL_REFERENCE,
-    masters: Mapping[str, Tensor] | None = None,
-    adapter: dict[str, Any] | None = None,
-) -> Models:
-    """Make the scorers of a policy and its reference, sharded over the ranks.
+def make_scorer(
+    model: PreTrainedModel, *, ranks: Ranks = ALONE, autocast: bool, packed: bool = False, exact_logits: bool = False
+) -> Scorer:
+    """Return the scorer of a model, sharded over the ranks. Raises ConfigError.
 
-    The reference is loaded when the policy is sharded, so that rank 0 does not hold two whole models. It may be None if
-    the policy has adapters and is the reference without them, or if the objective needs none. `packed` is whether rows
-    are packed (`tba.trainer.model.packing.packs`), and the second result of `load_reference` the same of the reference;
-    that of rank 0 counts, since the other ranks have no weights to try it with. `initial` names the first reference.
-    Raises ConfigError.
+    Of `packed` (`tba.trainer.model.packing.packs`) that of rank 0 counts: the others have no weights to try it with.
     """
-    if config.gradient_checkpointing:
-        enable_gradient_checkpointing(policy, autocast=autocast)
-
-    def scorer_of(model: PreTrainedModel, packed: bool) -> Scorer:
-        # The other ranks wait here for as long as rank 0 loads: unlike NCCL's collectives, this has no time limit.
-        packed = bool(ranks.sum(torch.tensor(int(packed and ranks.rank == 0))))
-        scorer = Scorer(model, autocast=autocast, packed=packed, exact_logits=exact_logits)
-        if ranks.size > 1:
-            shard(scorer, model._no_split_modules or (), ranks, autocast=autocast)
-        return scorer
-
-    scorer = scorer_of(policy, packed)
-    first = scorer
-    if load_reference is not None:
-        model, packed = load_reference()
-        first = scorer_of(model.requires_grad_(False), packed)
-    reference = Reference(first, reference_config or ReferenceSection(), lineage, initial)
-    return Models(scorer, reference, masters, adapter)
+    # The other ranks wait here for as long as rank 0 loads: unlike NCCL's collectives, this has no time limit.
+    packed = bool(ranks.sum(torch.tensor(int(packed and ranks.rank == 0))))
+    scorer = Scorer(model, autocast=autocast, packed=packed, exact_logits=exact_logits)
+    if ranks.size > 1:
+        shard(scorer, model._no_split_modules or (), ranks, autocast=autocast)
+    return scorer
 
 
 def end_ids(config: Config, files: Path) -> frozenset[int] | None:

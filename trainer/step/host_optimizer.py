@@ -24,8 +24,6 @@ from tba.trainer.model.scorer import to_bfloat16
 
 # Values that are converted and added at a time.
 _CHUNK = 1 << 20
-
-
 # The groups of an optimiser that have the policy's parameters come first.
 POLICY_GROUPS = 2
 
@@ -45,9 +43,7 @@ def take_masters(policy: PreTrainedModel, device: torch.device, *, half: bool) -
     """Move a policy on the host to its device, in bfloat16 if `half`, and return its float32 weights by name."""
     # Where nothing is rounded or moved, no copy is made.
     shared = not half and device.type == "cpu"
-    masters = {
-        name: weight.detach().clone() if shared else weight.detach() for name, weight in policy.named_parameters()
-    }
+    masters = {name: one.detach().clone() if shared else one.detach() for name, one in policy.named_parameters()}
     if half:
         to_bfloat16(policy, frozen_only=False)
     policy.to(device)
@@ -132,7 +128,6 @@ class HostAdamW(torch.optim.AdamW):
         return float(norm)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the masters, then the weights on the device."""
         super().step(closure)
         self.push()
 

@@ -7,7 +7,7 @@ Shape suffixes: B prompts of the batch, K samples of each, N rows.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -31,20 +31,9 @@ from tba.trainer.model.reference import Reference
 from tba.trainer.model.scorer import LogZHead, Scorer, sequence_logprobs
 from tba.trainer.objectives.from_config import Objective
 from tba.trainer.preflight.check import Report
+from tba.trainer.step import step_metrics
 from tba.trainer.step.accumulate import Accumulator
 from tba.trainer.step.host_optimizer import POLICY_GROUPS, HostAdamW, decays, policy_groups
-from tba.trainer.step.step_metrics import (
-    balance_metrics,
-    batch_metrics,
-    gradient_cosine,
-    mismatch_metrics,
-    no_numbers,
-    off_policy_metrics,
-    only_finite,
-    row_numbers,
-    stale_metrics,
-    truncated_fraction,
-)
 
 log = get_logger(__name__)
 
@@ -71,77 +60,50 @@ class StepResult:
     blamed: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The policy and its reference, as they compute on this rank.
-
-    `masters` are the results of `take_masters`, if the optimiser is on the host. `adapter` identifies the adapters of
-    the policy: a checkpoint must agree with it.
-    """
-
-    scorer: Scorer
-    reference: Reference
-    masters: Mapping[str, Tensor] | None = None
-    adapter: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the metrics of a step include: the entropy, and how many responses have none of `end_ids`.
-
-    These are the tokens that end a response; None if strings end it, too.
-    """
-
-    entropy: bool = False
-    end_ids: frozenset[int] | None = None
-
-
+@dataclass(eq=False)
 class Learner:
     """The policy, its reference, the objective and the optimiser.
 
     `steps_done` counts updates, skipped ones included. `scorer` scores with the policy. `trained` are the parameters in
-    the order of the optimiser. `report` is the preflight's: whether a GPU has memory for all gathered weights and
-    gradients, and what fills it. `watch` measures the time of each phase. `copies` may
-    still read the weights when the next update is due, which then waits for them.
+    the order of the optimiser. `taken` are the results of `take_masters`, if it is on the host. `adapter` identifies
+    the policy's adapters: a checkpoint must agree with it. `report` is the preflight's: whether a GPU has memory for
+    all gathered weights and gradients, and what fills it. The metrics have the `entropy`, and the share of responses
+    with none of `end_ids`, the tokens that end one; None if strings do, too. `watch` measures the time of each phase.
+    `copies` may still read the weights when the next update is due, which then waits for them.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        config: TrainSection,
-        objective: Objective,
-        *,
-        ranks: Ranks = ALONE,
-        report: Report | None = None,
-        measured: Measured | None = None,
-        watch: Stopwatch | None = None,
-        copies: Sequence[HostBuffers] = (),
-    ) -> None:
-        self.scorer, self.reference, self.adapter = models.scorer, models.reference, models.adapter
+    scorer: Scorer
+    reference: Reference
+    config: TrainSection
+    objective: Objective
+    taken: InitVar[Mapping[str, Tensor] | None] = None
+    adapter: dict[str, Any] | None = None
+    ranks: Ranks = ALONE
+    report: Report | None = None
+    entropy: bool = False
+    end_ids: frozenset[int] | None = None
+    watch: Stopwatch = field(default_factory=lambda: Stopwatch(SystemClock()))
+    copies: Sequence[HostBuffers] = ()
+    steps_done: int = 0
+    # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
+    _just_computed: tuple[str, dict[int, float]] = ("", {})
+    _warned: bool = False
+
+    def __post_init__(self, taken: Mapping[str, Tensor] | None) -> None:
         self.policy: PreTrainedModel = self.scorer.model
-        self.steps_done = 0
-        self._config, self._objective, self.ranks, self._copies = config, objective, ranks, copies
-        self._measured, self._watch = measured or Measured(), watch or Stopwatch(SystemClock())
-        self.head = objective.head
-        self.log_z = LogZHead(self.policy.get_input_embeddings().embedding_dim) if objective.learns_log_z else None
-        # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
-        self._just_computed: tuple[str, dict[int, float]] = ("", {})
-        self._learning_rate = learning_rate_schedule(config)
-        self._warned = False
-        self._states_fill = report is not None and report.states_fill
-        keeps = config.sharding != "all" if report is None else report.setup.gathered
-        self._retain_gathered = ranks.size > 1 and keeps
+        self.head, hidden = self.objective.head, self.policy.get_input_embeddings().embedding_dim
+        self.log_z = LogZHead(hidden) if self.objective.learns_log_z else None
+        self._learning_rate = learning_rate_schedule(self.config)
+        keeps = self.config.sharding != "all" if self.report is None else self.report.setup.gathered
+        self._retain_gathered = self.ranks.size > 1 and keeps
         trained = _trained(self.policy)
         self._names, self.trained = list(trained), list(trained.values())
-        self.optimizer = self._make_optimizer(models.masters)
+        self.optimizer = self._make_optimizer(taken)
 
     def _make_optimizer(self, masters: Mapping[str, Tensor] | None) -> torch.optim.AdamW:
-        config, policy = self._config, self.policy
-        settings: dict[str, Any] = {
-            "lr": config.learning_rate,
-            "betas": config.adam_betas,
-            "weight_decay": config.weight_decay,
-        }
+        config, policy = self.config, self.policy
+        rate, decay = config.learning_rate, config.weight_decay
+        settings: dict[str, Any] = {"lr": rate, "betas": config.adam_betas, "weight_decay": decay}
         if masters is None:
             fused = policy.device.type == "cuda"
             optimizer = torch.optim.AdamW(policy_groups(self.trained), fused=fused, **settings)
@@ -151,9 +113,8 @@ class Learner:
         if self.log_z is not None:
             # The head starts at zero and has large gradients at first. It has its own learning rate and is clipped
             # separately, so that it does not scale down the policy's gradient.
-            rate = _LOG_Z_LEARNING_RATE
             head = list(self.log_z.to(policy.device).parameters())
-            optimizer.add_param_group({"params": head, "lr": rate, "weight_decay": 0.0})
+            optimizer.add_param_group({"params": head, "lr": _LOG_Z_LEARNING_RATE, "weight_decay": 0.0})
             self.trained += head
         return optimizer
 
@@ -179,43 +140,43 @@ class Learner:
         """
         check_tokens(batch.rows, self.scorer.vocabulary)
         self._check_floor(batch)
-        with self._watch.phase("reference"):
+        with self.watch.phase("reference"):
             reference_BK, computed, of_tokens = self._complete_reference(batch)
         finite = {id_: logprob for id_, logprob in computed.items() if math.isfinite(logprob)}
         if len(finite) < len(computed):
             blamed = sorted(computed.keys() - finite.keys())
             reason = "a reference log-probability is not finite"
-            return self._skip(batch, finite, no_numbers(batch.rows), reason, blamed)
-        beta = beta_at(self._config, self.steps_done)
+            return self._skip(batch, finite, step_metrics.no_numbers(batch.rows), reason, blamed)
+        beta = beta_at(self.config, self.steps_done)
         sums = self.accumulate(batch, reference_BK, beta, of_tokens)
-        with self._watch.phase("optimizer"):
+        with self.watch.phase("optimizer"):
             norms = self._clip_gradients()
             broken = _broken(batch, sums)
             if broken or not all(map(math.isfinite, (sums.loss, *norms))):
                 worst = max(norms, key=lambda norm: norm if math.isfinite(norm) else math.inf)
                 reason = f"loss {sums.loss}, gradient norm {worst}"
-                rows = row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=True)
+                rows = step_metrics.row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=True)
                 return self._skip(batch, finite, rows, reason, broken or [row.id for row in batch.rows])
-            cosine = gradient_cosine(self.optimizer, self.ranks)
+            cosine = step_metrics.gradient_cosine(self.optimizer, self.ranks)
             ratios = self._policy_metrics(batch, sums)
-            by_ess = self._config.learning_rate_by_ess
+            by_ess = self.config.learning_rate_by_ess
             learning_rate = self._update(math.sqrt(ratios.get("effective_sample_ratio", 1.0)) if by_ess else 1.0)
         metrics = {
             "loss": sums.loss,
-            **balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
+            **step_metrics.balance_metrics(sums.policy_BK, reference_BK, batch.reward_BK, beta),
             **ratios,
-            **stale_metrics(batch, sums.log_ratio_BK),
-            **batch_metrics(batch, self._measured.end_ids),
+            **step_metrics.stale_metrics(batch, sums.log_ratio_BK),
+            **step_metrics.batch_metrics(batch, self.end_ids),
             "grad_norm": norms[0],
-            "grad_clipped": float(norms[0] > self._config.max_grad_norm),
+            "grad_clipped": float(norms[0] > self.config.max_grad_norm),
             "grad_cosine": cosine,
             "learning_rate": learning_rate,
             "beta": beta,
             "reference_computed": float(len(computed)),
             "skipped": 0.0,
         }
-        rows = row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=False)
-        return StepResult(only_finite(metrics), computed, rows)
+        rows = step_metrics.row_numbers(sums.quantities_QBK, sums.log_ratio_R, batch.rows, skipped=False)
+        return StepResult(step_metrics.only_finite(metrics), computed, rows)
 
     def step_in_memory(self, batch: TrainBatch) -> StepResult:
         """Make one update, like `step`, but raise OutOfMemory with advice if memory runs out.
@@ -233,7 +194,7 @@ class Learner:
             ) from error
 
     def _memory_advice(self, batch: TrainBatch) -> str:
-        if self._states_fill:
+        if self.report is not None and self.report.states_fill:
             return (
                 "weights, gradients and optimiser states fill the memory, so smaller micro-batches are of little use: "
                 'train on more GPUs (train.gpu), set train.offload = "optimizer", or train adapters (lora.rank, not in '
@@ -241,7 +202,7 @@ class Learner:
             )
         longest = max(row.tokens for row in batch.rows)
         return (
-            f"lower train.micro_batch_tokens, which is {self._config.micro_batch_tokens} (less than the {longest} "
+            f"lower train.micro_batch_tokens, which is {self.config.micro_batch_tokens} (less than the {longest} "
             "tokens of the longest trajectory here is of no use), or set train.gradient_checkpointing = true"
         )
 
@@ -249,7 +210,7 @@ class Learner:
         """Clip gradients. Returns their norms before it: of the policy, and of a learned log Z if there is one."""
         # In the same order with and without `train.offload`: the norm is a sum.
         policy, head = self.trained[: len(self._names)], self.trained[len(self._names) :]
-        limit, norms = self._config.max_grad_norm, []
+        limit, norms = self.config.max_grad_norm, []
         if isinstance(self.optimizer, HostAdamW):
             self.optimizer.collect()
             norms.append(self.optimizer.clip(limit))
@@ -269,7 +230,7 @@ class Learner:
 
     def _wait_for_copies(self) -> None:
         """Make the device wait for copies to the host that still read the weights."""
-        for one in self._copies:
+        for one in self.copies:
             one.before_update()
 
     def _count_step(self) -> None:
@@ -283,12 +244,9 @@ class Learner:
         """Count a step without an update. Later steps are as if this one had had a learning rate of zero."""
         self._wait_for_copies()
         self._count_step()
-        metrics = {
-            **batch_metrics(batch, self._measured.end_ids),
-            "reference_computed": float(len(reference)),
-            "skipped": 1.0,
-        }
-        return StepResult(only_finite(metrics), reference, rows, f"{reason}: {_ids(blamed)}", blamed)
+        of_step = {"reference_computed": float(len(reference)), "skipped": 1.0}
+        metrics = step_metrics.batch_metrics(batch, self.end_ids) | of_step
+        return StepResult(step_metrics.only_finite(metrics), reference, rows, f"{reason}: {_ids(blamed)}", blamed)
 
     def _policy_metrics(self, batch: TrainBatch, sums: Accumulator) -> dict[str, float]:
         """Return metrics of the policy's log-probabilities against those of sampling."""
@@ -298,12 +256,12 @@ class Learner:
         measured_R = mask_R & measured_N.repeat_interleave(lengths_N)
         # The sampler of these rows has the same weights, so the difference is numerical error alone.
         same_R = mask_R & torch.tensor([row.on_policy for row in rows]).repeat_interleave(lengths_N)
-        ratios = log_ratio_N if self._objective.ratio_of_response else log_ratio_R[measured_R]
+        ratios = log_ratio_N if self.objective.ratio_of_response else log_ratio_R[measured_R]
         entropy, tokens = sums.entropy_2.tolist()
         return {
-            **off_policy_metrics(log_ratio_N),
-            **truncated_fraction(ratios, self._objective.ratio_bounds),
-            **mismatch_metrics(log_ratio_R[same_R]),
+            **step_metrics.off_policy_metrics(log_ratio_N),
+            **step_metrics.truncated_fraction(ratios, self.objective.ratio_bounds),
+            **step_metrics.mismatch_metrics(log_ratio_R[same_R]),
             **({"entropy": entropy / tokens} if tokens else {}),
         }
 
@@ -315,19 +273,8 @@ class Learner:
         reference_of_tokens: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Accumulator:
         """Add the gradient of the whole batch to the parameters."""
-        accumulator = Accumulator(
-            scorer=self.scorer,
-            objective=self._objective,
-            log_z=self.log_z,
-            ranks=self.ranks,
-            watch=self._watch,
-            batch=batch,
-            reference_BK=reference_BK,
-            beta=beta,
-            entropy=self._measured.entropy,
-            retain_gathered=self._retain_gathered,
-            reference_of_tokens=reference_of_tokens,
-        )
+        own = self.scorer, self.objective, self.log_z, self.ranks, self.watch, self.entropy, self._retain_gathered
+        accumulator = Accumulator(*own, batch, reference_BK, beta, reference_of_tokens)
         accumulator.run(self.plan(batch.rows, batch.samples))
         return accumulator
 
@@ -339,7 +286,7 @@ class Learner:
         return micro_batches(
             [[one.tokens for one in row.sequences] for row in rows],
             group_size,
-            limit=self._config.micro_batch_tokens,
+            limit=self.config.micro_batch_tokens,
             split=(scorer or self.scorer).passes,
             rank=self.ranks.rank,
             ranks=self.ranks.size,
@@ -363,8 +310,8 @@ class Learner:
             row.id: earlier.get(row.id, stored) if math.isnan(stored) else stored
             for row, stored in zip(batch.rows, batch.reference_BK.flatten().tolist(), strict=True)
         }
-        needed = batch.rows if self._objective.needs_reference else []
-        by_token = self._objective.reference_of_tokens
+        needed = batch.rows if self.objective.needs_reference else []
+        by_token = self.objective.reference_of_tokens
         missing = {row.id: row for row in needed if by_token or math.isnan(known[row.id])}
         unknown = list(missing.values())
         sequence_N = torch.zeros(len(unknown), dtype=torch.float64)
@@ -393,7 +340,7 @@ class Learner:
 
     def _check_floor(self, batch: TrainBatch) -> None:
         """Log once that a reward is below the least reward that the objective counts from."""
-        least, floor = float(batch.reward_BK.min()), self._objective.reward_floor
+        least, floor = float(batch.reward_BK.min()), self.objective.reward_floor
         if least < floor and not self._warned:
             self._warned = True
             log.warning(
@@ -428,9 +375,7 @@ def _phases(config: TrainSection) -> tuple[int, int]:
     warmup = min(50, steps // 10) if config.warmup_steps == "auto" else config.warmup_steps
     if warmup >= steps:
         log.warning(
-            "the learning rate never reaches its peak: train.warmup_steps is not less than the steps of this run",
-            warmup_steps=warmup,
-            steps=steps,
+            "the learning rate never reaches its peak: train.warmup_steps is too high", warmup_steps=warmup, steps=steps
         )
     left = max(steps - warmup, 0)
     if config.decay_steps == "auto":

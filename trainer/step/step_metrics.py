@@ -291,9 +291,8 @@ def row_numbers(quantities_QBK: Tensor, log_ratio_R: Tensor, rows: Sequence[Row]
     columns = dict(zip(QUANTITIES, quantities_QBK.flatten(1).tolist(), strict=True))
     unused = [skipped or weight == 0 for weight in columns["weight"]]
     finite = {name: [x if math.isfinite(x) else None for x in column] for name, column in columns.items()}
-    return RowNumbers(
-        **finite, skipped=unused, token_log_ratios=_token_log_ratios(log_ratio_R, rows, finite["log_ratio"])
-    )
+    token_log_ratios = _token_log_ratios(log_ratio_R, rows, finite["log_ratio"])
+    return RowNumbers(**finite, skipped=unused, token_log_ratios=token_log_ratios)
 
 
 def _token_log_ratios(log_ratio_R: Tensor, rows: Sequence[Row], of_rows: Sequence[float | None]) -> list[bytes | None]:

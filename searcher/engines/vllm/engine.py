@@ -208,9 +208,8 @@ class HotReload:
         self._running.call("tba_set_adapter", str(snapshot.adapter or ""))
 
     def _check_canary(self, snapshot: Snapshot, *, calibrate: bool = False) -> Mismatch:
-        return self._acceptance.check_canary(
-            self._running.score, snapshot, context=self._running.context, calibrate=calibrate
-        )
+        running, check = self._running, self._acceptance.check_canary
+        return check(running.score, snapshot, context=running.context, calibrate=calibrate)
 
     def _may_calibrate(self, way: str) -> bool:
         """Whether the first snapshot's deviation from the trainer is numerical noise, which sets the later limits.
@@ -223,7 +222,7 @@ class HotReload:
     def _roll_back(self) -> None:
         """Attempt 3. All requests start over, because scoring the canary advanced them with the refused weights: those
         with new tokens have wrong ones, and those without may have a partly computed prompt."""
-        served = self._served
+        served, version = self._served, self._served.manifest.version
         self._running.start_over()
         try:
             way = self._first_way(served)
@@ -232,15 +231,11 @@ class HotReload:
                     self._prepare(served)
                 self._write(served, way)
             except LoadFailed as error:
-                log.warning(
-                    "restoring the old weights failed, reloading all weights",
-                    version=served.manifest.version,
-                    reason=str(error),
-                )
+                log.warning("old weights not restored, reloading all weights", version=version, reason=str(error))
                 self._write(served, RELOAD)
             self._check_canary(served)
         except (SnapshotError, EngineError) as error:
-            _fail(f"a snapshot was refused and v{served.manifest.version} could not be restored: {error}")
+            _fail(f"a snapshot was refused and v{version} could not be restored: {error}")
 
 
 class VllmEngine(RunningVllm):
@@ -302,7 +297,6 @@ class VllmEngine(RunningVllm):
         }
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Read a snapshot alongside generation, in another thread: `Engine.prepare`."""
         self.check()
         self.hot_reload.prepare(snapshot)
 

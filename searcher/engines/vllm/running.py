@@ -378,9 +378,7 @@ def _kept(output: Any) -> Int32:
     masks = [np.sort(np.asarray(ids, np.int32)) for ids in output.sampling_mask.token_ids]
     tokens = list(output.token_ids)
     if len(masks) != len(tokens) or not all(token in ids for token, ids in zip(tokens, masks, strict=True)):
-        raise EngineError(
-            f"vLLM returned {len(masks)} sampling masks for {len(tokens)} tokens, or one without its token"
-        )
+        raise EngineError(f"vLLM returned {len(masks)} masks for {len(tokens)} tokens, or one without its token")
     return encode_kept(tokens, masks)
 
 

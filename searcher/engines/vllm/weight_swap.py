@@ -211,13 +211,11 @@ class TensorSlice:
     stride: tuple[int, ...]
 
     def of_checkpoint(self, tensor: Tensor) -> Tensor:
-        """Return the box as a view of the checkpoint tensor."""
         for dimension, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
             tensor = tensor.narrow(dimension, start, size)
         return tensor
 
     def of_parameter(self, parameter: Tensor) -> Tensor:
-        """Return the box as a view of the parameter."""
         return parameter.as_strided(self.size, self.stride, self.offset)
 
 
@@ -429,7 +427,6 @@ def packed_copies(model: nn.Module) -> dict[str, object]:
 
 
 def _copy_box(one: TensorSlice, tensor: Tensor, parameter: Tensor) -> None:
-    """Copy a tensor's box from a mapped file into a parameter."""
     source, target = one.of_checkpoint(tensor), one.of_parameter(parameter)
     same_form = source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype
     if parameter.device.type == "cpu" or same_form or not source.dim():

@@ -204,7 +204,6 @@ class WeightWorker:
 
     @_reported
     def tba_set_adapter(self, path: str) -> None:
-        """Replace the adapter that all requests use by the one in a directory."""
         self._tba_adapt(path)
 
     @_reported

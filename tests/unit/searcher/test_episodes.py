@@ -17,6 +17,7 @@ from tba.common.errors import EngineError, TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.codec import decode_request, encode_request
 from tba.common.wire.messages import Visit
+from tba.searcher.build import LoadedTask
 from tba.searcher.engines.engine import ContextOverflow, Generation, SamplingSettings
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
@@ -211,8 +212,8 @@ def groups_of(game, task, samples, workers, kind=Stopping, *, singly=False):
     stopping, renderer = kind(tokenizer, (), [tokenizer.eos_token_id]), PromptRenderer(tokenizer, config.task)
     engine = cpu_engine(directory, stopping=stopping, max_in_flight=8)
     rewards, delivery = Rewards(task, config.task), Delivered()
-    exploration = Exploration(config.search, run_seed=0, searcher="s")
-    generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, samples)
+    settings = Exploration(config.search, run_seed=0, searcher="s").settings
+    generation = GenerationStage(engine, LoadedTask(task, renderer, stopping), task.prompts(), settings, samples)
     episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 5)
     scoring = ScoringStage(rewards, stopping, "score", episodes, singly=singly)
     pipeline = Pipeline(generation, scoring, cast(Any, delivery))
@@ -267,7 +268,7 @@ def test_the_text_of_a_prompt_with_an_environment_is_a_message_and_token_ids_are
 
     (prompt, *_) = limited(GuessTask()).prompts()
     assert prompt.messages == (("user", prompt.text),)
-    with pytest.raises(TaskError, match="the prompt '0' has token ids, and an environment: use a text"):
+    with pytest.raises(TaskError, match="the prompt '0' has token ids and an environment: use a text"):
         limited(Ids()).prompts()
 
 

@@ -13,6 +13,7 @@ from tba.common.config.layers import resolve
 from tba.common.errors import ConfigError, EngineError
 from tba.common.rendering import PromptRenderer
 from tba.common.wire.messages import Visit
+from tba.searcher.build import LoadedTask
 from tba.searcher.engines.engine import Generation
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
@@ -165,9 +166,9 @@ def make():
         rewards = Rewards(task, config.task)
         delivery: Any = FakeDelivery()
         opened.append(rewards)
-        exploration = Exploration(config.search, run_seed=0, searcher="s")
+        settings = Exploration(config.search, run_seed=0, searcher="s").settings
         renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), ())
-        generation = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, SAMPLES)
+        generation = GenerationStage(engine, LoadedTask(task, renderer, stopping), task.prompts(), settings, SAMPLES)
         episodes = Episodes(generation.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
         phases = config.task.phases
         scoring = ScoringStage(rewards, stopping, config.task.truncated, episodes, phases=phases)

@@ -24,7 +24,7 @@ from tba.common.errors import ConfigError, TaskError
 from tba.common.rendering import PromptRenderer
 from tba.common.weights.pretrained import load_tokenizer
 from tba.common.wire.messages import Visit
-from tba.searcher.build import check_task_and_prompts
+from tba.searcher.build import LoadedTask, check_task_and_prompts
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.pipeline import Exploration, GenerationStage
 from tba.searcher.tasks.task import Prompt, check_rendering, fingerprint
@@ -55,7 +55,8 @@ def task_of(*prompts: Prompt) -> Any:
 def ids_of_search(prompt: Prompt, renderer: PromptRenderer) -> list[int]:
     engine: Any = RecordingEngine()
     exploration = Exploration(Config().search, run_seed=0, searcher="s")
-    stage = GenerationStage(engine, task_of(prompt), [prompt], renderer, exploration.settings, 1)
+    loaded = LoadedTask(task_of(prompt), renderer, Stopping(renderer.tokenizer, (), ()))
+    stage = GenerationStage(engine, loaded, [prompt], exploration.settings, 1)
     stage.submit(Visit(lease=1, epoch=0, prompt_key="p"))
     return engine.prompts[0]
 

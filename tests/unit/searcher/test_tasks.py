@@ -27,7 +27,6 @@ from tba.searcher.tasks.task import (
     check_prompts,
     fingerprint,
     least_reward,
-    least_reward_for,
     name_of,
     scores_concurrently,
 )
@@ -314,7 +313,7 @@ def test_each_prompt_of_a_mixture_is_scored_by_its_task_and_with_a_coroutine_con
         reward, error = score(task, prompt, prompt.answer, True)
         assert error is None
         label = name_of(task, prompt)
-        assert least_reward_for(task, prompt) == (-1.0 if label == "letters" else 0.0)
+        assert least_reward(task, prompt) == (-1.0 if label == "letters" else 0.0)
         if label == "letters":
             assert reward == Reward(0.0, {"letters.reward": 0.0, "letters.letters": 1.0})
         else:

@@ -20,7 +20,7 @@ from tba.common.wire.messages import Visit
 from tba.searcher.build import LoadedTask, check_loaded
 from tba.searcher.engines.stopping import Stopping
 from tba.searcher.episodes import Episodes, Limits
-from tba.searcher.pipeline import Exploration, GenerationStage, Guide, Pipeline, ScoringStage
+from tba.searcher.pipeline import Exploration, GenerationStage, Pipeline, ScoringStage
 from tba.searcher.scoring.rewards import Rewards
 from tba.searcher.tasks.task import Prompt, Reward, fingerprint
 from tba.tests.helpers.chat_tokenizers import chat_tokenizer
@@ -177,9 +177,8 @@ def guided_rows(directory: Any, guided: float, **search: Any) -> list[Any]:
     config = Config.model_validate({"search": {"engine": "transformers", **keys}, "task": {"reward_workers": 0}})
     renderer, stopping = PromptRenderer(tokenizer, config.task), Stopping(tokenizer, (), (9,))
     exploration, engine = Exploration(config.search, run_seed=3, searcher="s"), cpu_engine(directory)
-    guide = Guide(exploration.guide, stopping, None)
-    stage = GenerationStage(engine, task, task.prompts(), renderer, exploration.settings, 2, guide=guide)
-    rewards, delivery = Rewards(task, config.task), Delivered()
+    loaded, rewards, delivery = LoadedTask(task, renderer, stopping), Rewards(task, config.task), Delivered()
+    stage = GenerationStage(engine, loaded, task.prompts(), exploration.settings, 2, guide=exploration.guide)
     episodes = Episodes(stage.ask, rewards, renderer, stopping, Limits.of(config), lambda: 0)
     pipeline = Pipeline(stage, ScoringStage(rewards, stopping, "score", episodes), delivery)  # type: ignore[arg-type]
     pipeline.submit(Visit(lease=n + 1, epoch=n // 2, prompt_key=f"p{n % 2}") for n in range(16))
@@ -246,8 +245,8 @@ def given_ids(prompt: Prompt, tokenizer: Any, stop: Any = (), ends: Any = (), co
     renderer, stopping = PromptRenderer(tokenizer, Config().task), Stopping(tokenizer, stop, ends)
     settings = Exploration(SearchSection(engine="transformers"), run_seed=3, searcher="s").settings
     task, engine = WithSolutions(), Asked()
-    guide = Guide(lambda _: 1.0, stopping, context)
-    stage = GenerationStage(engine, task, [prompt], renderer, settings, 1, guide=guide)  # type: ignore[arg-type]
+    loaded, guide = LoadedTask(task, renderer, stopping), lambda _: 1.0
+    stage = GenerationStage(engine, loaded, [prompt], settings, 1, guide=guide, context=context)  # type: ignore[arg-type]
     stage.submit(Visit(lease=1, epoch=0, prompt_key=prompt.key))
     (asked,) = engine.contexts
     before = renderer.ids(prompt)

@@ -23,7 +23,7 @@ from tba.tests.helpers.checks import not_none, wait_until
 from tba.tests.helpers.passes import counted
 from tba.tests.helpers.weights import WEIGHTS
 from tba.trainer.model.scorer import weights_of
-from tba.trainer.publishing import canary, weights_files
+from tba.trainer.publishing import canary
 from tba.trainer.publishing.canary import make_canary, skeleton
 
 pytestmark = pytest.mark.slow
@@ -146,14 +146,14 @@ def test_an_announced_snapshot_is_not_written_again_before_a_newer_one_is_announ
 
 
 def test_a_snapshot_whose_manifest_found_no_space_is_tried_again_and_does_not_name_it(lab, monkeypatch):
-    failures = [OSError(errno.ENOSPC, "No space left on device")]
+    failures, mark = [OSError(errno.ENOSPC, "No space left on device")], node_store.mark_verified
 
     def mark_verified(directory, digest):
         if failures:
             raise failures.pop()
-        node_store.mark_verified(directory, digest)
+        mark(directory, digest)
 
-    monkeypatch.setattr(weights_files, "mark_verified", mark_verified)
+    monkeypatch.setattr(node_store, "mark_verified", mark_verified)
     monkeypatch.setattr("tba.trainer.publishing.publisher._SPACE_POLL_SECONDS", 0.05)
     publish(lab, lab.publisher(), [0])
     assert not failures

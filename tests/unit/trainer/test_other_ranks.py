@@ -43,7 +43,7 @@ ADVICE = r"out of memory in step \d+ \(CUDA out .*\): lower train.micro_batch_to
 def test_a_rank_ends_with_advice_if_it_runs_out_of_memory_and_leaves_what_all_raise_to_rank_0(
     monkeypatch, error, report, raised, words
 ):
-    learner = make_learner(micro_batch_tokens=30, report=report)
+    learner = make_learner(micro_batch_tokens=30, own={"report": report})
 
     def fail(_):
         raise error

@@ -30,15 +30,15 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def reference(kind: Any, **keys: Any) -> tuple[Reference, Any]:
     model = tiny_model(seed=1)
-    return Reference(Scorer(model), ReferenceSection(kind=kind, **keys)), model
+    return Reference(Scorer(model), ReferenceSection(kind=kind, **keys), "x"), model
 
 
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
         ("frozen", ["initial"] * 7),
-        ("reset", ["initial"] * 3 + ["reset-0001"] * 3 + ["reset-0002"]),
-        ("ema", ["initial"] * 3 + ["ema-0001"] * 3 + ["ema-0002"]),
+        ("reset", ["initial"] * 3 + ["reset-0001-x"] * 3 + ["reset-0002-x"]),
+        ("ema", ["initial"] * 3 + ["ema-0001-x"] * 3 + ["ema-0002-x"]),
     ],
 )
 def test_the_name_depends_on_the_step_alone(kind, names):

@@ -31,7 +31,6 @@ from tba.tests.runner import slow
 from tba.trainer.batch.batch import Row, TrainBatch, counted, decode
 from tba.trainer.model.scorer import Scorer
 from tba.trainer.step.accumulate import turns_of
-from tba.trainer.step.learner import Measured
 
 MODEL: dict[str, Any] = {"vocabulary": 10, "layers": 2}
 EPISODE = make_episode()
@@ -105,9 +104,9 @@ def batch_of(*, cut: bool) -> TrainBatch:
 
 def step_of(batch: TrainBatch, name: str, tokens: int) -> tuple[Any, torch.Tensor]:
     """Return the result of a step and its gradient, before clipping."""
-    measured = Measured(True, frozenset({1}))
+    own = {"entropy": True, "end_ids": frozenset({1})}
     name, keys = ("tb", {"log_z": "turn"}) if name == "turn" else (name, {})
-    learner = make_learner(name=name, keys=keys, measured=measured, model=MODEL, double=True, micro_batch_tokens=tokens)
+    learner = make_learner(name=name, keys=keys, own=own, model=MODEL, double=True, micro_batch_tokens=tokens)
     reference_BK, _, of_tokens = learner._complete_reference(batch)
     if learner.log_z is not None:
         with torch.no_grad():

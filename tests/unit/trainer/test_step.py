@@ -26,7 +26,7 @@ from tba.trainer.metrics.stopwatch import Stopwatch
 from tba.trainer.model import chunked_logprobs
 from tba.trainer.model.chunked_logprobs import token_logprobs
 from tba.trainer.model.scorer import Scorer, sequence_logprobs
-from tba.trainer.step.learner import Learner, Measured, StepResult
+from tba.trainer.step.learner import Learner, StepResult
 from tba.trainer.step.step_metrics import stale_metrics
 
 
@@ -206,7 +206,7 @@ def test_the_truncated_share_counts_responses_without_an_end_token():
     rows = [make_row(1, [1], [3, 2]), make_row(2, [1], [2, 3]), make_row(3, [1], []), make_row(4, [1], [5])]
     batch = make_batch(rows, [[0.0, 1.0, 0.0, 1.0]])
     assert "truncated_share" not in make_learner().step(batch).metrics
-    learner = make_learner(measured=Measured(end_ids=frozenset({2, 5})))
+    learner = make_learner(own={"end_ids": frozenset({2, 5})})
     assert learner.step(batch).metrics["truncated_share"] == 0.5
     # The last sampled token decides, not what an environment answered to it.
     mask = np.array([1, 0], np.uint8)
@@ -275,7 +275,7 @@ def test_the_trajectory_whose_log_probability_is_nan_is_blamed_and_what_is_finit
 def test_the_time_of_a_step_is_attributed_to_its_phases():
     clock = ManualClock()
     watch = Stopwatch(clock)
-    learner = make_learner(watch=watch)
+    learner = make_learner(own={"watch": watch})
     for model, seconds in ((learner.reference.scorer.model, 1), (learner.policy, 10)):
         model.base_model.register_forward_hook(lambda *_, seconds=seconds: clock.advance(seconds))
     learner.optimizer.register_step_pre_hook(lambda *_: clock.advance(100))
@@ -294,7 +294,7 @@ def test_the_time_of_a_step_is_attributed_to_its_phases():
 
 def test_the_entropy_is_the_mean_over_counted_tokens_and_changes_no_gradient():
     batch = random_batch(1)
-    learners = [make_learner(double=True, measured=Measured(entropy)) for entropy in (False, True)]
+    learners = [make_learner(double=True, own={"entropy": entropy}) for entropy in (False, True)]
     expected = torch.cat([_entropies(learners[0].policy, row) for row in batch.rows]).mean().item()
     results = [learner.step(batch) for learner in learners]
     assert results[1].metrics.pop("entropy") == pytest.approx(expected, abs=1e-10)

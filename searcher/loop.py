@@ -442,7 +442,7 @@ class RunEnd:
 
     def joined(self) -> None:
         """Start to wait for a trainer that resumes a finished run."""
-        self._joined_at = self.clock.monotonic()
+        self._joined_at, self._seen_running = self.clock.monotonic(), False
 
     @property
     def finished(self) -> bool:

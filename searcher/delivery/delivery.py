@@ -132,6 +132,7 @@ class Delivery:
 
     @property
     def puts(self) -> int:
+        """Puts that are not acknowledged."""
         return len(self._window)
 
     @property

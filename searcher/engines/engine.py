@@ -39,6 +39,7 @@ class SamplingSettings:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     def recorded(self) -> dict[str, float]:
+        """Return the settings that are stored with the response."""
         more = {"top_k": self.top_k, "min_p": self.min_p}
         return {"temperature": self.temperature, "top_p": self.top_p} | {name: one for name, one in more.items() if one}
 

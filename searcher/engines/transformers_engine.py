@@ -144,9 +144,10 @@ class TransformersEngine:
         self._acceptance.check(snapshot)
 
     def load_weights(self, snapshot: Snapshot) -> LoadReport:
-        """No step runs between copy and canary, so requests in flight never use refused weights.
+        """Replace the weights by a verified snapshot's, check it on the canary, and continue from there.
 
-        Their KV cache keeps what older weights computed.
+        All or nothing, as the protocol requires: no step runs between the copy and the canary, so requests in flight
+        never use refused weights. Their KV cache keeps what older weights computed.
         """
         self._acceptance.check(snapshot)
         if stale := self._unaccounted():
@@ -168,12 +169,15 @@ class TransformersEngine:
         self._acceptance.uncalibrated = False
         return report
 
+    def _targets(self) -> dict[str, torch.Tensor]:
+        """The tensors that a snapshot overwrites, by name in its files. A tied head is not one: it is the embedding."""
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        return {name: state[self._names[name]] for name in self._shapes}
+
     def _exchange(self, snapshot: Snapshot) -> LoadReport:
         """Copy a snapshot's weights and check them. Restores those that serve after any error."""
         times = [time.perf_counter()]
-        state = self._model.state_dict()
-        # The tensors that it overwrites, by name in its files. A tied head is not one: it is the embedding.
-        targets = {name: state[self._names[name]] for name in self._shapes}
+        targets = self._targets()
         values = _read(snapshot)
         calibrate = self._acceptance.uncalibrated and (
             self._acceptance.routed

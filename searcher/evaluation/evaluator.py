@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tba.common.clock import SystemClock
 from tba.common.config import Config
@@ -105,8 +105,11 @@ _WAIT_SECONDS = 1.0
 _STORED_BYTES = 8 << 20
 
 
-# A request for one answer to the prompt with this key.
-Question = tuple[str, SamplingSettings]
+class Question(NamedTuple):
+    """A request for one answer to the prompt with this key."""
+
+    key: str
+    sampling: SamplingSettings
 
 
 class Answering:
@@ -118,9 +121,9 @@ class Answering:
         task, renderer, stopping = subject.loaded
         self._task, self.engine, self.questions = task, engine, questions
         # The lease of a visit is the number of its question, from 1 on.
-        self._visits = [Visit(lease=n, epoch=0, prompt_key=key) for n, (key, _) in enumerate(questions, 1)]
+        self._visits = [Visit(lease=n, epoch=0, prompt_key=one.key) for n, one in enumerate(questions, 1)]
         self._generation = GenerationStage(
-            engine, subject.loaded, subject.prompts, lambda visit, _: questions[visit.lease - 1][1], samples=1
+            engine, subject.loaded, subject.prompts, lambda visit, _: questions[visit.lease - 1].sampling, samples=1
         )
         limits, version = Limits.of(config), lambda: engine.weights_version
         episodes = Episodes(self._generation.ask, rewards, renderer, stopping, limits, version)
@@ -260,12 +263,12 @@ class Evaluator:
 def questions(config: Config, subject: Subject) -> list[Question]:
     """Return the greedy question of every prompt, then `eval.samples` sampled ones of each."""
     greedy = SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=config.search.max_tokens)
-    asked = [(prompt.key, greedy) for prompt in subject.prompts]
+    asked = [Question(prompt.key, greedy) for prompt in subject.prompts]
     sampled = {"temperature": config.eval.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     exploration = Exploration(config.search.model_copy(update=sampled), run_seed=config.run.seed, searcher="eval")
     for prompt in subject.prompts:
         visit = Visit(lease=NO_VISIT, epoch=_EPOCH, prompt_key=prompt.key)
-        asked += [(prompt.key, exploration.settings(visit, n)) for n in range(config.eval.samples)]
+        asked += [Question(prompt.key, exploration.settings(visit, n)) for n in range(config.eval.samples)]
     return asked
 
 

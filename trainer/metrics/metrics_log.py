@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -49,8 +49,14 @@ _MAX_QUEUED = 1000
 _CLOSE_SECONDS = 10.0
 
 
-# A trajectory that was trained on: id, tokens of the prompt and of the response, reward, staleness in optimiser steps.
-Answer = tuple[int, Int32, Int32, float, int]
+class Answer(NamedTuple):
+    """A trajectory that was trained on. `staleness` is in optimiser steps."""
+
+    trajectory: int
+    prompt_ids: Int32
+    response_ids: Int32
+    reward: float
+    staleness: int
 
 
 def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
@@ -62,7 +68,7 @@ def choose_answers(batch: TrainBatch, count: int) -> list[Answer]:
     count = min(count, len(batch.rows))
     slots = [number * len(batch.rows) // count for number in range(count)]
     chosen = [(batch.rows[slot], rewards[slot], int(staleness[slot])) for slot in slots]
-    return [(row.id, row.prompt_ids.copy(), row.response_ids.copy(), reward, age) for row, reward, age in chosen]
+    return [Answer(row.id, row.prompt_ids.copy(), row.response_ids.copy(), reward, age) for row, reward, age in chosen]
 
 
 def answer_rows(tokenizer: Any, answers: Sequence[Answer]) -> list[list[Any]]:

@@ -60,9 +60,10 @@ def trajectory_balance_learned_z(responses: Responses, beta: float) -> Terms:
         loss = beta/2 * 1/(BK) sum_ij ( log Z(x_i) + log pi_ij - log ref_ij - r_ij / beta )^2
 
     `responses.log_z_bK` has a gradient too: the head learns the mean that VarGrad computes from the group, so a single
-    response per prompt is enough.
+    response per prompt is enough. Raises ValueError if it is None.
     """
-    assert responses.log_z_bK is not None
+    if responses.log_z_bK is None:
+        raise ValueError("tb_learned_z needs a learned log Z")
     target_bK = responses.reference_bK + responses.reward_bK / beta
     residual_bK = responses.log_z_bK + responses.policy_bK - target_bK
     loss = beta / 2 * residual_bK.square().sum() / responses.totals.rows
@@ -80,8 +81,10 @@ def flow_balance(responses: Responses, beta: float, *, low: float, high: float) 
     T times as sharp as that of `trajectory_balance`. The authors' first release, with 15 for 1 / beta, computes w and
     then weights by rho, not clipped, which has the same optimum; its log Z also trains the policy, here the head is
     alone.
+    Raises ValueError without a log Z.
     """
-    assert responses.log_z_bK is not None
+    if responses.log_z_bK is None:
+        raise ValueError("flowrl needs a learned log Z")
     ratio_bK = (responses.policy_bK - responses.reference_bK) / responses.tokens_bK.clamp(min=1)
     residual_bK = responses.log_z_bK + ratio_bK - standardised(responses.reward_bK) / beta
     weight_bK = responses.log_ratio_bK.detach().exp().clamp(1 - low, 1 + high)
@@ -99,10 +102,11 @@ def turn_balance(responses: Responses, beta: float) -> Terms:
 
     A learned log Z has a gradient in the residual. With one turn it is `trajectory_balance`. docs/objectives.md derives
     why random observations do not move the optimum, whichever policy sampled. The advantage of a response is the mean
-    over its turns.
+    over its turns. Raises ValueError if there are no `responses.turns`.
     """
     turns = responses.turns
-    assert turns is not None
+    if turns is None:
+        raise ValueError('log_z = "turn" needs the turns of the responses')
     policy_S = row_totals(responses.logprob_R[responses.mask_R], turns.lengths)
     learned_S = turns.value_S / beta
     own_S = (turns.reward_S / beta + turns.reference_S - policy_S).detach()
@@ -146,10 +150,10 @@ def prefix_balance(responses: Responses, beta: float) -> Terms:
     rewards. log Z_t is learned, and has a gradient in both. All are 0 exactly where pi = ref exp(r / beta) / Z and
     log Z_t is the logarithm of the mean of exp(r / beta) over what the reference would append.
 
-    The advantage of a response is the mean over its tokens.
+    The advantage of a response is the mean over its tokens. Raises ValueError without values and references of tokens.
     """
-    assert responses.value_R is not None
-    assert responses.reference_R is not None
+    if responses.value_R is None or responses.reference_R is None:
+        raise ValueError("tb_prefix needs a learned value and the reference of each token")
     mask_R, tokens_N = responses.mask_R, responses.tokens_bK.flatten()
     whole_bK = vargrad_residual(responses.policy_bK, responses.reference_bK, responses.reward_bK, beta)
     log_ratio_NT, log_z_NT = (

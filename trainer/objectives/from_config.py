@@ -97,7 +97,9 @@ def make_objective(config: ObjectiveSection, *, longest_response: int) -> Object
         "tb_learned_z": with_head(terms=trajectory_balance_learned_z),
         "tb_prefix": with_head(terms=prefix_balance, value_of="token", reference_of_tokens=True),
         "flowrl": with_head(
-            terms=partial(flow_balance, low=low, high=high), ratio_bounds=(1 - low, 1 + high), ratio_of_response=True
+            terms=partial(flow_balance, low=low, high=high),
+            ratio_bounds=(1 - low, 1 + high),
+            ratio_of_response=True,
         ),
         "ppo": with_head(terms=partial(_with_critic, config), value_of="token", ratio_bounds=(1 - low, 1 + high)),
         "online_dpo": objective(terms=pg.online_dpo),

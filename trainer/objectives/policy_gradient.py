@@ -88,9 +88,10 @@ def ppo(responses: Responses, return_bK: Tensor, *, low: float, high: float) -> 
 
     r is the reward minus the KL term, which a response gets at its end. V, a linear head on the last hidden state
     before each token, learns the mean of r; the hidden states are detached, so the critic does not train the model. The
-    advantage of a response is the mean over its tokens by their weights.
+    advantage of a response is the mean over its tokens by their weights. Raises ValueError without values.
     """
-    assert responses.value_R is not None
+    if responses.value_R is None:
+        raise ValueError("ppo needs a learned value of each token")
     total, return_R = max(responses.totals.tokens, 1), responses.per_token(return_bK)
     advantage_R = torch.where(responses.usable_R, return_R - responses.value_R.detach(), 0.0)
     surrogate_bK = responses.per_row(_least(responses, advantage_R, low, high))
@@ -138,9 +139,10 @@ def distillation(responses: Responses, _beta: float, *, cap: float | None) -> Te
     every A is 0, so the gradient has no noise there. What a token does to the KL of later ones is left out; Trajectory
     Balance with the teacher as its reference includes it.
 
-    The advantage of a response is the weighted mean over its tokens.
+    The advantage of a response is the weighted mean over its tokens. Raises ValueError without `reference_R`.
     """
-    assert responses.reference_R is not None
+    if responses.reference_R is None:
+        raise ValueError("distill needs the teacher's log-probabilities of tokens")
     advantage_R = (responses.reference_R.double() - responses.logprob_R).detach()
     weight_R = torch.ones_like(advantage_R) if cap is None else _ratio(responses).detach().clamp(max=cap)
     loss = -responses.per_row(weight_R * advantage_R * responses.logprob_R).sum() / max(responses.totals.tokens, 1)

@@ -166,7 +166,9 @@ def _lora(rank: int) -> dict[str, Any]:
     if not rank:
         return {}
     if rank > _LORA_RANKS[-1]:
-        raise ConfigError(f'lora.rank = {rank} is more than vLLM has ({_LORA_RANKS[-1]}): set lora.publish = "merged"')
+        raise ConfigError(
+            f'lora.rank = {rank} is more than vLLM supports ({_LORA_RANKS[-1]}): set lora.publish = "merged"'
+        )
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(one for one in _LORA_RANKS if one >= rank)}
 
 

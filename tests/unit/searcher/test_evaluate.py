@@ -26,6 +26,7 @@ from tba.searcher.build import load
 from tba.searcher.engines.engine import SamplingSettings
 from tba.searcher.evaluation.evaluator import (
     Answering,
+    Question,
     Subject,
     _prepared,
     evaluate_snapshots,
@@ -182,7 +183,7 @@ def test_an_answer_that_cannot_be_generated_has_the_least_reward_and_an_evaluati
     loaded, greedy = load(config), SamplingSettings(temperature=0.0, top_p=1.0, max_tokens=8)
     vars(loaded.task)["least_reward"] = -1.0
     prompts = [*loaded.task.held_out()[:3], Prompt("long", ids=[6] * 999)]
-    questions = [(prompt.key, greedy) for prompt in prompts]
+    questions = [Question(prompt.key, greedy) for prompt in prompts]
     engine = cpu_engine(example_model, stopping=loaded.stopping)
     with closing(Rewards(loaded.task, config.task)) as rewards:
         answering = Answering(config, Subject(loaded, prompts, "", ""), engine, rewards, questions)

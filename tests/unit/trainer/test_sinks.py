@@ -101,7 +101,7 @@ def answers_of(example_model, count: int) -> tuple[Any, list[Answer]]:
 @pytest.mark.parametrize(("count", "slots"), [(0, []), (1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (9, [0, 1, 2, 3])])
 def test_answers_are_spread_over_the_batch(example_model, count, slots):
     _, answers = answers_of(example_model, count)
-    assert [id_ for id_, *_ in answers] == slots
+    assert [one.trajectory for one in answers] == slots
 
 
 def test_an_answer_is_a_row_with_its_texts_and_a_long_one_is_cut(example_model, monkeypatch):

@@ -335,7 +335,10 @@ class Trainer:
             if refusal.code != "unknown_step":
                 raise
             # The update has been made, and a later start could not report it either, so retrying is of no use.
-            log.warning("the buffer does not know this step: is its database an older copy?", step=report.step)
+            log.warning(
+                "the buffer does not know this step, which stays missing in it: is its database an older copy?",
+                step=report.step,
+            )
         self._unreported = None
 
     def save(self) -> None:

@@ -219,7 +219,9 @@ class Job:
                 write_model(temporary, as_saved(self._unwrapped, weights), self._files, self._unwrapped, self._dtype)
                 shutil.copyfile(self._plan.work / run_files.METRICS, temporary / f"sft_{run_files.METRICS}")
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self._plan.out} cannot be written: {error}; then pass --resume") from error
+            raise CheckpointError(
+                f"{self._plan.out} cannot be written: {error}; --resume continues from the last checkpoint"
+            ) from error
         log.info("model saved", path=self._plan.out)
 
     def _step(self) -> dict[str, float]:

@@ -184,11 +184,6 @@ def _file_layer(file: Path) -> dict[str, _Value]:
     for section, content in tree.items():
         if not isinstance(content, dict):
             raise ConfigError(f"{file}: `{section}` is outside a section: move it into one, such as [run]")
-        # One mistake, where each of its keys would be another.
-        if section not in Config.model_fields and (
-            near := difflib.get_close_matches(section, Config.model_fields, n=1)
-        ):
-            raise ConfigError(f"{file}: there is no section [{section}]: did you mean [{near[0]}]?")
         values |= {f"{section}.{name}": _Value(value, str(file)) for name, value in content.items()}
     return values
 
@@ -309,12 +304,15 @@ def _validate(values: Mapping[str, _Value]) -> Config:
     """Return the configuration. Raises ConfigError with everything that is wrong, up to a limit."""
     known = [name for name, _ in fields()]
     tree: dict[str, dict[str, Any]] = {}
-    mistakes = []
+    mistakes, sections = [], set()
     for key, item in values.items():
+        section, _, name = key.partition(".")
         if key not in known:
-            mistakes.append(_unknown(key, item.origin, known))
+            # A section that does not exist is one mistake, whatever it holds.
+            if section in Config.model_fields or section not in sections:
+                mistakes.append(_unknown(key, item.origin, known))
+            sections.add(section)
             continue
-        section, name = key.split(".")
         tree.setdefault(section, {})[name] = item.value
     try:
         config = Config.model_validate(tree)

@@ -57,7 +57,7 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def objects_frozen() -> Iterator[None]:
-    """Exclude existing objects from garbage collection in the block, and after it if the caller had frozen any.
+    """Exclude existing objects from garbage collection in the block, and after it if any were, as by `importing`.
 
     A full collection of 350,000 objects takes 0.2 s, in each rank at another step.
     """
@@ -73,7 +73,7 @@ def objects_frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Collect no garbage while the block imports, and exclude what exists then from later collections.
+    """Collect no garbage while the block imports, and exclude what exists then, garbage too, from later collections.
 
     torch and transformers make so many objects that collections would take a third of the time of their import.
     """

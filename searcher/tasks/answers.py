@@ -60,6 +60,9 @@ _SYMBOLS = (
     r"(?:/(?:s|min|h|sec|hr|day|[ck]?m|k?g|m?L|gal|K|mol|C))?"
 )
 _BRACKETS = {"lbrace": r"\{", "rbrace": r"\}", "langle": "(", "rangle": ")"}
+_LABELS = (
+    r"(?:(?:final|minimum|maximum|total) )?(?:answer|result|total|sum|area|volume|perimeter|value|minimum|maximum)"
+)
 _PARTED = r"hours?|h|hrs?|min(?:ute)?s?|days?|weeks?|years?|feet|foot|ft|pounds?|lbs?|[k ]?m|kg|degrees?|dollars?"
 _TEXT_UNIT = r"\\text\{[^{}]*\}(?: ?\^ ?\{?\d\}?)?"
 # A condition for numbers: a set-builder or a relation.
@@ -98,7 +101,8 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         # Of what the variable of a function, or a parameter, may be.
         (r"(?:[,;]|\(|\\forall|\\text\{ ?(?:for|where)[a-z ]*\})+ ?\(?[a-z] ?\\in ?\\mathbb\{[ZNR]\}\)?$", ""),
         (
-            r"^(?=[^=<>]*=|.*(?:\\forall|\{[ ,(]*for (?:all|any|each|every)\b))(.*?)[ ,;(]*(?:\\forall|\\text\{[ ,(]*"
+            r"^(?=[^=<>]*=|(?:(?![<>≠≤≥]|\\(?:[lg](?:t|eq?)|neq?)(?![a-z])).)*"
+            r"(?:\\forall|\{[ ,(]*for (?:all|any|each|every)\b))(.*?)[ ,;(]*(?:\\forall|\\text\{[ ,(]*"
             r"(?:for|where) [a-z ]*\}) ?[a-z](?:\\text\{ ?is an? [a-z ]*\}| ?(?:\\geq?|≥) ?[01])?[ )]*$",
             r"\1",
         ),
@@ -116,7 +120,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         # A decimal is compared in as many digits.
         (r"\.(\d*?)((\d)\3{2,}|(\d{2,6})\4+) ?(?:\.{3}|\\[lc]?dots)", r".\1\\bar{\3\4}"),
         (r"\\dot ?\{?(\d)\}?(?:(\d*)\\dot ?\{?(\d)\}?)?", r"\\bar{\1\2\3}"),
-        (r"\.(\d*)(?:\\(?:overline|bar) ?(?:\{(\d+)\}|(\d))|\((\d+)\))", r".\1" + 12 * r"\2\3\4"),
+        (r"\.(\d*)\\(?:overline|bar) ?(?:\{(\d+)\}|(\d))|(?<=\d)\.\((\d+)\)", r".\1" + 12 * r"\2\3\4"),
         (r"(?<=[,+]) ?\.{3}|\\[lc]?dots[bcm]?(?![a-z])", r"\\ldots "),
         (r"^[ *`]+|[ *.,;\\`]+$|(?<=\d)\.(?= ?(?:[-+*/^})]|\\(?:cdot|times|text|pi|sqrt)))", ""),
         (r"\{ ?(\w+) ?\\choose ?(\w+) ?\}", r"{\\binom{\1}{\2}}"),
@@ -132,7 +136,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"^(?:\\text\{ ?)?DNE ?\}?$", r"\\text{does not exist}"),
         (r"^(?:[a-z] ?\\equiv ?)?(-?\d+) ?\(?(?:\\[pb]|\\text\{ ?)mod ?\}? ?\{?(\d+)\}?\)?$", r"\1 \\pmod{\2}"),
         (r" ?\\text\{ ?(?:is|equals|is equal to) ?\}", "="),
-        (r"^\\text\{([^{}]*=[^{}]*)\}$|^\\text\{[A-Za-z ]*[a-z]{3} ?: ?\}", r"\1"),
+        (r"^\\text\{([^{}]*=[^{}]*)\}$|^\\text\{ ?(?i:(?:the )?" + _LABELS + r") ?: ?\}", r"\1"),
         (r"\\text\{ ?([-+]?\d[\d,.:]*)", r"\1\\text{"),
         (rf"(\\text\{{ ?[a-z.]+),? and ?\}}(?= ?\d)|(?<=\d)( ?\\text\{{ ?(?:{_PARTED}) ?)\}} ?(?=\d)", r"\1\2}, "),
         (

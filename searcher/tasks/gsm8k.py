@@ -36,7 +36,10 @@ _SPELLINGS = (
     (re.compile(r"(?:\\(?:text\w*|mathrm|mbox) ?)?\{ ?(-?) ?(\\?[$€£¥₹]) ?\}"), r"\1\2"),
     (re.compile(rf"({_STATES} ?\$?)[-\N{{EN DASH}}\N{{EM DASH}}] (?={_CURRENCY} ?[\d.])"), r"\1-"),
     (re.compile(rf"([=#] ?)[-\N{{EN DASH}}] (?=[\d.])|({_STATES} ?)(?:minus|[Nn]egative) (?=[$€£\d.])"), r"\1\2-"),
-    (re.compile(r"(?:(?<=\d) )?([¼½¾])"), lambda found: {"¼": ".25", "½": ".5", "¾": ".75"}[found[1]]),
+    (
+        re.compile(r"(?<![\w.])(\d[\d,]*|) ?([¼½¾])"),
+        lambda found: (found[1] or "0") + {"¼": ".25", "½": ".5", "¾": ".75"}[found[2]],
+    ),
     (re.compile(rf"(?<!\d)(?<!\d\$)-(?:\*\*)?{_CURRENCY}\s?(?=[\d.])"), "-"),
     (re.compile(r"\{,\}|,\\!|，"), ","),
     (re.compile(r"(?<=\d)[kK](?!\w)"), "e3"),
@@ -48,7 +51,8 @@ _SPELLINGS = (
         lambda found: found[0].replace(" ", "") if found[0].endswith(" 000") else found[0],
     ),
     # The power of a unit.
-    (re.compile(r"(?<=[A-Za-z}]) ?\^ ?\{?[23]\}?(?!\.?\d)|(?:(?<=\dm|[cdk]m|ft|in|yd)|(?<=\d m))[23](?![\w^])"), ""),
+    (re.compile(r"(?<=[A-Za-z}]) ?\^ ?\{?[23]\}?(?!\.?\d)"), ""),
+    (re.compile(r"(?<=\d)( ?(?:[cdk]?m|ft|in|yd))[23](?![\w^])"), r"\1"),
     (re.compile(r"(?<=\d)(?:\\[,!]|[\u00a0\u2007\u2009\u202f])(?=\d{3}(?!\d))"), ""),
     (re.compile(_SPACED, re.MULTILINE), lambda found: re.sub(r"(?<=\d) ", "", found[0])),
     (re.compile(r"(?<![\w.])\d{1,3}(?:['’_]\d{3})+(?!\w)"), lambda found: re.sub(r"\D", "", found[0])),

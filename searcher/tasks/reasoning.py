@@ -82,7 +82,9 @@ class ReasoningGymTask:
             raise MissingExtra("reasoning_gym", "reasoning") from None
         self._library = reasoning_gym
         if "{question}" not in prompt:
-            raise TaskError(f"task.options.prompt = {prompt!r} has no {{question}}: write where the question stands")
+            raise TaskError(
+                f"task.options.prompt = {prompt!r} of reasoning_gym has no {{question}}: write where it stands"
+            )
         self._settings = _settings(generators)
         self._sizes, self._seed, self._template = (size, held_out_size), seed, prompt
         self._scorers: dict[str, Callable[..., float]] = {}

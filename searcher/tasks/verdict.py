@@ -55,7 +55,8 @@ _TIME = re.compile(r"0?(\d{1,2}:[0-5]\d)")
 _RELATION = re.compile(r"\\(?:not|neq?|[lg](?:t|eq?|eqslant))(?![a-z])|[<>≠≤≥]")
 # What math-verify drops, or takes for another thing: both answers must have it.
 _DROPPED = re.compile(
-    r"[A-Za-z)}]'+|\\(?:operatorname[^}]*|[gl]c[dm] ?\([^()]*[a-z][^()]*\)|ldots|partial ?\w|lor(?!.*=)|[DGOPSTX])"
+    r"(?:[a-z)}]|[A-Z](?!'+ ?\())'+|\\(?:operatorname[^}]*|[gl]c[dm] ?\([^()]*[a-z][^()]*\)|ldots|partial ?\w"
+    r"|lor(?!.*=)|(?!Pr(?![a-z])|Gamma ?\()[DGOPSTX])"
 )
 # Compared as text: math-verify reads any as 0.
 _CASES = r"\begin{cases}"
@@ -103,8 +104,10 @@ def is_right(gold: str, answer: str) -> bool:
     words = _words(gold)
     if words and (":" in answer or ":" not in words[0]):
         return words == _words(answer, always=True)
-    if (unit | other_unit) == {("degree", 1)} and r"\pi" in gold + answer:
-        gold, answer = (one if r"\pi" in one else rf"{one}\cdot\frac{{\pi}}{{180}}" for one in (gold, answer))
+    # One angle in degrees and one in radians.
+    if (unit ^ other_unit) == {("degree", 1)} and r"\pi" in (answer if unit else gold) and "," not in gold + answer:
+        both = (gold, unit), (answer, other_unit)
+        gold, answer = (rf"({one})\cdot\frac{{\pi}}{{180}}" if own else one for one, own in both)
     return _same_value(gold, answer)
 
 
@@ -266,7 +269,7 @@ def _real_set(answer: str) -> tuple[str, Any]:
     parts = [[one for it in re.split(r"\\(?:wedge|land)\b", of) for one in And.make_args(read(it))] for of in either]
     atoms = [one for part in parts for one in part]
     # Without braces it is solved for its variable.
-    shown = builder or re.match(r"\|[a-z]\|", answer)
+    shown = builder or re.match(r"\|[a-vxy]\|", answer)
     solved = all(isinstance(one, Relational) and (shown or one.lhs.is_Symbol or one.rhs.is_Symbol) for one in atoms)
     found: Any = Or(*(And(*part) for part in parts)) if solved else atoms[0] if len(atoms) == 1 else None
     is_set, symbols = isinstance(found, Set) and not builder, getattr(found, "free_symbols", ())

@@ -308,7 +308,8 @@ class SnapshotWriter:
         self._last = full if keeps_buffers or self._pool is not None else None
         if unused is not None and unused.copy is not None:
             self._release_buffers(unused.copy)
-        return full
+        # The caller keeps it until the announcement, which may wait for the buffer, and needs no tensor.
+        return replace(full, bits={}, copy=None)
 
     def _write_mapped(self, publication: Publication, copy: MappedCopy, weights: Tensors) -> Written:
         """Hash and verify the weights in a mapped file, then mark them complete."""

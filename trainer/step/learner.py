@@ -86,7 +86,7 @@ class Learner:
     copies: Sequence[HostBuffers] = ()
     steps_done: int = 0
     # The previous step's name of the reference, and the log-probabilities under it by trajectory id.
-    _just_computed: tuple[str, dict[int, float]] = ("", {})
+    _just_computed: tuple[str, dict[int, float]] = field(default_factory=lambda: ("", {}))
     _warned: bool = False
 
     def __post_init__(self, taken: Mapping[str, Tensor] | None) -> None:

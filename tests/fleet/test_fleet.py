@@ -71,6 +71,15 @@ def test_only_the_unit_whose_file_has_changed_is_restarted(site):
         pytest.param(
             {"[buffer]": "[first]"}, (), "The group `buffer` of the inventory must have one host", id="no buffer"
         ),
+        pytest.param(
+            {"tba_searchers=cpu": "tba_searchers=0-"}, (), "tba_searchers of node1 must be cpu, all, one GPU", id="GPUs"
+        ),
+        pytest.param(
+            {"tba_trainer=cpu": "tba_trainer=cpu tba_address=node0"},
+            (),
+            "set tba_address to the IP address by which others reach it, not node0",
+            id="no address",
+        ),
         pytest.param({}, ("--limit", "node1"), "Run this for all nodes, without --limit", id="some nodes"),
         pytest.param(
             {"tba_trainer=cpu": "tba_trainer=cpu ansible_host=127.0.0.9"},
@@ -157,6 +166,8 @@ def test_a_node_that_is_cut_off_loses_nothing_and_does_not_hang_a_playbook(site)
     assert unreachable == {"node0": "0", "node1": "0", "node2": "1", "node3": "0"}, done.stdout
     site.wait_for_steps()
     assert ["node2", "-", "unreachable"] in status_rows(site.try_to_play("status").stdout)
+    # The others still know its name, as they admit its key.
+    assert f"{node.address} node2" in site.fleet.nodes["node1"].run("cat", "/etc/hosts").stdout
     node.connect()
     site.wait_for_rows("node2")
     site.check_history()

@@ -29,6 +29,7 @@ from tba.common.config import Config
 from tba.common.run_snapshots import weights_directory
 from tba.common.weights.node_store import clear
 from tba.common.weights.snapshot import Snapshot
+from tba.common.weights.tensor_file import blake3_of_bytes
 from tba.searcher.engines.vllm.weight_swap import MappedFiles, WeightSwap, record
 from tba.searcher.weights.assembly import SnapshotAssembler
 from tba.trainer.model.host_buffers import HostBuffers
@@ -110,7 +111,7 @@ class Publisher:
         write = partial(self._writer.write, publication)
         written = self._in_publisher(stages, "trainer: canary, hash, seal", write)
         self._in_publisher(stages, ALONE[0], partial(self._writer.make_canary, copy.wait()))
-        self._in_publisher(stages, ALONE[1], copy.file.describe)
+        self._in_publisher(stages, ALONE[1], partial(blake3_of_bytes, copy.file.content.data))
         self._writer.announced(written)
         self.written = written
         find = partial(self._node.assemble, written.announcement("").weights)

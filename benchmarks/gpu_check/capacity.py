@@ -128,5 +128,5 @@ def offload(findings: Findings, options: Any) -> None:
     masters = take_masters(policy, torch.device(device), half=cuda)
     # Before the learner takes away each gradient.
     expected = {"loss": BareTrainer(policy, rate=0.0, tokens=tokens, half=cuda).loss(batches[0])}
-    _train(findings, "7 B", options, policy, train, (batches, expected), packed=packed, masters=masters)
+    _train(findings, "7 B", options, policy, train, (batches, expected), packed=packed, taken=masters)
     findings.note("largest resident memory, GB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB)

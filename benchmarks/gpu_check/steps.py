@@ -38,7 +38,7 @@ class Trial:
         reference = copy.deepcopy(self.base).to(device) if name == "tb" else None
         if ranks is ALONE:
             model.to(device)
-        learner = learner_of(model, reference, config, objective(name), autocast=half, ranks=ranks, masters=masters)
+        learner = learner_of(model, reference, config, objective(name), autocast=half, ranks=ranks, taken=masters)
         steps = [learner.step(batch).metrics for batch in self.batches]
         weights = learner.masters() or dict(gathered(learner.policy, MERGED))
         sharded = all(isinstance(parameter, DTensor) for parameter in learner.policy.parameters())

@@ -37,7 +37,7 @@ _SPELLINGS = (
     (re.compile(rf"({_STATES} ?\$?)[-\N{{EN DASH}}\N{{EM DASH}}] (?={_CURRENCY} ?[\d.])"), r"\1-"),
     (re.compile(rf"([=#] ?)[-\N{{EN DASH}}] (?=[\d.])|({_STATES} ?)(?:minus|[Nn]egative) (?=[$€£\d.])"), r"\1\2-"),
     (
-        re.compile(r"(?<![\w.])(\d[\d,]*|) ?([¼½¾])"),
+        re.compile(r"(?<![\w.,])(\d[\d,]*+|) ?([¼½¾])"),
         lambda found: (found[1] or "0") + {"¼": ".25", "½": ".5", "¾": ".75"}[found[2]],
     ),
     (re.compile(rf"(?<!\d)(?<!\d\$)-(?:\*\*)?{_CURRENCY}\s?(?=[\d.])"), "-"),

@@ -163,10 +163,16 @@ class Searcher:
         self._serving = Serving(config, clock)
         self._weights = (FixedWeights if config.search.policy else WeightsFollower)(config, engine, clock)
         self._delivery = Delivery(client, config.run.name, root=config.spool, limit_mib=config.search.spool_mib)
-        samples, settings = config.search.samples_per_prompt, exploration.settings
-        generation = GenerationStage(engine, loaded, task.prompts(), settings, samples, lambda: self._weights.metadata)
-        if config.search.guided:
-            generation.guide, generation.context = exploration.guide, build.context_of(config)
+        generation = GenerationStage(
+            engine,
+            loaded,
+            task.prompts(),
+            exploration.settings,
+            samples=config.search.samples_per_prompt,
+            metadata=lambda: self._weights.metadata,
+            guide=exploration.guide,
+            context=build.context_of(config) if config.search.guided else None,
+        )
         limits, version = Limits.of(config), lambda: engine.weights_version
         episodes = Episodes(generation.ask, rewards, renderer, stopping, limits, version)
         phases, singly = config.task.phases, config.search.put == "sample"

@@ -171,8 +171,14 @@ class Trainer:
         # Not to the buffer of another run.
         self._is_known = True
         self._heartbeat = HeartbeatThread(self._dial)
-        ahead = config.max_staleness != 0
-        self._batches = BatchFetcher(self._client, config.train, self._stop, self._steps, self._watch, ahead)
+        self._batches = BatchFetcher(
+            self._client,
+            config.train,
+            stop=self._stop,
+            last=self._steps,
+            watch=self._watch,
+            ahead=config.max_staleness != 0,
+        )
         # From `connect` on.
         self._publisher: Publisher | None = None
 

@@ -295,7 +295,8 @@ class Sampler:
         word: Priority = "recency" if recent else rules.trajectory_priority
         rows, _ = index.rows([prompt])
         steps = index.column("step")[rows]
-        rows, steps = rows[steps >= oldest], steps[steps >= oldest]
+        is_fresh = steps >= oldest
+        rows, steps = rows[is_fresh], steps[is_fresh]
         if word == "recency":
             needed = np.sort(steps)[-self.need(samples)]
             rows = rows[steps >= next(tier for tier in ages if tier <= needed)]

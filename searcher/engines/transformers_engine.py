@@ -108,8 +108,13 @@ class TransformersEngine:
                 'by one: this engine cannot reload such models, use search.engine = "vllm". If only the tied head is '
                 "there, load the model with transformers and save it again"
             )
-        vocabulary, routed = int(config.vocab_size), routes_or_quantizes(self._model.config.to_dict())
-        self._acceptance = Acceptance(self._shapes, vocabulary, canary_tolerance, copies, routed)
+        self._acceptance = Acceptance(
+            self._shapes,
+            vocabulary=int(config.vocab_size),
+            tolerance=canary_tolerance,
+            copies=copies,
+            routed=routes_or_quantizes(self._model.config.to_dict()),
+        )
         self.weights_version = 0
         # Whose files the weights are from: at the start, the model's.
         self._served = Snapshot(directory, Manifest("", 0, 0, 0.0, {}, Canary([], [])), weight_files(directory))

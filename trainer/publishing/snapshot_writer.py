@@ -346,7 +346,9 @@ class SnapshotWriter:
         return Written(manifest, digest, final, {} if self._adapters else bits, copy)
 
     def _manifest(self, version: int, step: int, canary: Canary, files: dict[str, FileEntry]) -> Manifest:
-        return Manifest(self._config.run.name, version, step, time.time(), files, canary)
+        return Manifest(
+            run=self._config.run.name, version=version, step=step, created_at=time.time(), files=files, canary=canary
+        )
 
     def _add_delta(self, manifest: Manifest, bits: Mapping[str, Tensor]) -> Manifest:
         """Write what changed since the newest snapshot, for nodes that fetch."""

@@ -143,17 +143,11 @@ def build(
     (host, home), half = _places(device, ranks), in_half(device, config.model.dtype)
     offload = config.train.offload == "optimizer"
     policy = load_model(files, host if offload else home)
-    unwrapped, adapter = policy, None
+    unwrapped = policy
     if ranks.rank == 0 and (config.lora.rank or ranks.size > 1 or offload):
         unwrapped = structure_of(policy)
     packed = _packed(config, policy, device, ranks)
-    if config.lora.rank:
-        add_adapters(policy, config.lora)
-        if half:
-            to_bfloat16(policy)
-        # `publish` may change between starts: it does not affect the adapters.
-        adapter = config.lora.model_dump(mode="json", exclude={"publish"})
-        adapter["base"] = base_digest(files) if ranks.rank == 0 else ""
+    adapter = _adapted(policy, config, files, ranks, half=half) if config.lora.rank else None
     teacher, initial = _teacher(config) if objective.needs_reference else None, INITIAL_REFERENCE
     if teacher is not None:
         # The same on every rank.
@@ -164,14 +158,36 @@ def build(
         enable_gradient_checkpointing(policy, autocast=half)
     sharded = partial(make_scorer, ranks=ranks, autocast=half, exact_logits=config.model.head_dtype == "float32")
     scorer = of_reference = sharded(policy, packed=packed)
-    # After the policy is sharded, so that rank 0 does not hold two whole models. Without adapters the policy is it.
+    # After the policy is sharded, so that rank 0 does not hold two whole models. A policy without its adapters is one.
     if objective.needs_reference and (teacher is not None or not config.lora.rank):
         other, packed = _load_reference(config, files, teacher, device, ranks, packed=packed)
         of_reference = sharded(other, packed=packed)
     reference = Reference(of_reference, config.reference, lineage_of(config), initial)
-    parts = scorer, reference, config.train, objective, taken, adapter, ranks, report
-    measured = config.metrics.entropy, end_ids(config, files)
-    return Learner(*parts, *measured, watch or Stopwatch(SystemClock()), copies), unwrapped
+    learner = Learner(
+        scorer,
+        reference,
+        config.train,
+        objective,
+        taken=taken,
+        adapter=adapter,
+        ranks=ranks,
+        report=report,
+        entropy=config.metrics.entropy,
+        end_ids=end_ids(config, files),
+        watch=watch or Stopwatch(SystemClock()),
+        copies=copies,
+    )
+    return learner, unwrapped
+
+
+def _adapted(policy: PreTrainedModel, config: Config, files: Path, ranks: Ranks, *, half: bool) -> dict[str, Any]:
+    """Add adapters to the policy, and return what identifies them: their settings, and on rank 0 their base."""
+    add_adapters(policy, config.lora)
+    if half:
+        to_bfloat16(policy)
+    # `publish` may change between starts: it does not affect the adapters.
+    settings = config.lora.model_dump(mode="json", exclude={"publish"})
+    return settings | {"base": base_digest(files) if ranks.rank == 0 else ""}
 
 
 def _places(device: torch.device, ranks: Ranks) -> tuple[torch.device, torch.device]:

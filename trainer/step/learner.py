@@ -273,8 +273,19 @@ class Learner:
         reference_of_tokens: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Accumulator:
         """Add the gradient of the whole batch to the parameters."""
-        own = self.scorer, self.objective, self.log_z, self.ranks, self.watch, self.entropy, self._retain_gathered
-        accumulator = Accumulator(*own, batch, reference_BK, beta, reference_of_tokens)
+        accumulator = Accumulator(
+            scorer=self.scorer,
+            objective=self.objective,
+            log_z=self.log_z,
+            ranks=self.ranks,
+            watch=self.watch,
+            entropy=self.entropy,
+            retain_gathered=self._retain_gathered,
+            batch=batch,
+            reference_BK=reference_BK,
+            beta=beta,
+            reference_of_tokens=reference_of_tokens,
+        )
         accumulator.run(self.plan(batch.rows, batch.samples))
         return accumulator
 
